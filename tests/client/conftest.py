@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from client.fake import ASKED_S_MAX, FakeModel, RestFake, grpc_server, rest_server
+from client.fake import RESPONSE_S_MAX, FakeModel, RestFake, grpc_server, rest_server
 
 from embedserve_client import (
     AsyncEmbedClient,
@@ -19,7 +19,7 @@ from embedserve_client import (
 KINDS = ("rest", "rest-async", "grpc", "grpc-async")
 
 
-class Blocking:
+class BlockingClient:
     """A sync or async client with a blocking interface. Coroutines run to their end in an event
     loop of its own."""
 
@@ -35,7 +35,7 @@ class Blocking:
     def stream(self, items: Any, **options: Any) -> list[Any]:
         answers = self._client.embed_stream(items, **options)
         if hasattr(answers, "__aiter__"):
-            collected: list[Any] = self._wait(_collected(answers))
+            collected: list[Any] = self._wait(_collect(answers))
             return collected
         return list(answers)
 
@@ -51,7 +51,7 @@ class Blocking:
         return self._runner.run(result) if inspect.iscoroutine(result) else result
 
 
-async def _collected(answers: Any) -> list[Any]:
+async def _collect(answers: Any) -> list[Any]:
     return [answer async for answer in answers]
 
 
@@ -80,7 +80,7 @@ def grpc_target(model: FakeModel) -> Iterator[str]:
 
 
 @pytest.fixture(params=KINDS)
-def client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
+def client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
     """Yields each of the four clients in turn, connected to its fake server."""
     blocking = _connected(request.param, request)
     yield blocking
@@ -88,7 +88,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
 
 
 @pytest.fixture(params=KINDS)
-def retrying_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
+def retrying_client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
     """Yields each of the four clients in turn, with two retries."""
     blocking = _connected(request.param, request, retries=2)
     yield blocking
@@ -96,14 +96,14 @@ def retrying_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
 
 
 @pytest.fixture(params=("grpc", "grpc-async"))
-def stream_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
+def stream_client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
     """Yields both gRPC clients in turn."""
     blocking = _connected(request.param, request)
     yield blocking
     blocking.shut()
 
 
-def _connected(kind: str, request: pytest.FixtureRequest, **options: Any) -> Blocking:
+def _connected(kind: str, request: pytest.FixtureRequest, **options: Any) -> BlockingClient:
     make: dict[str, Any] = {
         "rest": EmbedClient,
         "rest-async": AsyncEmbedClient,
@@ -111,4 +111,4 @@ def _connected(kind: str, request: pytest.FixtureRequest, **options: Any) -> Blo
         "grpc-async": AsyncGrpcEmbedClient,
     }
     address = request.getfixturevalue("rest_url" if kind.startswith("rest") else "grpc_target")
-    return Blocking(make[kind], address, timeout_s=ASKED_S_MAX, **options)
+    return BlockingClient(make[kind], address, timeout_s=RESPONSE_S_MAX, **options)

@@ -3,7 +3,7 @@
 `FakeModel` pools ids from two small tables of integers. Its model "sequence" returns the row of
 TITLES for each string, zeros for an unknown one. `rest_app` and `grpc_server` serve it. They are
 written from the contract alone and share no code with the real server.
-A request to the model "fail:CODE" fails with that code. `FakeModel.refusals` lists the codes that
+A request to the model "fail:CODE" fails with that code. `FakeModel.rejections` lists the codes that
 the next requests fail with, before others succeed. "old" is "shop" on a server from before
 output_dtype: it returns float32 and does not report the type.
 """
@@ -25,8 +25,8 @@ from google.protobuf import json_format
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import embedding_pb2_grpc as pb_grpc
 
-ASKED_S_MAX = 60
-KEPT_S = 300
+RESPONSE_S_MAX = 60
+KEEP_ALIVE_S = 300
 """Seconds that the REST fake keeps an idle connection open."""
 ROWS = 100
 DIMS = {"user": 2, "movie": 4}
@@ -45,7 +45,7 @@ HTTP_STATUS = {
 }
 
 
-class Refused(Exception):
+class FakeError(Exception):
     """The fake's own error; ``field`` is the contract's."""
 
     def __init__(self, code: str, message: str, field: str = "") -> None:
@@ -69,25 +69,25 @@ class FakeModel:
     def __init__(self) -> None:
         self.requests: list[pb.EmbedRequest] = []
         self.timeouts_ms: list[str | None] = []
-        self.refusals: list[str] = []
+        self.rejections: list[str] = []
         self.slow_s = 0.0
         self.retry_after_s = 3
-        self.may_answer = threading.Event()
-        self.may_answer.set()
+        self.may_respond = threading.Event()
+        self.may_respond.set()
         self.stream_ended = threading.Event()
 
     def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         self.requests.append(request)
         time.sleep(self.slow_s)
-        assert self.may_answer.wait(ASKED_S_MAX)
-        if self.refusals:
-            raise Refused(self.refusals.pop(0), "ordered by the test")
+        assert self.may_respond.wait(RESPONSE_S_MAX)
+        if self.rejections:
+            raise FakeError(self.rejections.pop(0), "ordered by the test")
         if request.model.startswith("fail:"):
-            raise Refused(request.model[5:], "ordered by the test")
+            raise FakeError(request.model[5:], "ordered by the test")
         if request.model == "sequence":
             return self._sequence(request)
         if request.model not in ("", "shop", "old"):
-            raise Refused("NOT_FOUND", f"no model {request.model!r}")
+            raise FakeError("NOT_FOUND", f"no model {request.model!r}")
         lengths = np.frombuffer(request.lengths_bytes, "<i4").reshape(len(request.keys), -1)
         values = self._values(request, lengths)
         output_dtype = pb.FLOAT32 if request.model == "old" else request.output_dtype
@@ -131,7 +131,7 @@ class FakeModel:
                 for index in range(at, at + length):
                     if not 0 <= ids[index] < ROWS:
                         field = f"features.{key}[{example}]"
-                        raise Refused("INVALID_ARGUMENT", f"{field}: no row {ids[index]}", field)
+                        raise FakeError("INVALID_ARGUMENT", f"{field}: no row {ids[index]}", field)
                     answer[key][example] += weights[index] * TABLES[key][ids[index]]
                 at += length
         assert at == len(ids)
@@ -142,7 +142,7 @@ class FakeModel:
 
     def model(self, name: str) -> pb.Model:
         if name != "shop":
-            raise Refused("NOT_FOUND", f"no model {name!r}")
+            raise FakeError("NOT_FOUND", f"no model {name!r}")
         table = pb.Table(
             name="t_user",
             num_embeddings=ROWS,
@@ -170,16 +170,16 @@ class FakeModel:
         )
 
 
-class Silent(FakeModel):
-    """A model that sends no response until ``may_answer`` is set."""
+class SilentModel(FakeModel):
+    """A model that sends no response until ``may_respond`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = threading.Event()
-        self.may_answer.clear()
+        self.requested = threading.Event()
+        self.may_respond.clear()
 
     def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
-        self.asked.set()
+        self.requested.set()
         return super().embed(request)
 
 
@@ -195,7 +195,7 @@ def rest_app(current: Callable[[], FakeModel]) -> Callable[..., Awaitable[None]]
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         try:
             status, kind, answer = 200, *_route(model, scope, headers, body)
-        except Refused as error:
+        except FakeError as error:
             status, kind, answer = HTTP_STATUS[error.code], "application/json", _json_of(error)
         fields = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(answer))]
         if status == 429:
@@ -227,7 +227,7 @@ def _json(message: Any) -> bytes:
     return json.dumps(json.loads(text) | {"newer_field": 1}).encode()
 
 
-def _json_of(error: Refused) -> bytes:
+def _json_of(error: FakeError) -> bytes:
     fields = {"code": error.code, "message": error.message, "field": error.field}
     return json.dumps({"error": fields}).encode()
 
@@ -254,7 +254,7 @@ class Servicer(pb_grpc.EmbeddingServiceServicer):
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
             try:
                 yield self.model.embed(request)
-            except Refused as error:
+            except FakeError as error:
                 yield pb.EmbedResponse(
                     error=pb.Error(code=error.code, message=error.message, field=error.field)
                 )
@@ -272,7 +272,7 @@ class Servicer(pb_grpc.EmbeddingServiceServicer):
 def _or_abort(context: Any, answer: Callable[[], Any]) -> Any:
     try:
         return answer()
-    except Refused as error:
+    except FakeError as error:
         context.abort(grpc.StatusCode[error.code], error.message)
 
 
@@ -296,7 +296,7 @@ def rest_server(model: FakeModel | None = None, port: int = 0) -> Iterator[RestF
         lifespan="off",
         access_log=False,
         ws="none",
-        timeout_keep_alive=KEPT_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

@@ -26,7 +26,7 @@ def plain_client(request: pytest.FixtureRequest) -> Any:
         yield client
 
 
-def test_results_come_in_order_and_are_all_there(plain_client: Any, model: FakeModel) -> None:
+def test_results_are_complete_and_in_order(plain_client: Any, model: FakeModel) -> None:
     features: dict[str, Any] = {"movie": BAGS, "user": np.arange(1000) % 100}
     results = list(embed_in_batches(plain_client, features, examples=64))
 
@@ -38,7 +38,7 @@ def test_results_come_in_order_and_are_all_there(plain_client: Any, model: FakeM
     np.testing.assert_array_equal(users, pooled("user", [[n % 100] for n in range(1000)]))
 
 
-def test_weights_are_cut_as_their_ids_are(plain_client: Any) -> None:
+def test_weights_are_split_like_their_ids(plain_client: Any) -> None:
     features = {"user": [[1, 2], [], [3], [4, 5]], "movie": [[9], [8], [], [7, 6]]}
     weights = {"movie": [[2.0], [3.0], [], [4.0, 5.0]]}
     whole = plain_client.embed(features, weights=weights)
@@ -47,7 +47,7 @@ def test_weights_are_cut_as_their_ids_are(plain_client: Any) -> None:
     np.testing.assert_array_equal(np.concatenate([one.values for one in results]), whole.values)
 
 
-def test_strings_are_cut_too(plain_client: Any) -> None:
+def test_string_ids_are_split_into_batches(plain_client: Any) -> None:
     titles = [["Heat"], ["Alien", "no such film"], [], ["Alien"]]
     first, second = embed_in_batches(
         plain_client, {"title": titles}, model="sequence", examples=2, output_dtype="float16"
@@ -59,58 +59,58 @@ def test_strings_are_cut_too(plain_client: Any) -> None:
     assert second["title"].values.tolist() == [[3, 4]]
 
 
-def test_an_error_ends_it_and_what_was_not_asked_is_not(
+def test_error_ends_the_lookup_and_later_requests_are_not_sent(
     plain_client: Any, model: FakeModel
 ) -> None:
-    model.refusals = ["RESOURCE_EXHAUSTED"] * 100
+    model.rejections = ["RESOURCE_EXHAUSTED"] * 100
 
     with pytest.raises(Overloaded):
         list(embed_in_batches(plain_client, {"user": [[1]] * 1000}, examples=1, in_flight=2))
     assert len(model.requests) <= 4
 
 
-class Held:
+class HeldClient:
     """A client whose calls fail only once ``go_on`` is set."""
 
     def __init__(self) -> None:
-        self.asked = threading.Semaphore(0)
-        self.go_on = threading.Event()
+        self.requested = threading.Semaphore(0)
+        self.may_fail = threading.Event()
         self.count = 0
 
     def embed(self, features: Any, **_: Any) -> Any:
         self.count += 1
-        self.asked.release()
-        assert self.go_on.wait(60)
+        self.requested.release()
+        assert self.may_fail.wait(60)
         raise Overloaded("ordered by the test")
 
 
-def test_no_more_are_in_flight_than_asked_for() -> None:
-    held: Any = Held()
-    results = embed_in_batches(held, {"user": [[1]] * 100}, examples=1, in_flight=3)
+def test_requests_in_flight_never_exceed_the_given_limit() -> None:
+    held_client: Any = HeldClient()
+    results = embed_in_batches(held_client, {"user": [[1]] * 100}, examples=1, in_flight=3)
 
-    def take() -> None:
+    def read_next_result() -> None:
         with pytest.raises(Overloaded):
             next(results)
 
-    taker = threading.Thread(target=take)
-    taker.start()
+    reader = threading.Thread(target=read_next_result)
+    reader.start()
     for _ in range(3):
-        assert held.asked.acquire(timeout=60)
-    assert held.count == 3
-    held.go_on.set()
-    taker.join(60)
-    assert held.count <= 4
+        assert held_client.requested.acquire(timeout=60)
+    assert held_client.count == 3
+    held_client.may_fail.set()
+    reader.join(60)
+    assert held_client.count <= 4
 
 
 @pytest.mark.parametrize("name", ["examples", "in_flight"])
-def test_nothing_at_a_time_is_refused(name: str) -> None:
+def test_zero_examples_or_requests_in_flight_are_rejected(name: str) -> None:
     client: Any = object()
     options: dict[str, Any] = {name: 0}
     with pytest.raises(InvalidRequest, match=f"{name}: 0 is not 1 or more"):
         embed_in_batches(client, {"user": [[1]]}, **options)
 
 
-def test_an_error_says_of_which_examples_it_is(plain_client: Any) -> None:
+def test_error_names_the_range_of_its_examples(plain_client: Any) -> None:
     features = {"user": [[1]] * 5 + [[500]]}
     with pytest.raises(InvalidRequest, match=r"features\.user\[1\]: no row 500") as caught:
         list(embed_in_batches(plain_client, features, examples=4))

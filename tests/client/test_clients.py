@@ -25,7 +25,7 @@ from embedserve_client import (
 from embedserve_proto import embedding_pb2 as pb
 
 
-def test_embed_gives_the_pooled_rows_of_every_key(client: Any) -> None:
+def test_embed_returns_the_pooled_rows_of_every_key(client: Any) -> None:
     result = client.embed({"movie": [[1, 2], [], [99]], "user": np.array([3, 4, 5])})
 
     np.testing.assert_array_equal(result["movie"], pooled("movie", [[1, 2], [], [99]]))
@@ -34,21 +34,21 @@ def test_embed_gives_the_pooled_rows_of_every_key(client: Any) -> None:
     assert (result.keys, result.length_per_key) == (("user", "movie"), (2, 4))
 
 
-def test_a_feature_not_named_is_zeros(client: Any) -> None:
+def test_feature_missing_from_the_request_has_zero_vectors(client: Any) -> None:
     result = client.embed({"user": [5, 6]}, model="shop")
 
     np.testing.assert_array_equal(result["user"], pooled("user", [[5, 6]]))
     np.testing.assert_array_equal(result["movie"], np.zeros((1, 4)))
 
 
-def test_weights_reach_the_server(client: Any) -> None:
+def test_weights_are_sent_to_the_server(client: Any) -> None:
     result = client.embed({"user": [[1, 2]], "movie": [[3]]}, weights={"user": [[0.5, 2.0]]})
 
     np.testing.assert_array_equal(result["user"], [[0.5 * 2 + 2.0 * 4, 0.5 * 3 + 2.0 * 5]])
     np.testing.assert_array_equal(result["movie"], pooled("movie", [[3]]))
 
 
-def test_strings_go_out_and_rows_come_back_where_nothing_is_pooled(client: Any) -> None:
+def test_unpooled_model_returns_a_row_for_each_string_id(client: Any) -> None:
     titles = [["Heat", "no such film"], [], ["Alien"]]
     result = client.embed({"title": titles}, model="sequence")
 
@@ -58,14 +58,14 @@ def test_strings_go_out_and_rows_come_back_where_nothing_is_pooled(client: Any) 
     assert (result.is_pooled, result.batch_size) == (False, 3)
 
 
-def test_strings_may_be_numpy_arrays(client: Any) -> None:
+def test_string_ids_may_be_numpy_arrays(client: Any) -> None:
     result = client.embed({"title": np.array(["Alien", "Heat"])}, model="sequence")
 
     assert result["title"].values.tolist() == [[3, 4], [1, 2]]
     assert result.unknown_ids == {}
 
 
-def test_float16_is_answered_as_asked_for(client: Any, model: FakeModel) -> None:
+def test_requested_float16_output_is_returned(client: Any, model: FakeModel) -> None:
     features = {"movie": [[1, 2], [], [99]], "user": np.array([3, 4, 5])}
     weights = {"movie": [[0.1, 1], [], [1000]]}
     whole = client.embed(features, weights=weights)
@@ -80,34 +80,38 @@ def test_float16_is_answered_as_asked_for(client: Any, model: FakeModel) -> None
     assert [request.output_dtype for request in model.requests] == [pb.FLOAT32, pb.FLOAT16]
 
 
-def test_output_keys_are_asked_for(client: Any, model: FakeModel) -> None:
+def test_output_keys_are_sent_to_the_server(client: Any, model: FakeModel) -> None:
     client.embed({"user": [1]}, output_keys=["user"])
 
     assert [list(request.output_keys) for request in model.requests] == [["user"]]
 
 
-def test_a_smallest_seq_is_asked_for(client: Any, model: FakeModel) -> None:
+def test_min_seq_is_sent_to_the_server(client: Any, model: FakeModel) -> None:
     for seq in (None, 0, 1234):
         client.embed({"user": [1]}, min_seq=seq)
-    asked = [request.min_seq if request.HasField("min_seq") else None for request in model.requests]
-    assert asked == [None, 0, 1234]
+    requested_seqs = [
+        request.min_seq if request.HasField("min_seq") else None for request in model.requests
+    ]
+    assert requested_seqs == [None, 0, 1234]
 
 
 @pytest.mark.parametrize("seq", [-1, 2**63, "7", True, 1.5])
-def test_a_smallest_seq_that_is_none_is_refused(client: Any, model: FakeModel, seq: Any) -> None:
+def test_invalid_min_seq_is_rejected_before_sending(
+    client: Any, model: FakeModel, seq: Any
+) -> None:
     with pytest.raises(InvalidRequest, match=f"min_seq: .* is no integer from 0 to {2**63 - 1}"):
         client.embed({"user": [1]}, min_seq=seq)
     assert not model.requests
 
 
-def test_rows_of_a_model_that_is_not_pooled_may_be_float16(client: Any) -> None:
+def test_unpooled_rows_may_be_float16(client: Any) -> None:
     titles = {"title": [["Heat"], ["Alien"]]}
     rows = client.embed(titles, model="sequence", output_dtype="float16")["title"]
 
     assert (rows.values.dtype, rows.values.tolist()) == (np.float16, [[1, 2], [3, 4]])
 
 
-def test_a_server_that_knows_no_float16_answers_float32(client: Any) -> None:
+def test_float32_from_a_server_without_float16_is_accepted(client: Any) -> None:
     result = client.embed({"user": [5]}, model="old", output_dtype="float16")
 
     assert result.values.dtype == np.float32
@@ -115,7 +119,7 @@ def test_a_server_that_knows_no_float16_answers_float32(client: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "FLOAT16", "", None, 1, ["float16"], np.float16])
-def test_another_output_dtype_is_refused_before_anything_is_sent(
+def test_unsupported_output_dtype_is_rejected_before_sending(
     client: Any, model: FakeModel, name: Any
 ) -> None:
     with pytest.raises(InvalidRequest, match="is not float32 or float16") as caught:
@@ -126,7 +130,7 @@ def test_another_output_dtype_is_refused_before_anything_is_sent(
     assert model.requests == []
 
 
-def test_models_are_records(client: Any) -> None:
+def test_models_are_returned_as_records(client: Any) -> None:
     listed = client.models()
 
     assert listed.default_model == "shop"
@@ -139,7 +143,7 @@ def test_models_are_records(client: Any) -> None:
     assert shop.is_pooled
 
 
-def test_a_model_of_another_name_is_unknown(client: Any) -> None:
+def test_unknown_model_name_raises_unknown_model(client: Any) -> None:
     with pytest.raises(UnknownModel, match="no model"):
         client.model("books")
     with pytest.raises(UnknownModel, match="no model 'books'"):
@@ -157,7 +161,7 @@ def test_a_model_of_another_name_is_unknown(client: Any) -> None:
         ("INTERNAL", ServerError),
     ],
 )
-def test_every_code_has_its_error(
+def test_every_error_code_raises_its_exception_class(
     client: Any, code: str, kind: type[EmbedServeClientError]
 ) -> None:
     with pytest.raises(EmbedServeClientError) as caught:
@@ -167,14 +171,14 @@ def test_every_code_has_its_error(
     assert caught.value.message == str(caught.value) == "ordered by the test"
 
 
-def test_the_servers_word_on_a_bad_id_is_passed_on(client: Any) -> None:
+def test_server_message_about_an_invalid_id_is_passed_on(client: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"features\.user\[1\]: no row 500") as caught:
         client.embed({"user": [[1], [500]]})
 
     assert caught.value.field == ("" if client.over_grpc else "features.user[1]")
 
 
-def test_mistakes_are_found_before_anything_is_sent(client: Any, model: FakeModel) -> None:
+def test_invalid_arguments_are_rejected_before_sending(client: Any, model: FakeModel) -> None:
     with pytest.raises(ValueError, match=r"features\.user\[0\]: 1\.5 is float"):
         client.embed({"user": [[1.5]]})
     with pytest.raises(ValueError, match="timeout_s: 0 is not a positive"):
@@ -183,18 +187,18 @@ def test_mistakes_are_found_before_anything_is_sent(client: Any, model: FakeMode
     assert model.requests == []
 
 
-def test_a_slow_answer_exceeds_the_deadline(client: Any, model: FakeModel) -> None:
-    model.may_answer.clear()
+def test_slow_response_raises_deadline_exceeded(client: Any, model: FakeModel) -> None:
+    model.may_respond.clear()
 
     with pytest.raises(DeadlineExceeded):
         client.embed({"user": [1]}, timeout_s=0.05)
 
-    model.may_answer.set()
+    model.may_respond.set()
     assert client.embed({"user": [1]}).batch_size == 1
 
 
 @pytest.mark.parametrize("make", [EmbedClient, GrpcEmbedClient])
-def test_no_server_is_unavailable(make: Any) -> None:
+def test_missing_server_raises_unavailable(make: Any) -> None:
     address = "127.0.0.1:1" if make is GrpcEmbedClient else "http://127.0.0.1:1"
     with make(address) as client, pytest.raises(Unavailable) as caught:
         client.embed({"user": [1]})
@@ -203,7 +207,7 @@ def test_no_server_is_unavailable(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [AsyncEmbedClient, AsyncGrpcEmbedClient])
-async def test_no_server_is_unavailable_async(make: Any) -> None:
+async def test_missing_server_raises_unavailable_in_async_clients(make: Any) -> None:
     address = "127.0.0.1:1" if make is AsyncGrpcEmbedClient else "http://127.0.0.1:1"
     async with make(address) as client:
         with pytest.raises(Unavailable):
@@ -213,7 +217,7 @@ async def test_no_server_is_unavailable_async(make: Any) -> None:
 @pytest.mark.parametrize(
     "make", [EmbedClient, AsyncEmbedClient, GrpcEmbedClient, AsyncGrpcEmbedClient]
 )
-def test_a_bad_timeout_stops_the_client_at_once(make: Any) -> None:
+def test_invalid_timeout_is_rejected_by_the_constructor(make: Any) -> None:
     with pytest.raises(ValueError, match="timeout_s: -1 "):
         make("http://127.0.0.1:1", timeout_s=-1)
 

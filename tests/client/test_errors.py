@@ -13,18 +13,18 @@ from embedserve_client.errors import (
 )
 
 
-def test_a_code_of_a_newer_server_is_a_server_error_that_shows_it() -> None:
+def test_unknown_code_becomes_a_server_error_that_names_the_code() -> None:
     error = error_from("DATA_LOSS", "gone", field="features.user")
 
     assert type(error) is ServerError
     assert (str(error), error.field) == ("DATA_LOSS: gone", "features.user")
 
 
-def test_an_error_without_a_message_shows_its_code() -> None:
+def test_error_without_a_message_shows_its_code() -> None:
     assert str(error_from("UNAVAILABLE", "")) == "UNAVAILABLE"
 
 
-def test_a_wrong_request_is_a_value_error() -> None:
+def test_invalid_request_is_a_value_error() -> None:
     assert issubclass(InvalidRequest, ValueError)
 
 
@@ -39,7 +39,7 @@ def test_a_wrong_request_is_a_value_error() -> None:
         ("the queue holds 9 ids; 4 more would exceed its limit of 10", "", None, Overloaded),
     ],
 )
-def test_what_is_exhausted_is_the_server_or_the_limit_of_a_request(
+def test_resource_exhausted_is_either_overloaded_or_too_large(
     message: str, field: str, retry_after_s: float | None, kind: type[Exception]
 ) -> None:
     error = error_from("RESOURCE_EXHAUSTED", message, field=field, retry_after_s=retry_after_s)
@@ -47,7 +47,7 @@ def test_what_is_exhausted_is_the_server_or_the_limit_of_a_request(
     assert type(error) is kind
 
 
-def test_errors_survive_another_process() -> None:
+def test_errors_survive_pickling() -> None:
     error = error_from("RESOURCE_EXHAUSTED", "queue full", field="ids", retry_after_s=2.0)
 
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - of our own making
@@ -56,7 +56,7 @@ def test_errors_survive_another_process() -> None:
     assert (str(copy), copy.field, copy.retry_after_s) == ("queue full", "ids", 2.0)
 
 
-def test_result_raises_the_error_itself() -> None:
+def test_result_of_an_error_raises_the_error() -> None:
     error = error_from("NOT_FOUND", "no model 'a'")
 
     with pytest.raises(type(error)) as caught:

@@ -76,7 +76,7 @@ def test_ranks_are_in_range(exponent: float, count: int) -> None:
 
 
 @pytest.mark.parametrize("exponent", [0, 0.5, 1, 1.05, 2])
-def test_ranks_come_as_often_as_a_power_law_says(exponent: float) -> None:
+def test_rank_frequencies_follow_the_power_law(exponent: float) -> None:
     draws = 200_000
     ranks = zipf_ranks(np.random.default_rng(0), draws, ROWS, exponent)
     edges = np.linspace(1, ROWS + 1, 200_001)
@@ -88,11 +88,11 @@ def test_ranks_come_as_often_as_a_power_law_says(exponent: float) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 10, 28, 997, ROWS])
-def test_spreading_gives_each_rank_a_number_of_its_own(count: int) -> None:
+def test_spread_maps_ranks_to_distinct_numbers(count: int) -> None:
     assert sorted(spread(np.arange(count), count)) == list(range(count))
 
 
-def test_popular_ids_are_no_neighbours() -> None:
+def test_popular_ids_are_not_adjacent() -> None:
     assert np.abs(np.diff(spread(np.arange(10), ROWS))).min() > ROWS // 10
 
 
@@ -102,7 +102,7 @@ def test_spreading_the_largest_count_does_not_overflow() -> None:
     assert (numbers < 2**31).all()
 
 
-def test_ids_follow_the_rule_of_their_table() -> None:
+def test_ids_follow_the_id_rule_of_their_table() -> None:
     found = ids_by_feature(
         model(
             ("plain", ("a", "b"), rule()),
@@ -125,7 +125,7 @@ def test_ids_follow_the_rule_of_their_table() -> None:
     assert set(found["d"].draw(np.random.default_rng(0), 50, 0)) == {"x", "y"}
 
 
-def test_a_feature_of_two_tables_gets_ids_that_both_take() -> None:
+def test_feature_of_two_tables_gets_ids_valid_in_both() -> None:
     small = rule(rule="modulo", modulus=7)
     assert ids_by_feature(model(("a", ("f",), rule()), ("b", ("f",), small)), {}) == {
         "f": FeatureIds(7)
@@ -134,7 +134,7 @@ def test_a_feature_of_two_tables_gets_ids_that_both_take() -> None:
     assert ids_by_feature(model(("a", ("f",), rule()), ("b", ("f",), strict)), {}) == {}
 
 
-def test_vocabularies_replace_what_the_server_says(tmp_path: Path) -> None:
+def test_vocabulary_files_replace_the_ids_that_the_server_lists(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("-5\n9000000000\n")
     (tmp_path / "words.txt").write_text("\nfilm\u2028 noir\n", encoding="utf-8")
     option = f"mapped={tmp_path}/ids.txt,words={tmp_path}/words.txt"
@@ -157,7 +157,9 @@ def test_vocabularies_replace_what_the_server_says(tmp_path: Path) -> None:
         ("mapped={empty}", "is empty"),
     ],
 )
-def test_a_wrong_vocabulary_is_named(tmp_path: Path, option: str, message: str) -> None:
+def test_invalid_vocabulary_option_is_named_in_the_error(
+    tmp_path: Path, option: str, message: str
+) -> None:
     (tmp_path / "file").write_text("word\n")
     (tmp_path / "empty").write_text("")
     served = model(("mapped", ("e",), rule(rule="map")))
@@ -171,7 +173,7 @@ def bodies(traffic: Traffic, user: int, count: int = 50) -> list[bytes]:
     return [traffic.request(random).json() for _ in range(count)]
 
 
-def test_requests_are_told_apart_by_seed_and_user_alone() -> None:
+def test_requests_depend_only_on_seed_and_user() -> None:
     served = model(("t", ("a", "b"), rule()))
     first, same = (Traffic(served, SETTINGS, {}) for _ in range(2))
     other = Traffic(served, Settings(SETTINGS.sizes, 8, 1.05, seed=4), {})
@@ -180,7 +182,7 @@ def test_requests_are_told_apart_by_seed_and_user_alone() -> None:
     assert bodies(first, 0) != bodies(other, 0)
 
 
-def test_requests_have_the_sizes_that_the_weights_say() -> None:
+def test_request_sizes_follow_their_weights() -> None:
     sizes = ((1, 6.0), (5, 3.0), (50, 1.0))
     traffic = Traffic(model(("t", ("a",), rule())), Settings(sizes, 8, 1.05, 0), {})
     random = traffic.random(0)
@@ -189,7 +191,7 @@ def test_requests_have_the_sizes_that_the_weights_say() -> None:
         assert examples.count(size) / 3000 == pytest.approx(weight / 10, abs=0.03)
 
 
-def test_json_and_protobuf_hold_the_same_ids() -> None:
+def test_json_and_protobuf_requests_hold_the_same_ids() -> None:
     served = model(
         ("t", ("a", "b"), rule()),
         ("words", ("d",), rule(rule="map", id_type="string", examples=("x", "y", "z"))),
@@ -207,7 +209,7 @@ def test_json_and_protobuf_hold_the_same_ids() -> None:
     assert list(message.string_ids) == [one for bag in bags["d"] for one in bag]
 
 
-async def test_a_server_accepts_the_requests_of_every_kind_of_model() -> None:
+async def test_server_accepts_generated_requests_for_every_kind_of_model() -> None:
     """Runs the real frontends over fake engines: models of every id rule, pooled and unpooled."""
     infos = [model_info("plain"), ruled_info(), unpooled_info()]
     names = [info.name for info in infos]
@@ -246,7 +248,7 @@ async def test_a_server_accepts_the_requests_of_every_kind_of_model() -> None:
                 assert await live.stub.Embed(request.message()) == over_rest
 
 
-def test_what_cannot_be_asked_for_is_said() -> None:
+def test_features_without_known_ids_are_reported() -> None:
     served = model(
         ("t", ("a",), rule()),
         ("strict", ("f",), rule(rule="map", entries=30)),
@@ -258,7 +260,7 @@ def test_what_cannot_be_asked_for_is_said() -> None:
         Traffic(model(("strict", ("f",), rule(rule="map"))), SETTINGS, {})
 
 
-def test_the_model_is_the_named_the_default_or_the_only_one() -> None:
+def test_model_choice_is_the_named_the_default_or_the_only_model() -> None:
     one, two = model(("t", ("a",), rule()), name="one"), model(("t", ("a",), rule()), name="two")
     assert choose_model(ModelList((one, two), "two"), "") == two
     assert choose_model(ModelList((one, two), "two"), "one") == one
@@ -269,7 +271,7 @@ def test_the_model_is_the_named_the_default_or_the_only_one() -> None:
         choose_model(ModelList((one, two), ""), "three")
 
 
-def test_a_version_is_named_like_in_requests() -> None:
+def test_version_names_are_resolved_like_in_requests() -> None:
     """A model name without a version means the first listed version, unless one is served as the
     newest."""
     stable = replace(
@@ -291,7 +293,7 @@ def test_a_version_is_named_like_in_requests() -> None:
         choose_model(ModelList((stable, newest), ""), "shop@5")
 
 
-def test_sizes_are_read() -> None:
+def test_sizes_option_is_parsed() -> None:
     assert parse_sizes("1:90,50:9.5") == ((1, 90), (50, 9.5))
 
 
@@ -308,7 +310,7 @@ def test_sizes_are_read() -> None:
         ("many", "'many' is not EXAMPLES:WEIGHT"),
     ],
 )
-def test_wrong_sizes_are_named(option: str, wrong: str) -> None:
+def test_invalid_sizes_are_named_in_the_error(option: str, wrong: str) -> None:
     with pytest.raises(ValueError, match=f"--sizes: {wrong}"):
         parse_sizes(option)
 
@@ -322,13 +324,13 @@ def test_wrong_sizes_are_named(option: str, wrong: str) -> None:
         ({"seed": -1}, "--seed: -1"),
     ],
 )
-def test_wrong_settings_are_named(changed: dict[str, float], message: str) -> None:
+def test_invalid_settings_are_named_in_the_error(changed: dict[str, float], message: str) -> None:
     given: dict[str, Any] = {"sizes": ((1, 1),), "ids_max": 8, "zipf": 1, "seed": 0} | changed
     with pytest.raises(ValueError, match=message):
         Settings(**given)
 
 
-def test_errors_that_differ_in_numbers_are_one_kind() -> None:
+def test_errors_that_differ_only_in_numbers_share_a_kind() -> None:
     full = "the queue of 'm' holds {} examples"
     kinds = {
         kind_of_error(code, full.format(held))
@@ -339,12 +341,12 @@ def test_errors_that_differ_in_numbers_are_one_kind() -> None:
     assert kind_of_error("400", "no row 5") == "400: no row N"
 
 
-def test_rows_of_the_statistics_are_named_by_size() -> None:
+def test_statistics_rows_are_named_by_request_size() -> None:
     assert name_of("JSON", 1) == "JSON, 1 example"
     assert name_of("JSON", 50) == "JSON, 50 examples"
 
 
-def test_what_is_sent_needs_no_locust() -> None:
+def test_building_requests_does_not_import_locust() -> None:
     script = "import sys, traffic; sys.exit('locust' in sys.modules or 'gevent' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=LOADTEST, timeout=60)
     assert done.returncode == 0

@@ -12,7 +12,7 @@ from embedserve_client.core.result import EmbedResult, Layout
 from embedserve_client.errors import InvalidRequest
 
 
-def test_importing_the_client_imports_no_torch() -> None:
+def test_importing_the_client_does_not_import_torch() -> None:
     code = (
         "import sys, embedserve_client; "
         "print([name for name in ('torch', 'torchrec', 'fbgemm_gpu') if name in sys.modules])"
@@ -38,7 +38,7 @@ def jagged(torch: Any) -> Any:
     return pytest.importorskip("torchrec.sparse.jagged_tensor")
 
 
-def test_a_keyed_jagged_tensor_is_read(torch: Any, jagged: Any) -> None:
+def test_keyed_jagged_tensor_is_read_as_a_batch(torch: Any, jagged: Any) -> None:
     tensor = jagged.KeyedJaggedTensor(
         keys=["product", "user"],
         values=torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int32),
@@ -55,7 +55,7 @@ def test_a_keyed_jagged_tensor_is_read(torch: Any, jagged: Any) -> None:
     assert batch.weights.tolist() == [0.5, 1, 1, 1, 1, 1]
 
 
-def test_a_batch_size_per_key_is_refused(torch: Any, jagged: Any) -> None:
+def test_batch_size_per_key_is_rejected(torch: Any, jagged: Any) -> None:
     tensor = jagged.KeyedJaggedTensor(
         keys=["product", "user"],
         values=torch.tensor([1, 2, 3]),
@@ -67,7 +67,7 @@ def test_a_batch_size_per_key_is_refused(torch: Any, jagged: Any) -> None:
         batch_of(tensor)
 
 
-def test_a_result_is_a_keyed_tensor_to_write_to(torch: Any, jagged: Any) -> None:
+def test_result_becomes_a_writable_keyed_tensor(torch: Any, jagged: Any) -> None:
     values = np.frombuffer(np.arange(6, dtype="<f4").tobytes(), "<f4").reshape(2, 3)
     result = EmbedResult(values, Layout(("movie", "user"), (2, 1)), "shop", 7)
 
@@ -91,7 +91,7 @@ def test_tensors_have_the_dtype_of_the_result(torch: Any, jagged: Any) -> None:
     assert tensor.tolist() == rows.values().tolist() == [[0, 1], [2, 3]]
 
 
-def test_an_unpooled_result_is_a_jagged_tensor_for_each_key(torch: Any, jagged: Any) -> None:
+def test_unpooled_result_becomes_a_jagged_tensor_for_each_key(torch: Any, jagged: Any) -> None:
     values = np.frombuffer(np.arange(8, dtype="<f4").tobytes(), "<f4").reshape(4, 2)
     lengths = np.array([[0, 3], [1, 0]], np.int32)
     layout = Layout(("movie", "user"), (2, 2))

@@ -49,10 +49,10 @@ class Served:
         if "exec" in probe:
             _, *arguments = probe["exec"]["command"]
             return run_warm_command(*arguments, environment=self.variables).returncode == 0
-        asked = probe["httpGet"]
-        context = ssl._create_unverified_context() if asked.get("scheme") == "HTTPS" else None
+        http_get = probe["httpGet"]
+        context = ssl._create_unverified_context() if http_get.get("scheme") == "HTTPS" else None
         try:
-            return self.get(asked["port"], asked["path"], context) == 200
+            return self.get(http_get["port"], http_get["path"], context) == 200
         except OSError:
             return False
 

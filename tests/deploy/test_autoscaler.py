@@ -11,14 +11,14 @@ from .conftest import DEPLOY, Rendered, kustomize_text, manifests_of
 RULES = yaml.safe_load((DEPLOY / "monitoring" / "adapter-rules.yaml").read_text())["rules"]
 
 
-def scaled(rendered: Rendered) -> dict[str, Any]:
+def autoscaler_spec(rendered: Rendered) -> dict[str, Any]:
     spec: dict[str, Any] = rendered.one("HorizontalPodAutoscaler")["spec"]
     return spec
 
 
-def test_it_scales_the_deployment(rendered: Rendered) -> None:
+def test_autoscaler_targets_the_deployment(rendered: Rendered) -> None:
     deployment = rendered.one("Deployment")
-    target = scaled(rendered)["scaleTargetRef"]
+    target = autoscaler_spec(rendered)["scaleTargetRef"]
     assert target == {
         "apiVersion": deployment["apiVersion"],
         "kind": "Deployment",
@@ -26,12 +26,12 @@ def test_it_scales_the_deployment(rendered: Rendered) -> None:
     }
 
 
-def test_its_metrics_are_the_adapters(rendered: Rendered) -> None:
-    metrics = [one["pods"]["metric"]["name"] for one in scaled(rendered)["metrics"]]
+def test_autoscaler_metrics_are_those_of_the_adapter_rules(rendered: Rendered) -> None:
+    metrics = [one["pods"]["metric"]["name"] for one in autoscaler_spec(rendered)["metrics"]]
     assert metrics == [rule["name"]["as"] for rule in RULES]
 
 
-def test_the_readmes_patch_replaces_them() -> None:
+def test_readme_patch_scales_by_a_reachable_cpu_share() -> None:
     """Checks that the target can be reached: a worker uses at most one core.
 
     A share that it never reaches would never add a pod.
@@ -40,14 +40,14 @@ def test_the_readmes_patch_replaces_them() -> None:
     patches = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])
     kustomization = {"resources": ["KUBERNETES/overlays/cpu"], "patches": patches}
     ours = Rendered("ours", manifests_of(kustomize_text(yaml.safe_dump(kustomization))))
-    (metric,) = scaled(ours)["metrics"]
+    (metric,) = autoscaler_spec(ours)["metrics"]
     assert metric["resource"]["name"] == "cpu"
     share = metric["resource"]["target"]["averageUtilization"] / 100
     workers = ours.settings.workers
     assert share * int(ours.container["resources"]["requests"]["cpu"]) < workers
 
 
-def test_the_adapters_rules_are_of_pods() -> None:
+def test_adapter_rules_map_metrics_to_pods() -> None:
     for rule in RULES:
         assert set(rule) == {"seriesQuery", "resources", "name", "metricsQuery"}
         labels = {name: to["resource"] for name, to in rule["resources"]["overrides"].items()}
@@ -56,8 +56,8 @@ def test_the_adapters_rules_are_of_pods() -> None:
             assert part in rule["metricsQuery"]
 
 
-def test_pods_come_soon_and_go_one_by_one(cpu: Rendered) -> None:
-    behavior = scaled(cpu)["behavior"]
+def test_scaling_down_is_slower_and_removes_one_pod_at_a_time(cpu: Rendered) -> None:
+    behavior = autoscaler_spec(cpu)["behavior"]
     up, down = behavior["scaleUp"], behavior["scaleDown"]
     assert up["stabilizationWindowSeconds"] < down["stabilizationWindowSeconds"]
     (policy,) = down["policies"]

@@ -37,7 +37,7 @@ def calls(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
-def test_the_base_is_the_dockerfiles_own(tmp_path: Path, variant: str) -> None:
+def test_build_uses_the_base_image_of_the_dockerfile(tmp_path: Path, variant: str) -> None:
     done = run(tmp_path, "--network", "host", VARIANT=variant)
     assert done.returncode == 0, done.stderr
     tag = f"localhost/embedserve:{__version__}-{variant}"
@@ -47,20 +47,20 @@ def test_the_base_is_the_dockerfiles_own(tmp_path: Path, variant: str) -> None:
     ]
 
 
-def test_another_base_and_name_may_be_given(tmp_path: Path) -> None:
+def test_base_image_and_image_name_can_be_overridden(tmp_path: Path) -> None:
     run(tmp_path, BASE="mirror/python:3.11", IMAGE="mine:1", VARIANT="cuda")
     (call,) = calls(tmp_path)
     assert "--build-arg CUDA_IMAGE=mirror/python:3.11 --tag mine:1 ." in call
 
 
-def test_a_base_is_made_of_debians_packages(tmp_path: Path) -> None:
+def test_debootstrap_base_is_built_from_debian_packages(tmp_path: Path) -> None:
     done = run(tmp_path, BASE="debootstrap", MIRROR="http://mirror")
     assert done.returncode == 0, done.stderr
-    asked, made, imported, built = calls(tmp_path)
+    inspected, bootstrapped, imported, built = calls(tmp_path)
     base = "localhost/embedserve-base:bookworm"
-    assert asked == f"engine image inspect {base}"
-    assert made.startswith("debootstrap --variant=minbase --include=python3,python3-venv,")
-    assert made.endswith(" http://mirror")
+    assert inspected == f"engine image inspect {base}"
+    assert bootstrapped.startswith("debootstrap --variant=minbase --include=python3,python3-venv,")
+    assert bootstrapped.endswith(" http://mirror")
     assert imported.startswith("engine import --change ENV PATH=")  # preStop calls sleep
     assert imported.endswith(f" - {base}")
     assert f"--build-arg CPU_IMAGE={base} " in built

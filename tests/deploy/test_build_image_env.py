@@ -74,7 +74,7 @@ def test_the_packages_are_installed(site: Path, package: str) -> None:
     assert (site / package / "py.typed").is_file()
 
 
-def test_the_list_of_packages_has_ours_and_no_pip(site: Path) -> None:
+def test_sbom_lists_embedserve_packages_and_not_pip(site: Path) -> None:
     prefix = site.parents[2]
     listed = json.loads((prefix / "sbom.cdx.json").read_text())
     assert listed["bomFormat"] == "CycloneDX"
@@ -107,16 +107,18 @@ def pinned(lock: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
-def test_the_locks_have_what_the_project_asks_for(variant: str, pyproject: dict[str, Any]) -> None:
+def test_locks_satisfy_the_requirements_of_the_project(
+    variant: str, pyproject: dict[str, Any]
+) -> None:
     """Fails if a pyproject.toml has changed without ``make lock``."""
     extras = pyproject["project"]["optional-dependencies"]
     versions = pinned(variant)
     server = pyproject["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]
     client = tomllib.loads((ROOT / "clients/pyproject.toml").read_text())["project"]["dependencies"]
-    wanted = [*server, *client, *extras[variant]]
+    requirements = [*server, *client, *extras[variant]]
     for name in extras.keys() - NOT_IN_THE_IMAGE:
-        wanted += extras[name]
-    for line in wanted:
+        requirements += extras[name]
+    for line in requirements:
         need = Requirement(line)
         assert need.specifier.contains(versions[canonicalize_name(need.name)]), line
     assert versions["torchrec"] == "1.8.0"
@@ -124,21 +126,21 @@ def test_the_locks_have_what_the_project_asks_for(variant: str, pyproject: dict[
     assert ("fbgemm-gpu" in versions) == (variant == "cuda")
 
 
-def test_the_locks_name_no_place() -> None:
+def test_locks_contain_no_url_or_index() -> None:
     for lock in LOCKS.glob("*.txt"):
         assert "//" not in lock.read_text()
         assert "index" not in lock.read_text()
 
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
-def test_the_variants_install_their_locks(variant: str, tmp_path: Path) -> None:
+def test_each_variant_installs_its_lock(variant: str, tmp_path: Path) -> None:
     steps = run("--dry-run", variant, tmp_path / "env", ROOT).stdout
     assert f"pip install --no-deps --require-hashes --requirement {LOCKS}/{variant}.txt" in steps
     assert f"--require-hashes --requirement {LOCKS}/build.txt" in steps
     assert "cyclonedx-py environment" in steps
 
 
-def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
+def test_dry_run_creates_no_files(tmp_path: Path) -> None:
     done = run("--dry-run", "cpu", tmp_path / "env", ROOT)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -152,7 +154,7 @@ def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
         ("cpu", "new", DEPLOY, "holds no pyproject.toml"),
     ],
 )
-def test_wrong_arguments_are_refused(
+def test_invalid_arguments_are_rejected(
     tmp_path: Path, variant: str, prefix: str, source: Path, message: str
 ) -> None:
     done = run(variant, tmp_path / prefix, source, WITH_DEPENDENCIES="no")
@@ -161,13 +163,13 @@ def test_wrong_arguments_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_argument_is_refused() -> None:
+def test_missing_argument_is_rejected() -> None:
     done = run("cpu")
     assert done.returncode == 2
     assert "got 1 arguments; usage:" in done.stderr
 
 
-def test_an_unknown_with_dependencies_is_refused(tmp_path: Path) -> None:
+def test_invalid_with_dependencies_value_is_rejected(tmp_path: Path) -> None:
     done = run("cpu", tmp_path / "env", ROOT, WITH_DEPENDENCIES="maybe")
     assert done.returncode == 2
     assert 'WITH_DEPENDENCIES is "maybe"' in done.stderr
@@ -249,5 +251,5 @@ def serve_signed_deltas_from_s3(
         deltas = ("--deltas", "follow", "--delta-key", key.public, "--cache", folder / "cache")
         with serving(prefix, url, "--model", "dlrm@2", *deltas) as port:
             request = {"features": {"user": [[1]]}, "min_seq": 2}
-            answer = httpx.post(f"http://127.0.0.1:{port}/embed", json=request, timeout=60)
-    assert answer.json()["values"] == [[8.0] * 4]
+            response = httpx.post(f"http://127.0.0.1:{port}/embed", json=request, timeout=60)
+    assert response.json()["values"] == [[8.0] * 4]

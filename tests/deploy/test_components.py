@@ -65,7 +65,7 @@ def secrets(value: Any) -> set[str]:
     return own.union(*map(secrets, value.values()))
 
 
-def test_the_folder_has_the_components() -> None:
+def test_components_folder_contains_all_listed_components() -> None:
     folders = {path.name for path in (KUBERNETES / "components").iterdir()}
     assert folders == {*COMPONENTS, *NESTED}
 
@@ -94,12 +94,12 @@ def test_no_kustomization_uses_deprecated_fields() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu", "s3"])
-def test_the_overlays_are_their_components(compose: Compose, name: str) -> None:
+def test_overlays_equal_their_components(compose: Compose, name: str) -> None:
     components = () if name == "cpu" else (name,)
     assert render(f"overlays/{name}").manifests == compose(*components).manifests
 
 
-def test_mounts_and_volumes_belong_together(rendered: Rendered) -> None:
+def test_every_mount_has_a_volume_and_every_volume_a_mount(rendered: Rendered) -> None:
     volumes = by_name(rendered.pod["volumes"])
     mounts = rendered.container["volumeMounts"]
     assert sorted(volumes) == sorted(mount["name"] for mount in mounts)
@@ -114,7 +114,7 @@ def test_mounts_and_volumes_belong_together(rendered: Rendered) -> None:
         assert mount.get("readOnly", False) is not is_written
 
 
-def test_paths_of_settings_lie_in_their_volumes(rendered: Rendered) -> None:
+def test_paths_in_settings_are_inside_mounted_volumes(rendered: Rendered) -> None:
     settings = rendered.settings
     mounts = {mount["mountPath"]: mount["name"] for mount in rendered.container["volumeMounts"]}
     files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca, settings.tokens)
@@ -216,13 +216,13 @@ def test_shared_memory_is_a_bounded_volume_in_memory(compose: Compose) -> None:
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
 
 
-def test_an_overlay_has_the_last_word() -> None:
+def test_overlay_settings_override_component_settings() -> None:
     text = (KUBERNETES / "overlays" / "s3" / "kustomization.yaml").read_text()
     text = text.replace("../..", "KUBERNETES").replace("s3://bucket/store", "s3://ours/models")
     assert Rendered("ours", manifests_of(kustomize_text(text))).settings.store == "s3://ours/models"
 
 
-def test_the_readmes_own_overlay(compose: Compose) -> None:
+def test_readme_overlay_renders_with_its_changes(compose: Compose) -> None:
     page = (DEPLOY / "README.md").read_text()
     _, _, page = page.partition("\n## An overlay of your own\n")
     text = page.split("```yaml\n")[1].split("```")[0]
@@ -247,7 +247,7 @@ def test_the_readmes_own_overlay(compose: Compose) -> None:
     assert kinds == [one["kind"] for one in plain.manifests]
 
 
-def test_patches_of_documents_change_what_they_say() -> None:
+def test_patches_in_the_documents_apply() -> None:
     readme = DEPLOY / "README.md"
     pages = (
         (readme, "\n## Monitoring\n"),
@@ -275,6 +275,6 @@ def test_patches_of_documents_change_what_they_say() -> None:
     assert key["value"] == f"{mount['mountPath']}/delta.pub"
 
 
-def test_the_readmes_network_policy_follows_the_schema() -> None:
+def test_readme_network_policy_matches_the_schema() -> None:
     _, _, page = (DEPLOY / "README.md").read_text().partition("\n## Network\n")
     check_schema_of(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))

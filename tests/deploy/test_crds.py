@@ -36,18 +36,18 @@ def schemas() -> Schemas:
             if one and one["kind"] == "CustomResourceDefinition":
                 group, kind = one["spec"]["group"], one["spec"]["names"]["kind"]
                 for version in one["spec"]["versions"]:
-                    schema = closed(version["schema"]["openAPIV3Schema"])
+                    schema = strict_schema(version["schema"]["openAPIV3Schema"])
                     found[f"{group}/{version['name']}", kind] = schema
     return found
 
 
-def closed(schema: Any, *, is_root: bool = True) -> Any:
+def strict_schema(schema: Any, *, is_root: bool = True) -> Any:
     """Returns the schema with every unknown field as an error."""
     if isinstance(schema, list):
-        return [closed(one, is_root=False) for one in schema]
+        return [strict_schema(one, is_root=False) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: closed(value, is_root=False) for name, value in schema.items()}
+    made = {name: strict_schema(value, is_root=False) for name, value in schema.items()}
     if "(?i)" in str(made.get("pattern")):
         del made["pattern"]  # Go's syntax, not Python's
     keeps = schema.get("x-kubernetes-preserve-unknown-fields") or is_root
@@ -66,20 +66,22 @@ def check(schemas: Schemas, rendered: Rendered) -> set[str]:
     return {one["kind"] for one in custom}
 
 
-def test_kserves_resources_follow_their_schemas(schemas: Schemas, kserve: Rendered) -> None:
+def test_kserve_resources_match_their_schemas(schemas: Schemas, kserve: Rendered) -> None:
     assert check(schemas, kserve) == {"ServingRuntime", "InferenceService"}
 
 
-def test_the_operators_resources_follow_their_schemas(schemas: Schemas, rendered: Rendered) -> None:
+def test_prometheus_operator_resources_match_their_schemas(
+    schemas: Schemas, rendered: Rendered
+) -> None:
     is_scraped = "monitoring" in rendered.components and rendered.is_reachable
     assert check(schemas, rendered) == (OPERATORS if is_scraped else set())
 
 
-def test_the_operators_resources_of_parts_follow_their_schemas(schemas: Schemas) -> None:
+def test_prometheus_operator_resources_of_parts_match_their_schemas(schemas: Schemas) -> None:
     assert check(schemas, render_parts(2, "monitoring")) == OPERATORS
 
 
-def test_an_unknown_field_is_refused(schemas: Schemas, kserve: Rendered) -> None:
+def test_unknown_field_is_rejected_by_the_schema(schemas: Schemas, kserve: Rendered) -> None:
     runtime = kserve.one("ServingRuntime")
     wrong = {**runtime, "spec": {**runtime["spec"], "terminationGracePeriodSeconds": 30}}
     schema = schemas[wrong["apiVersion"], "ServingRuntime"]

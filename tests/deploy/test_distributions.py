@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_same_tree_elsewhere_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_builds_of_equal_source_trees_are_byte_identical(folder: Path, tmp_path: Path) -> None:
     tree = tmp_path / "elsewhere"
     caches = shutil.ignore_patterns("__pycache__")
     for name in SOURCES:
@@ -73,7 +73,7 @@ def source_files(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_wheel_has_every_file_of_its_packages_and_no_other(folder: Path, name: str) -> None:
+def test_wheel_contains_exactly_the_files_of_its_packages(folder: Path, name: str) -> None:
     (wheel,) = folder.glob(f"{name}-{__version__}-py3-none-any.whl")
     files = {file for file in ZipFile(wheel).namelist() if ".dist-info/" not in file}
     assert files == set().union(*(source_files(package) for package in PACKAGES[name]))
@@ -82,14 +82,14 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(folder: Path, name:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_an_sdist_has_its_license_and_what_builds_it(folder: Path, name: str) -> None:
+def test_sdist_contains_license_and_build_files(folder: Path, name: str) -> None:
     """Checks files; build-dist.sh builds each wheel from its sdist alone."""
     with tarfile.open(folder / f"{name}-{__version__}.tar.gz") as archive:
         files = {file.name.partition("/")[2] for file in archive.getmembers() if file.isfile()}
     assert {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml", "hatch_build.py"} <= files
 
 
-def test_both_have_one_license() -> None:
+def test_server_and_client_have_the_same_license() -> None:
     """Checks copies, since a link would lead out of the client's sdist."""
     assert (ROOT / "clients/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
@@ -129,7 +129,9 @@ def installed(
     return name, prefix
 
 
-def test_what_an_installation_brings(installed: tuple[str, Path]) -> None:
+def test_installation_has_no_torch_and_fastapi_only_for_the_server(
+    installed: tuple[str, Path],
+) -> None:
     name, prefix = installed
     (site,) = prefix.glob("lib/python3.*/site-packages")
     distributions = Distribution.discover(path=[str(site)])
@@ -139,7 +141,9 @@ def test_what_an_installation_brings(installed: tuple[str, Path]) -> None:
     assert "embedserve-client" in found
 
 
-def test_what_an_installation_runs(installed: tuple[str, Path], tmp_path: Path) -> None:
+def test_installed_packages_import_and_commands_run(
+    installed: tuple[str, Path], tmp_path: Path
+) -> None:
     name, prefix = installed
 
     def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -162,10 +166,10 @@ def test_what_an_installation_runs(installed: tuple[str, Path], tmp_path: Path) 
         assert run("embedserve", "--version").stdout.startswith(
             f"embedserve {__version__}\nPython 3."
         )
-        told = run("embedserve", "serve", "store")
-        assert told.stderr.startswith("embedserve: torch is not installed: on a CPU pip install")
-        told = run("embedserve", "inspect", "s3://bucket/store")
-        (line,) = told.stderr.splitlines()
+        result = run("embedserve", "serve", "store")
+        assert result.stderr.startswith("embedserve: torch is not installed: on a CPU pip install")
+        result = run("embedserve", "inspect", "s3://bucket/store")
+        (line,) = result.stderr.splitlines()
         assert "pip install 'embedserve[remote]'" in line
 
 

@@ -41,7 +41,7 @@ def test_base_images_are_pinned_by_release_and_digest(dockerfile: Instructions) 
     assert "latest" not in json.dumps(dockerfile)
 
 
-def test_there_is_a_base_for_each_variant_the_script_takes(
+def test_every_variant_of_the_script_has_a_base_stage(
     dockerfile: Instructions, tmp_path: Path
 ) -> None:
     stages = {words[2]: words[0] for words in arguments(dockerfile, "FROM")}
@@ -58,14 +58,14 @@ def test_there_is_a_base_for_each_variant_the_script_takes(
         subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
-def test_the_build_runs_the_tested_script(dockerfile: Instructions) -> None:
+def test_image_build_runs_the_tested_script(dockerfile: Instructions) -> None:
     (mount, *words), *_ = arguments(dockerfile, "RUN")
     assert mount.startswith("--mount=type=cache")
     assert words == ["deploy/build-image-env.sh", '"$VARIANT"', "/opt/embedserve", "/source"]
     assert ["--from=build", "/opt/embedserve", "/opt/embedserve"] in arguments(dockerfile, "COPY")
 
 
-def test_copied_sources_exist_and_reach_the_builder(dockerfile: Instructions) -> None:
+def test_copied_sources_exist_and_are_not_docker_ignored(dockerfile: Instructions) -> None:
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in ignore
     for source in sources(dockerfile):
@@ -73,17 +73,19 @@ def test_copied_sources_exist_and_reach_the_builder(dockerfile: Instructions) ->
         assert f"!{source}" in ignore, source
 
 
-def test_all_that_the_wheels_are_made_of_is_copied(
+def test_all_sources_of_the_wheels_are_copied(
     dockerfile: Instructions, pyproject: dict[str, Any]
 ) -> None:
     project = pyproject["project"]
     packages = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    wanted = {"pyproject.toml", "hatch_build.py", project["readme"], *project["license-files"]}
-    wanted |= {"clients", "proto", *(package.split("/")[0] for package in packages)}
-    assert wanted <= set(sources(dockerfile))
+    required = {"pyproject.toml", "hatch_build.py", project["readme"], *project["license-files"]}
+    required |= {"clients", "proto", *(package.split("/")[0] for package in packages)}
+    assert required <= set(sources(dockerfile))
 
 
-def test_the_server_runs_as_the_deployments_user(dockerfile: Instructions, cpu: Rendered) -> None:
+def test_image_user_equals_the_user_of_the_deployment(
+    dockerfile: Instructions, cpu: Rendered
+) -> None:
     (user,) = arguments(runtime(dockerfile), "USER")
     security = cpu.pod["securityContext"]
     assert user == [f"{security['runAsUser']}:{security['runAsGroup']}"]
@@ -92,7 +94,7 @@ def test_the_server_runs_as_the_deployments_user(dockerfile: Instructions, cpu: 
     assert useradd[useradd.index("--uid") + 1] == str(security["runAsUser"])
 
 
-def test_the_image_starts_what_the_deployment_starts(
+def test_image_command_equals_the_command_of_the_deployment(
     dockerfile: Instructions, cpu: Rendered, pyproject: dict[str, Any]
 ) -> None:
     (entrypoint,) = arguments(dockerfile, "ENTRYPOINT")
@@ -101,19 +103,21 @@ def test_the_image_starts_what_the_deployment_starts(
     assert json.loads(" ".join(command)) == [*cpu.container["args"], "/store"]
 
 
-def test_the_healthcheck_is_a_command_of_ours(dockerfile: Instructions) -> None:
+def test_healthcheck_runs_an_existing_embedserve_command(dockerfile: Instructions) -> None:
     (check,) = arguments(runtime(dockerfile), "HEALTHCHECK")
     program, command = json.loads(" ".join(check[check.index("CMD") + 1 :]))
     assert program == "embedserve"
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
 
 
-def test_the_list_of_packages_is_the_environments(dockerfile: Instructions) -> None:
+def test_sbom_is_copied_from_the_build_environment(dockerfile: Instructions) -> None:
     script = (DEPLOY / "build-image-env.sh").read_text()
     assert ["--from=build", "/opt/embedserve/sbom.cdx.json", "/"] in arguments(dockerfile, "COPY")
     assert '"$prefix/sbom.cdx.json"' in script
 
 
-def test_exposed_ports_are_the_deployments(dockerfile: Instructions, cpu: Rendered) -> None:
+def test_exposed_ports_equal_the_ports_of_the_deployment(
+    dockerfile: Instructions, cpu: Rendered
+) -> None:
     (exposed,) = arguments(dockerfile, "EXPOSE")
     assert exposed == [str(port["containerPort"]) for port in cpu.container["ports"]]

@@ -80,14 +80,14 @@ def user(tmp_path: Path) -> Host:
     return Host(tmp_path, user=1000)
 
 
-def have_all(host: Host, *but: str) -> None:
+def provide_programs(host: Host, *but: str) -> None:
     for name in PROGRAMS:
         if name not in but:
             host.command(name)
 
 
-def test_nothing_happens_where_all_are(root: Host) -> None:
-    have_all(root)
+def test_nothing_is_installed_if_all_programs_exist(root: Host) -> None:
+    provide_programs(root)
     root.record("apt-get")
     root.record("systemctl")
     done = root.run()
@@ -105,8 +105,8 @@ def test_root_installs_the_packages(root: Host) -> None:
     ("program", "package"),
     [("kubectl", "kubernetes-client"), ("h2load", "nghttp2-client"), ("npm", "npm")],
 )
-def test_only_what_is_missing_is_installed(root: Host, program: str, package: str) -> None:
-    have_all(root, program)
+def test_only_missing_packages_are_installed(root: Host, program: str, package: str) -> None:
+    provide_programs(root, program)
     root.record("apt-get")
     root.record("systemctl")
     assert root.run().returncode == 0
@@ -114,7 +114,7 @@ def test_only_what_is_missing_is_installed(root: Host, program: str, package: st
 
 
 def test_an_old_kubectl_is_replaced(root: Host) -> None:
-    have_all(root)
+    provide_programs(root)
     root.command("kubectl", """echo '{"clientVersion": {"major": "1", "minor": "20"}}'""")
     root.record("apt-get")
     assert root.run().returncode == 0
@@ -126,11 +126,11 @@ def test_an_old_kubectl_is_replaced(root: Host) -> None:
 
 
 def test_debian_12_gets_the_kubectl_of_debian_13(root: Host) -> None:
-    have_all(root, "kubectl", "curl")
+    provide_programs(root, "kubectl", "curl")
     root.record("apt-get", then='[ "$1" != indextargets ] || echo http://mirror.example/debian/')
     assert root.run(release="bookworm").returncode == 0
-    asked, update, install, *others = root.calls
-    assert asked.startswith("apt-get indextargets ")
+    indextargets, update, install, *others = root.calls
+    assert indextargets.startswith("apt-get indextargets ")
     own = (
         r"apt-get -o Dir::Etc::sourcelist=\S+ -o Dir::Etc::sourceparts=/dev/null "
         r"-o Dir::State::lists=\S+ "
@@ -140,8 +140,8 @@ def test_debian_12_gets_the_kubectl_of_debian_13(root: Host) -> None:
     assert others == [UPDATE, f"{INSTALL} curl"]
 
 
-def test_what_builds_and_starts_the_image_is_a_group_of_its_own(root: Host) -> None:
-    have_all(root)
+def test_image_group_installs_image_tools(root: Host) -> None:
+    provide_programs(root)
     root.record("apt-get")
     assert root.run("image").returncode == 0
     assert root.calls == [
@@ -151,8 +151,8 @@ def test_what_builds_and_starts_the_image_is_a_group_of_its_own(root: Host) -> N
     ]
 
 
-def test_what_runs_a_node_is_a_group_of_its_own(root: Host) -> None:
-    have_all(root)
+def test_cluster_group_installs_node_tools(root: Host) -> None:
+    provide_programs(root)
     root.command("podman")
     root.record("apt-get")
     root.record("systemctl")
@@ -166,14 +166,14 @@ def test_what_runs_a_node_is_a_group_of_its_own(root: Host) -> None:
     ]
 
 
-def test_an_unknown_group_is_refused(root: Host) -> None:
+def test_unknown_group_is_rejected(root: Host) -> None:
     done = root.run("images")
     assert done.returncode == 2
     assert 'the group is "images", it must be tests, image or cluster' in done.stderr
 
 
-def test_go_without_its_grpc_gets_that(root: Host) -> None:
-    have_all(root, "go")
+def test_missing_go_grpc_library_is_installed(root: Host) -> None:
+    provide_programs(root, "go")
     root.command("go", '[ "$*" != "list -find google.golang.org/grpc" ]')
     root.record("apt-get")
     assert root.run().returncode == 0
@@ -181,7 +181,7 @@ def test_go_without_its_grpc_gets_that(root: Host) -> None:
 
 
 def test_new_services_are_neither_started_nor_enabled(root: Host) -> None:
-    have_all(root, "nginx")
+    provide_programs(root, "nginx")
     root.record("apt-get", then=f"{root.policy}; echo policy-rc.d says $? >> {root.calls_file}")
     root.record("systemctl")
     assert root.run().returncode == 0
@@ -195,7 +195,7 @@ def test_new_services_are_neither_started_nor_enabled(root: Host) -> None:
     assert not root.policy.exists()
 
 
-def test_a_policy_of_the_host_is_left_as_it_is(root: Host) -> None:
+def test_existing_service_policy_is_unchanged(root: Host) -> None:
     root.command("policy-rc.d", "exit 104")
     before = root.policy.read_text()
     root.record("apt-get")
@@ -203,8 +203,8 @@ def test_a_policy_of_the_host_is_left_as_it_is(root: Host) -> None:
     assert root.policy.read_text() == before
 
 
-def test_another_user_asks_sudo(user: Host) -> None:
-    have_all(user, "curl")
+def test_unprivileged_user_installs_through_sudo(user: Host) -> None:
+    provide_programs(user, "curl")
     user.command("policy-rc.d")
     user.record("apt-get")
     user.record("sudo", then='"$@"')
@@ -213,14 +213,14 @@ def test_another_user_asks_sudo(user: Host) -> None:
     assert user.calls == [f"{sudo} {UPDATE}", UPDATE, f"{sudo} {INSTALL} curl", f"{INSTALL} curl"]
 
 
-def test_a_host_without_apt_get_is_told_so(root: Host) -> None:
+def test_missing_apt_get_is_reported(root: Host) -> None:
     done = root.run()
     assert done.returncode == 1
     assert "this host has no apt-get" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_user_without_sudo_is_told_so(user: Host) -> None:
+def test_missing_sudo_is_reported(user: Host) -> None:
     user.record("apt-get")
     done = user.run()
     assert done.returncode == 1
@@ -228,8 +228,8 @@ def test_a_user_without_sudo_is_told_so(user: Host) -> None:
     assert user.calls == []
 
 
-def test_a_failed_install_fails(root: Host) -> None:
-    have_all(root, "curl")
+def test_failed_install_exits_with_an_error(root: Host) -> None:
+    provide_programs(root, "curl")
     root.record("apt-get", then='[ "$1" = update ]')
     done = root.run()
     assert done.returncode == 1

@@ -16,9 +16,9 @@ from .conftest import Rendered
 from .test_kubernetes import SCHEMAS
 from .test_settings import KNOWN
 
-KSERVES = {"minReplicas", "maxReplicas", "deploymentStrategy", "model"}
+KSERVE_FIELDS = {"minReplicas", "maxReplicas", "deploymentStrategy", "model"}
 """Fields of a predictor that a PodSpec lacks."""
-MODELS = {"modelFormat", "protocolVersion", "runtime", "storageUri"}
+MODEL_FIELDS = {"modelFormat", "protocolVersion", "runtime", "storageUri"}
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
     return {one["name"]: one["value"] for one in container["env"]}
 
 
-def test_containers_and_predictors_are_those_of_pods(
+def test_containers_and_predictor_form_a_valid_pod(
     runtime: dict[str, Any], service: dict[str, Any]
 ) -> None:
     predictor = service["spec"]["predictor"]
-    assert set(predictor) & KSERVES == KSERVES - {"maxReplicas"}
-    own = {name: value for name, value in predictor.items() if name not in KSERVES}
+    assert set(predictor) & KSERVE_FIELDS == KSERVE_FIELDS - {"maxReplicas"}
+    own = {name: value for name, value in predictor.items() if name not in KSERVE_FIELDS}
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -56,10 +56,10 @@ def test_containers_and_predictors_are_those_of_pods(
         "spec": {"containers": runtime["containers"], "volumes": runtime["volumes"], **own},
     }
     kubernetes_validate.validate(pod, SCHEMAS, strict=True)
-    assert set(predictor["model"]) == MODELS
+    assert set(predictor["model"]) == MODEL_FIELDS
 
 
-def test_the_runtime_is_the_services(
+def test_inference_service_uses_the_serving_runtime(
     kserve: Rendered, runtime: dict[str, Any], service: dict[str, Any]
 ) -> None:
     model = service["spec"]["predictor"]["model"]
@@ -69,7 +69,9 @@ def test_the_runtime_is_the_services(
     assert model["protocolVersion"] in runtime["protocolVersions"]
 
 
-def test_the_container_is_kserves_and_serves_what_it_mounts(container: dict[str, Any]) -> None:
+def test_container_follows_kserve_conventions_for_name_store_and_ports(
+    container: dict[str, Any],
+) -> None:
     assert container["name"] == "kserve-container"
     assert container["args"] == ["serve", "/mnt/models", "--model", "{{.Name}}"]
     values = environment(container)
@@ -83,14 +85,18 @@ def test_the_container_is_kserves_and_serves_what_it_mounts(container: dict[str,
         assert container[probe]["httpGet"]["port"] == ports["http1"]
 
 
-def test_it_is_run_as_elsewhere(container: dict[str, Any], cpu: Rendered) -> None:
+def test_container_runs_like_that_of_the_deployment(
+    container: dict[str, Any], cpu: Rendered
+) -> None:
     assert container["image"] == cpu.container["image"]
     assert container["lifecycle"] == cpu.container["lifecycle"]
     assert container["resources"] == cpu.container["resources"]
     assert cpu.container["securityContext"].items() <= container["securityContext"].items()
 
 
-def test_the_pod_outlives_its_drain(container: dict[str, Any], service: dict[str, Any]) -> None:
+def test_termination_grace_period_exceeds_the_drain(
+    container: dict[str, Any], service: dict[str, Any]
+) -> None:
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     drain_s = float(environment(container)["EMBEDSERVE_DRAIN_S"])
     predictor = service["spec"]["predictor"]

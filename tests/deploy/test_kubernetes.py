@@ -54,7 +54,7 @@ def services(rendered: Rendered) -> list[str]:
     return ["embedserve", "embedserve-headless", *more]
 
 
-def test_every_kind_is_rendered_and_no_more(rendered: Rendered) -> None:
+def test_exactly_the_expected_kinds_are_rendered(rendered: Rendered) -> None:
     claims = [] if "s3" in rendered.components else ["PersistentVolumeClaim"]
     is_scraped = "monitoring" in rendered.components and rendered.is_reachable
     assert sorted(manifest["kind"] for manifest in rendered.manifests) == [
@@ -71,13 +71,13 @@ def test_every_kind_is_rendered_and_no_more(rendered: Rendered) -> None:
     assert [one["metadata"]["name"] for one in rendered.named("Service")] == services(rendered)
 
 
-def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
+def test_manifests_match_the_kubernetes_schema(rendered: Rendered) -> None:
     for manifest in rendered.manifests:
         if manifest["kind"] not in CUSTOM:  # checked by test_crds.py
             check_schema_of(manifest)
 
 
-def test_the_schema_refuses_an_unknown_field(cpu: Rendered) -> None:
+def test_schema_validation_rejects_an_unknown_field(cpu: Rendered) -> None:
     service = cpu.one("Service", "embedserve")
     wrong = {**service, "spec": {**service["spec"], "port": 8000}}
     with pytest.raises(kubernetes_validate.ValidationError, match="port"):
@@ -109,7 +109,7 @@ def test_the_server_accepts_the_settings(rendered: Rendered) -> None:
     check_device(settings, "cuda" if "gpu" in rendered.components else "cpu")
 
 
-def test_services_lead_to_the_servers_ports(rendered: Rendered) -> None:
+def test_services_target_the_ports_of_the_server(rendered: Rendered) -> None:
     settings = rendered.settings
     has_tls = bool(settings.tls_cert)
     protocols = {
@@ -127,7 +127,7 @@ def test_services_lead_to_the_servers_ports(rendered: Rendered) -> None:
         assert ports == (["management"] if name == "embedserve-management" else ["http", "grpc"])
 
 
-def test_the_server_listens_on_the_containers_ports(rendered: Rendered) -> None:
+def test_server_listens_on_the_ports_of_the_container(rendered: Rendered) -> None:
     settings = rendered.settings
     ports = {"http": settings.http_port, "grpc": settings.grpc_port}
     if settings.management_port >= 0:
@@ -137,7 +137,7 @@ def test_the_server_listens_on_the_containers_ports(rendered: Rendered) -> None:
     assert hosts == {"0.0.0.0" if rendered.is_reachable else "127.0.0.1"}
 
 
-def test_the_headless_service_has_the_pods_own_addresses(rendered: Rendered) -> None:
+def test_headless_service_resolves_to_pod_addresses(rendered: Rendered) -> None:
     for service in rendered.named("Service", "embedserve-headless"):
         spec = service["spec"]
         assert spec["clusterIP"] == "None"
@@ -146,7 +146,7 @@ def test_the_headless_service_has_the_pods_own_addresses(rendered: Rendered) -> 
     assert rendered.settings.limits.connection_age_s_max > 0
 
 
-def test_the_scrape_is_what_the_server_serves(rendered: Rendered) -> None:
+def test_service_monitor_matches_the_metrics_endpoint(rendered: Rendered) -> None:
     settings = rendered.settings
     for monitor in rendered.named("ServiceMonitor"):
         assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
@@ -156,11 +156,13 @@ def test_the_scrape_is_what_the_server_serves(rendered: Rendered) -> None:
         assert endpoint["scheme"] == ("https" if settings.tls_cert else "http")
         assert ("authorization" in endpoint) == bool(settings.tokens)
         config = endpoint["tlsConfig"]
-        wanted = {"serverName", "ca"} if settings.tls_cert else set()
-        assert set(config) == wanted | ({"cert", "keySecret"} if settings.tls_client_ca else set())
+        expected = {"serverName", "ca"} if settings.tls_cert else set()
+        assert set(config) == expected | (
+            {"cert", "keySecret"} if settings.tls_client_ca else set()
+        )
 
 
-def test_each_pod_is_scraped_once_as_the_job_of_the_rules(rendered: Rendered) -> None:
+def test_pods_are_scraped_once_under_the_job_name_of_the_rules(rendered: Rendered) -> None:
     (scraped,) = monitoring("prometheus.yaml")["scrape_configs"]
     for monitor in rendered.named("ServiceMonitor"):
         selector = monitor["spec"]["selector"]["matchLabels"].items()
@@ -175,14 +177,14 @@ def test_each_pod_is_scraped_once_as_the_job_of_the_rules(rendered: Rendered) ->
         assert job == scraped["job_name"]
 
 
-def test_the_operator_gets_the_rules(rendered: Rendered) -> None:
+def test_prometheus_rule_contains_the_rules_file(rendered: Rendered) -> None:
     for resource in rendered.named("PrometheusRule"):
         assert resource["apiVersion"] == "monitoring.coreos.com/v1"
         assert resource["spec"] == monitoring("rules.yaml")
         assert "annotations" not in resource["metadata"]
 
 
-def test_the_network_policy_lets_in_callers_and_the_scrape(rendered: Rendered) -> None:
+def test_network_policy_allows_ingress_of_callers_and_prometheus(rendered: Rendered) -> None:
     spec = rendered.one("NetworkPolicy")["spec"]
     assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
     callers, prometheus = spec["ingress"]
@@ -195,7 +197,7 @@ def test_the_network_policy_lets_in_callers_and_the_scrape(rendered: Rendered) -
     assert ports == ["management" if "management" in container_ports(rendered) else "http"]
 
 
-def test_the_network_policy_lets_out_to_a_bucket_and_dns_anywhere(rendered: Rendered) -> None:
+def test_network_policy_allows_egress_only_to_buckets_and_dns(rendered: Rendered) -> None:
     egress = rendered.one("NetworkPolicy")["spec"]["egress"]
     if "s3" not in rendered.components:
         assert egress == []
@@ -206,18 +208,18 @@ def test_the_network_policy_lets_out_to_a_bucket_and_dns_anywhere(rendered: Rend
     assert ports == [("TCP", 443), ("UDP", 53), ("TCP", 53)]
 
 
-def test_the_config_map_is_the_containers_environment(rendered: Rendered) -> None:
+def test_container_environment_comes_from_the_config_map(rendered: Rendered) -> None:
     name = rendered.one("ConfigMap")["metadata"]["name"]
     assert name.startswith("embedserve-")  # the generator appends a hash
     secrets = [{"secretRef": {"name": "embedserve-s3"}}] if "s3" in rendered.components else []
     assert rendered.container["envFrom"] == [{"configMapRef": {"name": name}}, *secrets]
 
 
-def test_the_container_serves(rendered: Rendered) -> None:
+def test_container_runs_serve(rendered: Rendered) -> None:
     assert rendered.container["args"] == ["serve"]
 
 
-def test_the_service_adds_nothing_to_the_environment(rendered: Rendered) -> None:
+def test_service_links_are_disabled(rendered: Rendered) -> None:
     assert rendered.pod["enableServiceLinks"] is False
 
 
@@ -244,7 +246,7 @@ def test_probes_reach_the_server(rendered: Rendered, probe: str, path: str) -> N
     assert "exec" not in found
 
 
-def test_the_pod_outlives_its_drain(rendered: Rendered) -> None:
+def test_termination_grace_period_exceeds_the_drain(rendered: Rendered) -> None:
     command, seconds = rendered.container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
     assert int(seconds) > 0
@@ -252,7 +254,7 @@ def test_the_pod_outlives_its_drain(rendered: Rendered) -> None:
     assert grace_s > int(seconds) + rendered.settings.drain_s + KILL_AFTER_S
 
 
-def test_a_rollout_keeps_every_replica(rendered: Rendered) -> None:
+def test_rollout_keeps_all_replicas_available(rendered: Rendered) -> None:
     spec = rendered.one("Deployment")["spec"]
     assert "replicas" not in spec  # each apply would undo the autoscaler
     assert rendered.one("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 2
@@ -265,7 +267,7 @@ def test_a_rollout_keeps_every_replica(rendered: Rendered) -> None:
     assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> None:
+def test_container_runs_without_unneeded_privileges(rendered: Rendered) -> None:
     assert rendered.container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -277,7 +279,7 @@ def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> Non
     assert pod["automountServiceAccountToken"] is False
 
 
-def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> None:
+def test_resources_limit_memory_but_not_cpu(rendered: Rendered) -> None:
     resources = rendered.container["resources"]
     disk = {"ephemeral-storage"} if "s3" in rendered.components else set()
     gpus = {"nvidia.com/gpu"} if "gpu" in rendered.components else set()
@@ -286,11 +288,11 @@ def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> Non
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
 
 
-def test_the_image_is_this_version(rendered: Rendered) -> None:
+def test_image_tag_is_the_current_version(rendered: Rendered) -> None:
     variant = "cuda" if "gpu" in rendered.components else "cpu"
     assert rendered.container["image"] == f"embedserve:{__version__}-{variant}"
 
 
-def test_a_store_without_models_is_waited_for(rendered: Rendered) -> None:
+def test_server_waits_for_a_store_without_models(rendered: Rendered) -> None:
     assert rendered.settings.wait is True
     # No probe may end a pod that waits, pulls or loads for hours: test_probes_reach_the_server.

@@ -46,13 +46,13 @@ CASES: list[tuple[int, tuple[str, ...]]] = [
 DNS_CACHE_S = 30
 """Seconds that clients may cache a name from CoreDNS, in kubeadm's configuration."""
 MIB = 1 << 20
-rendered_once = cache(render_parts)
+render_parts_once = cache(render_parts)
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "+".join([str(case[0]), *case[1]]))
 def parts(request: pytest.FixtureRequest) -> Rendered:
     count, components = request.param
-    return rendered_once(count, *components)
+    return render_parts_once(count, *components)
 
 
 def labels(part: int) -> dict[str, str]:
@@ -70,7 +70,7 @@ def quantity(text: str) -> int:
     return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)
 
 
-def test_manifests_follow_the_kubernetes_schema(parts: Rendered) -> None:
+def test_manifests_match_the_kubernetes_schema(parts: Rendered) -> None:
     for manifest in parts.manifests:
         if manifest["kind"] not in CUSTOM:  # checked by test_crds.py
             check_schema_of(manifest)
@@ -78,7 +78,7 @@ def test_manifests_follow_the_kubernetes_schema(parts: Rendered) -> None:
 
 @pytest.mark.parametrize("count", [2, 16])
 def test_each_part_has_its_resources(count: int) -> None:
-    rendered = rendered_once(count)
+    rendered = render_parts_once(count)
     names = [f"embedserve-part-{part}" for part in range(count)]
     for kind, others in (
         ("StatefulSet", []),
@@ -91,7 +91,7 @@ def test_each_part_has_its_resources(count: int) -> None:
     assert len(rendered.named("PersistentVolumeClaim")) == 1
 
 
-def test_routers_look_up_the_services_that_are_rendered(parts: Rendered) -> None:
+def test_routers_resolve_the_rendered_shard_services(parts: Rendered) -> None:
     dns = source(parts)
     for shard in shards_of(parts):
         service = parts.one("Service", dns.name.replace(PART, str(shard.part)))
@@ -149,7 +149,7 @@ def test_a_part_replaces_one_replica_at_a_time(parts: Rendered) -> None:
         assert spec["minReadySeconds"] == READY_S_MIN > DNS_CACHE_S + DNS_S
 
 
-def shared(pod: dict[str, Any]) -> dict[str, Any]:
+def common_pod_fields(pod: dict[str, Any]) -> dict[str, Any]:
     """Returns what the pods of shards and of routers have in common."""
     pod = {key: value for key, value in pod.items() if not re.match("affinity|topology", key)}
     (container,) = pod["containers"]
@@ -165,10 +165,10 @@ def shared(pod: dict[str, Any]) -> dict[str, Any]:
     return alike
 
 
-def test_shards_have_the_pods_of_routers(parts: Rendered) -> None:
+def test_shards_and_routers_have_the_same_pod_fields(parts: Rendered) -> None:
     """Checks that every component changes both."""
     for shard in shards_of(parts):
-        assert shared(shard.pod) == shared(parts.pod)
+        assert common_pod_fields(shard.pod) == common_pod_fields(parts.pod)
     assert parts.pod["automountServiceAccountToken"] is False
     assert parts.container["image"] == f"embedserve:{__version__}-cpu"
 
@@ -191,7 +191,7 @@ def test_servers_accept_their_settings(parts: Rendered) -> None:
         assert container_ports(shard) == ports
 
 
-def test_routers_present_what_shards_require(parts: Rendered) -> None:
+def test_routers_have_the_credentials_that_shards_require(parts: Rendered) -> None:
     router, (shard, *_) = parts.settings, shards_of(parts)
     assert bool(router.shard_ca) == bool(shard.settings.tls_cert)
     assert bool(router.shard_cert) == bool(shard.settings.tls_client_ca)
@@ -203,7 +203,7 @@ def test_routers_present_what_shards_require(parts: Rendered) -> None:
     assert sorted(volumes) == sorted(one["name"] for one in parts.container["volumeMounts"])
 
 
-def test_policies_open_shards_to_routers_and_prometheus(parts: Rendered) -> None:
+def test_policies_allow_routers_and_prometheus_to_reach_shards(parts: Rendered) -> None:
     spec = parts.one("NetworkPolicy", "embedserve-shard")["spec"]
     assert spec["podSelector"]["matchLabels"].items() <= labels(0).items()
     assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
@@ -217,7 +217,7 @@ def test_policies_open_shards_to_routers_and_prometheus(parts: Rendered) -> None
     assert spec["egress"] == base["egress"]
 
 
-def test_policies_let_routers_reach_shards_and_dns(parts: Rendered) -> None:
+def test_policies_allow_routers_to_reach_shards_and_dns(parts: Rendered) -> None:
     spec = parts.one("NetworkPolicy", "embedserve-router")["spec"]
     assert spec["podSelector"] == {"matchLabels": LABELS}
     assert spec["policyTypes"] == ["Egress"]
@@ -228,7 +228,7 @@ def test_policies_let_routers_reach_shards_and_dns(parts: Rendered) -> None:
     assert [(one["protocol"], one["port"]) for one in names["ports"]] == [("UDP", 53), ("TCP", 53)]
 
 
-def test_each_pod_is_scraped_once_and_shards_are_a_job_of_their_own(parts: Rendered) -> None:
+def test_pods_are_scraped_once_and_shards_have_their_own_job(parts: Rendered) -> None:
     for monitor in parts.named("ServiceMonitor"):
         spec = monitor["spec"]
         (expression,) = spec["selector"]["matchExpressions"]
@@ -245,15 +245,15 @@ def test_each_pod_is_scraped_once_and_shards_are_a_job_of_their_own(parts: Rende
 
 
 def test_the_management_port_of_shards_has_a_service() -> None:
-    names = [one["metadata"]["name"] for one in rendered_once(2).named("Service")]
+    names = [one["metadata"]["name"] for one in render_parts_once(2).named("Service")]
     assert "embedserve-shards-management" not in names
-    with_port = rendered_once(2, "management-port")
+    with_port = render_parts_once(2, "management-port")
     (port,) = with_port.one("Service", "embedserve-shards-management")["spec"]["ports"]
     assert port["port"] == container_ports(shards_of(with_port)[0])[port["targetPort"]]
 
 
-def test_the_autoscaler_does_not_count_the_wait_for_shards() -> None:
-    (wait, processor) = rendered_once(2).one("HorizontalPodAutoscaler")["spec"]["metrics"]
+def test_autoscaler_uses_queue_wait_and_cpu() -> None:
+    (wait, processor) = render_parts_once(2).one("HorizontalPodAutoscaler")["spec"]["metrics"]
     assert wait["pods"]["metric"]["name"] == "embedserve_queue_wait_p99_milliseconds"
     assert processor["resource"]["name"] == "cpu"
 
@@ -262,7 +262,7 @@ def test_the_autoscaler_does_not_count_the_wait_for_shards() -> None:
 def test_components_combine_in_any_order(seed: int) -> None:
     shuffled = random.Random(seed).sample(ALL, len(ALL))
     assert in_order(render_parts(2, *shuffled).manifests) == in_order(
-        rendered_once(2, *ALL).manifests
+        render_parts_once(2, *ALL).manifests
     )
 
 
@@ -276,7 +276,7 @@ def resources(shard: Shard) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("components", [(), ("s3",)])
 @pytest.mark.parametrize("gigabytes", [0.001, 30])
-def test_shards_have_what_they_need_and_no_less_than_the_base(
+def test_shard_resources_cover_their_needs_and_the_base(
     components: tuple[str, ...], gigabytes: float
 ) -> None:
     is_pulled = bool(components)
@@ -296,19 +296,19 @@ def test_shards_have_what_they_need_and_no_less_than_the_base(
             assert cache_bytes <= quantity(size) < cache_bytes + MIB
 
 
-def test_shards_that_were_printed_for_another_store_have_the_disk_of_the_component() -> None:
+def test_shards_printed_for_a_local_store_get_the_disk_of_the_s3_component() -> None:
     printed = shard_manifests(2, ROWS, PodOptions())
     for shard in shards_of(render_with(printed, "s3")):
         assert resources(shard)["limits", "ephemeral-storage"] == S3["limits"]["ephemeral-storage"]
         assert by_name(shard.pod["volumes"])["cache"]["emptyDir"] == {"sizeLimit": "20Gi"}
 
 
-def test_routers_refuse_gpus() -> None:
+def test_routers_reject_gpus() -> None:
     with pytest.raises(ValueError, match="devices is 'cuda', but shards is"):
         check_settings(render_parts(2, "gpu").settings)
 
 
-def selected(manifest: dict[str, Any], selector: str) -> bool:
+def is_selected_by(manifest: dict[str, Any], selector: str) -> bool:
     """Returns whether kubectl's ``-l selector`` selects a manifest."""
     found = manifest["metadata"].get("labels", {})
     is_selected = True
@@ -322,21 +322,21 @@ def selected(manifest: dict[str, Any], selector: str) -> bool:
     return is_selected
 
 
-def test_the_pages_update_takes_parts_in_turn_and_routers_last(parts: Rendered) -> None:
-    first, of_part = re.findall(r"kubectl apply -k shop -l ['\"]([^'\"]+)", PAGE.read_text())
-    before = [one for one in parts.manifests if selected(one, first)]
+def test_documented_update_applies_each_part_in_its_own_step(parts: Rendered) -> None:
+    first, part_selector = re.findall(r"kubectl apply -k shop -l ['\"]([^'\"]+)", PAGE.read_text())
+    before = [one for one in parts.manifests if is_selected_by(one, first)]
     kinds = {one["kind"] for one in parts.manifests} - {"Deployment", "StatefulSet"}
     assert {one["kind"] for one in before} == kinds
     assert len(before) == len(parts.manifests) - 1 - len(shards_of(parts))
     for shard in shards_of(parts):
-        selector = of_part.replace("$part", str(shard.part))
+        selector = part_selector.replace("$part", str(shard.part))
         if shard.part == 0:
-            assert selector != of_part
-        step = [one for one in parts.manifests if selected(one, selector)]
+            assert selector != part_selector
+        step = [one for one in parts.manifests if is_selected_by(one, selector)]
         assert step == [shard.stateful_set]
 
 
-def test_the_pages_own_overlay() -> None:
+def test_overlay_of_the_page_renders_with_its_changes() -> None:
     overlay, aliases = (one.text for one in blocks(PAGE) if one.language == "yaml")
     kustomization = yaml.safe_load(overlay)
     kustomization["patches"] += yaml.safe_load(aliases)
@@ -345,7 +345,7 @@ def test_the_pages_own_overlay() -> None:
     components = tuple(one.rpartition("/")[2] for one in kustomization["components"])
     manifests = manifests_of(kustomize_text(changed, {"parts.yaml": printed}))
     ours = Rendered("ours", manifests, components)
-    plain = rendered_once(2, *components)
+    plain = render_parts_once(2, *components)
     assert [one["kind"] for one in ours.manifests] == [one["kind"] for one in plain.manifests]
     for one in (ours, *shards_of(ours)):
         assert one.container["image"] == f"registry.example/embedserve:{__version__}-cpu"
@@ -355,7 +355,7 @@ def test_the_pages_own_overlay() -> None:
         assert (shard.settings.model, shard.settings.follow) == (("shop",), "latest")
 
 
-def test_the_documents_name_the_secrets(parts: Rendered) -> None:
+def test_readme_names_every_secret(parts: Rendered) -> None:
     page = (KUBERNETES.parent / "README.md").read_text()
     for name in set().union(*(secrets(manifest) for manifest in parts.manifests)):
         assert f"`{name}`" in page

@@ -50,7 +50,7 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_it_writes_to_the_claim_that_servers_read(job: dict[str, Any], cpu: Rendered) -> None:
+def test_job_writes_to_the_claim_that_servers_read(job: dict[str, Any], cpu: Rendered) -> None:
     pod = job["template"]["spec"]
     mounts = {one["mountPath"]: one for one in container(job)["volumeMounts"]}
     volumes = {one["name"]: one for one in pod["volumes"]}
@@ -65,14 +65,14 @@ def test_it_writes_to_the_claim_that_servers_read(job: dict[str, Any], cpu: Rend
     assert container(job)["image"] == cpu.container["image"]
 
 
-def test_a_version_for_a_bucket_is_staged_on_a_volume_of_its_own(job: dict[str, Any]) -> None:
+def test_versions_for_a_bucket_are_staged_on_a_separate_volume(job: dict[str, Any]) -> None:
     (cache,) = (one["value"] for one in container(job)["env"] if one["name"] == "XDG_CACHE_HOME")
     (mount,) = (one for one in container(job)["volumeMounts"] if one["mountPath"] == cache)
     volumes = {one["name"]: one for one in job["template"]["spec"]["volumes"]}
     assert volumes[mount["name"]]["emptyDir"] == {}  # no limit that would evict the pod
 
 
-def test_publish_takes_its_arguments(job: dict[str, Any]) -> None:
+def test_publish_accepts_the_arguments_of_the_job(job: dict[str, Any]) -> None:
     """Checks that the command parses its arguments: only the description is missing."""
     done = CliRunner().invoke(app, container(job)["args"])
     assert done.exit_code == 1, done.output
@@ -80,13 +80,13 @@ def test_publish_takes_its_arguments(job: dict[str, Any]) -> None:
     assert "option" not in done.stderr
 
 
-def test_a_pod_that_fails_is_tried_again_and_not_for_ever(job: dict[str, Any]) -> None:
+def test_failed_pods_are_retried_a_limited_number_of_times(job: dict[str, Any]) -> None:
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["backoffLimit"] > 0
     assert job["activeDeadlineSeconds"] > 0
 
 
-def test_no_other_selects_its_pods(
+def test_server_service_does_not_select_the_pods_of_jobs(
     job: dict[str, Any], shell: dict[str, Any], cpu: Rendered
 ) -> None:
     selector = cpu.one("Service", "embedserve")["spec"]["selector"]
@@ -94,7 +94,7 @@ def test_no_other_selects_its_pods(
         assert not selector.items() <= spec["template"]["metadata"]["labels"].items()
 
 
-def test_the_shell_sleeps_beside_store_and_checkpoint(
+def test_shell_sleeps_with_store_and_checkpoint_mounted(
     job: dict[str, Any], shell: dict[str, Any]
 ) -> None:
     """Checks the shell, which starts without a description, and ends by itself."""
@@ -107,7 +107,7 @@ def test_the_shell_sleeps_beside_store_and_checkpoint(
     assert shell["template"]["spec"]["volumes"] == volumes
 
 
-def test_the_compacting_job_has_the_same_pod(job: dict[str, Any]) -> None:
+def test_compact_job_has_the_pod_of_the_publish_job(job: dict[str, Any]) -> None:
     (compact,) = render("compact").manifests
     kubernetes_validate.validate(compact, SCHEMAS, strict=True)
     ours = compact["spec"]["jobTemplate"]["spec"]
@@ -120,7 +120,7 @@ def test_the_compacting_job_has_the_same_pod(job: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("folder", ["publish", "shell", "compact"])
-def test_the_jobs_of_a_bucket_need_no_claim_for_the_store(folder: str) -> None:
+def test_jobs_for_a_bucket_need_no_claim_for_the_store(folder: str) -> None:
     kustomization = f"resources: [KUBERNETES/{folder}]\ncomponents: [KUBERNETES/publish/s3]\n"
     (job,) = manifests_of(kustomize_text(kustomization))
     kubernetes_validate.validate(job, SCHEMAS, strict=True)
@@ -130,15 +130,15 @@ def test_the_jobs_of_a_bucket_need_no_claim_for_the_store(folder: str) -> None:
     assert {one["name"] for one in container(spec)["volumeMounts"]} == names
 
 
-def of_readme(heading: str) -> str:
+def readme_yaml(heading: str) -> str:
     """Returns the first YAML under a heading of the README."""
     _, _, page = (DEPLOY / "README.md").read_text().partition(f"\n{heading}\n")
     text = textwrap.dedent(page.partition("```yaml\n")[2].partition("```")[0])
     return text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
 
 
-def test_the_readmes_own_overlay_publishes_to_a_bucket(job: dict[str, Any]) -> None:
-    ours = spec_of(Rendered("ours", manifests_of(kustomize_text(of_readme("## Publish")))))
+def test_readme_overlay_publishes_to_a_bucket(job: dict[str, Any]) -> None:
+    ours = spec_of(Rendered("ours", manifests_of(kustomize_text(readme_yaml("## Publish")))))
     assert container(ours)["image"].startswith("registry.example/embedserve:")
     assert container(ours)["args"][1] == "/checkpoint/step-1000"
     assert container(ours)["args"][3] == "s3://recommendations/embeddings"
@@ -151,8 +151,8 @@ def test_the_readmes_own_overlay_publishes_to_a_bucket(job: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("heading", ["## Publish", "## A shell in the cluster"])
 def test_a_checkpoint_in_a_bucket_is_fetched_first(job: dict[str, Any], heading: str) -> None:
-    overlay = yaml.safe_load(of_readme(heading))
-    overlay["patches"] += yaml.safe_load(of_readme("### A checkpoint in a bucket"))
+    overlay = yaml.safe_load(readme_yaml(heading))
+    overlay["patches"] += yaml.safe_load(readme_yaml("### A checkpoint in a bucket"))
     ours = spec_of(Rendered("ours", manifests_of(kustomize_text(yaml.safe_dump(overlay)))))
     (fetch,) = ours["template"]["spec"]["initContainers"]
     assert fetch["image"] == container(ours)["image"]
@@ -161,8 +161,8 @@ def test_a_checkpoint_in_a_bucket_is_fetched_first(job: dict[str, Any], heading:
     assert volumes["checkpoint"] == {"name": "checkpoint", "emptyDir": {}}
 
 
-def test_what_fetches_a_checkpoint_copies_all_of_it(tmp_path: Path) -> None:
-    (patch,) = yaml.safe_load(of_readme("### A checkpoint in a bucket"))
+def test_fetch_container_copies_the_whole_checkpoint(tmp_path: Path) -> None:
+    (patch,) = yaml.safe_load(readme_yaml("### A checkpoint in a bucket"))
     pod = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]
     _, *command = pod["initContainers"][0]["command"]
     source, target = pod["initContainers"][0]["args"]
@@ -184,8 +184,8 @@ def test_what_fetches_a_checkpoint_copies_all_of_it(tmp_path: Path) -> None:
     assert {str(one.relative_to(folder)): one.read_bytes() for one in found} == files
 
 
-def test_the_readmes_own_overlay_compacts_in_a_bucket() -> None:
-    (compact,) = manifests_of(kustomize_text(of_readme("### Compact every night")))
+def test_readme_overlay_compacts_in_a_bucket() -> None:
+    (compact,) = manifests_of(kustomize_text(readme_yaml("### Compact every night")))
     kubernetes_validate.validate(compact, SCHEMAS, strict=True)
     ours = compact["spec"]["jobTemplate"]["spec"]
     assert container(ours)["image"].startswith("registry.example/embedserve:")
@@ -198,7 +198,7 @@ def test_the_readmes_own_overlay_compacts_in_a_bucket() -> None:
 
 
 @pytest.mark.parametrize("folder", ["publish", "shell", "compact"])
-def test_keys_that_write_take_precedence_over_those_of_servers(folder: str, s3: Rendered) -> None:
+def test_publisher_credentials_override_server_credentials(folder: str, s3: Rendered) -> None:
     (job,) = render(folder).manifests
     spec = job["spec"]["jobTemplate"]["spec"] if job["kind"] == "CronJob" else job["spec"]
     sources = [one["secretRef"]["name"] for one in container(spec)["envFrom"]]

@@ -118,17 +118,17 @@ def credentials(router: Served) -> dict[str, Any]:
     }
 
 
-def test_the_router_answers_the_goldens_of_the_version(router: Served, folder: Path) -> None:
+def test_router_returns_the_goldens_of_the_version(router: Served, folder: Path) -> None:
     goldens = ModelStore(folder / "store").load("shop").goldens()
     (lengths,) = goldens.bags.lengths
     bags = np.split(goldens.bags.ids, np.cumsum(lengths)[:-1])
     assert goldens.bags.ids.min() < ROWS // PARTS <= goldens.bags.ids.max()
     address = f"localhost:{router.ports['grpc']}"
     with GrpcEmbedClient(address, **credentials(router)) as client:
-        answer = client.embed({"user": [bag.tolist() for bag in bags]}, timeout_s=60)
-    np.testing.assert_allclose(np.asarray(answer["user"]), goldens.source_answers, rtol=1e-6)
+        result = client.embed({"user": [bag.tolist() for bag in bags]}, timeout_s=60)
+    np.testing.assert_allclose(np.asarray(result["user"]), goldens.source_answers, rtol=1e-6)
 
 
-def test_the_routers_probes_pass(router: Served) -> None:
+def test_probes_of_the_router_pass(router: Served) -> None:
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert router.passes(router.rendered.container[probe]), probe

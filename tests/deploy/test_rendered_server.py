@@ -43,7 +43,7 @@ def test_probes_pass(served: Served) -> None:
         assert served.passes(served.rendered.container[probe]), probe
 
 
-def test_prometheus_scrapes(served: Served) -> None:
+def test_prometheus_can_scrape_the_server(served: Served) -> None:
     for monitor in served.rendered.named("ServiceMonitor"):
         (endpoint,) = monitor["spec"]["endpoints"]
         config = endpoint["tlsConfig"]
@@ -60,7 +60,7 @@ def test_prometheus_scrapes(served: Served) -> None:
             assert served.get("http", "/metrics", context, headers, name) == 404
 
 
-def test_other_pods_reach_the_ports_unless_memory_is_shared(served: Served) -> None:
+def test_ports_are_reachable_unless_shared_memory_is_used(served: Served) -> None:
     """Uses another address of this host in place of the pod's."""
     for port in served.ports.values():
         try:

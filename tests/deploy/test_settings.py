@@ -13,11 +13,11 @@ KNOWN = {
 }
 
 
-def test_variables_are_settings_of_the_command(rendered: Rendered) -> None:
+def test_rendered_variables_are_known_settings(rendered: Rendered) -> None:
     assert set(rendered.variables) - KNOWN == set()
 
 
-def test_the_image_sets_settings_of_the_command(dockerfile: list[list[str]]) -> None:
+def test_variables_of_the_image_are_known_settings(dockerfile: list[list[str]]) -> None:
     words = [word for line in dockerfile if line[0] == "ENV" for word in line[1:]]
     names = {word.split("=")[0] for word in words if word.startswith("EMBEDSERVE_")}
     assert names == {"EMBEDSERVE_HOST"}

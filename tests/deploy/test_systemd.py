@@ -47,11 +47,11 @@ def quoted(language: str) -> str:
     return text
 
 
-def test_the_page_quotes_the_unit() -> None:
+def test_install_page_quotes_the_unit_file() -> None:
     assert quoted("ini") == UNIT.read_text("utf-8")
 
 
-def test_the_command_and_the_file_of_the_page_have_settings_of_the_server() -> None:
+def test_unit_options_and_config_file_of_the_page_are_known_settings() -> None:
     ((command, subcommand, *options),) = [line.split() for line in service()["ExecStart"]]
     assert (Path(command).name, subcommand) == ("embedserve", "serve")
     flags = {one[2:].replace("-", "_") for one in options if one.startswith("--")}
@@ -62,28 +62,28 @@ def test_the_command_and_the_file_of_the_page_have_settings_of_the_server() -> N
     assert Path(file["http_uds"]).parent == Path("/run", folder)
 
 
-def test_a_stop_has_time_for_the_drain() -> None:
+def test_stop_timeout_exceeds_the_drain() -> None:
     (stop_s,) = map(float, service()["TimeoutStopSec"])
     assert stop_s > DEFAULTS.drain_s + KILL_AFTER_S
 
 
-def test_there_are_files_for_all_connections() -> None:
+def test_file_limit_allows_the_maximum_number_of_connections() -> None:
     (files,) = map(int, service()["LimitNOFILE"])
     assert files >= DEFAULTS.limits.connections_max + RESERVED
 
 
-def test_the_unit_awaits_what_the_server_reports() -> None:
+def test_unit_uses_notify_and_reload_signals() -> None:
     assert service()["Type"] == ["notify"]
     assert service()["KillMode"] == ["mixed"]
     assert service()["TimeoutStartSec"] == ["infinity"]
     assert service()["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
 
 
-def test_nothing_that_breaks_the_server_is_switched_on() -> None:
+def test_unit_enables_no_option_that_breaks_the_server() -> None:
     assert set(service()) & BREAKS_THE_SERVER == set()
 
 
-def test_the_cache_is_where_the_server_looks() -> None:
+def test_cache_directory_is_the_cache_of_the_server() -> None:
     assert service()["Environment"] == ["XDG_CACHE_HOME=%C"]
     assert service()["CacheDirectory"] == ["embedserve"]
 

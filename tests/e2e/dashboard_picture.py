@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 from e2e.demo_server import Demo, make_demo
-from e2e.test_monitoring import DASHBOARD, VARIABLES, make_token, scraped
+from e2e.test_monitoring import DASHBOARD, VARIABLES, make_token, scraping_prometheus
 from running_servers import run_command, running
 
 from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClient
@@ -52,8 +52,8 @@ def main() -> None:
         options = ("--workers", 2, "--follow", "latest", "--tokens", folder / "tokens")
         with (
             running(folder / "store", folder / "log", *options) as server,
-            scraped(folder, server.http.removeprefix("http://"), token) as prometheus,
-            asking(Demo(folder, server), token),
+            scraping_prometheus(folder, server.http.removeprefix("http://"), token) as prometheus,
+            sending_requests(Demo(folder, server), token),
         ):
             time.sleep(RATES_S)
             start_s = time.time()
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 @contextmanager
-def asking(demo: Demo, token: str) -> Iterator[None]:
+def sending_requests(demo: Demo, token: str) -> Iterator[None]:
     """Sends requests over REST and gRPC inside the context, some with unknown ids, some invalid."""
     ids = {
         key: [int(line) for line in (demo.folder / f"demo.{key}.txt").read_text().split()]
@@ -72,7 +72,7 @@ def asking(demo: Demo, token: str) -> Iterator[None]:
     }
     stop = threading.Event()
 
-    def ask(seed: int, client: EmbedClient | GrpcEmbedClient) -> None:
+    def send_requests(seed: int, client: EmbedClient | GrpcEmbedClient) -> None:
         chance = random.Random(seed)
         with client:
             while not stop.wait(PAUSE_S):
@@ -89,7 +89,7 @@ def asking(demo: Demo, token: str) -> Iterator[None]:
         EmbedClient(demo.server.http, token=token),
         GrpcEmbedClient(demo.server.grpc, token=token),
     )
-    threads = [threading.Thread(target=ask, args=one) for one in enumerate(clients)]
+    threads = [threading.Thread(target=send_requests, args=one) for one in enumerate(clients)]
     for thread in threads:
         thread.start()
     try:
@@ -135,8 +135,8 @@ def curves_of(
         query = target["expr"]
         for variable, value in VARIABLES.items():
             query = query.replace(variable, value)
-        asked = {"query": query, "start": start_s, "end": end_s, "step": 1}
-        answer = prometheus.get("query_range", params=asked).json()
+        parameters = {"query": query, "start": start_s, "end": end_s, "step": 1}
+        answer = prometheus.get("query_range", params=parameters).json()
         assert answer["status"] == "success", answer
         for series in answer["data"]["result"]:
             labels = defaultdict(str, series["metric"])
@@ -150,7 +150,7 @@ def curves_of(
 def show_last(axis: Any, panel: dict[str, Any], curves: dict[str, Curve]) -> None:
     axis.axis("off")
     unit = panel["fieldConfig"]["defaults"]["unit"]
-    last = [said(values[-1], unit) for _, values in curves.values()]
+    last = [format_value(values[-1], unit) for _, values in curves.values()]
     axis.text(0.4, 0.3, ", ".join(last) or "No data", fontsize=18, ha="center")
 
 
@@ -168,12 +168,12 @@ def show_curves(axis: Any, panel: dict[str, Any], curves: dict[str, Curve]) -> N
     axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axis.tick_params(labelsize=7)
     axis.grid(alpha=0.3)
-    axis.yaxis.set_major_formatter(lambda value, _: said(value, defaults["unit"]))
+    axis.yaxis.set_major_formatter(lambda value, _: format_value(value, defaults["unit"]))
     place = {"loc": "upper left", "bbox_to_anchor": (-0.1, -0.14), "ncol": 2}
     axis.legend(fontsize=6, frameon=False, **place)
 
 
-def said(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     """Returns a figure nearly as Grafana formats it."""
     if math.isnan(value):
         return "NaN"

@@ -27,12 +27,12 @@ def run(line: str, folder: Path) -> str:
     return str(done.stdout + done.stderr)
 
 
-def assert_prints(block: Block, said: str) -> None:
-    """Checks that every line of ``block`` is in the output ``said``.
+def assert_prints(block: Block, output: str) -> None:
+    """Checks that every line of ``block`` is in ``output``.
 
     Spaces are ignored, and … matches any text.
     """
-    without_spaces = re.sub(r"\s", "", said)
+    without_spaces = re.sub(r"\s", "", output)
     for line in block.text.splitlines():
         pieces = re.sub(r"\s", "", line).split("…")
-        assert re.search(".*".join(map(re.escape, pieces)), without_spaces), (line, said)
+        assert re.search(".*".join(map(re.escape, pieces)), without_spaces), (line, output)

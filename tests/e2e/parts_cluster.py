@@ -25,8 +25,8 @@ from embedserve_store import TableSpec, publish
 PARTS = 2
 WAIT_S_MAX = 120
 PAUSE_S = 0.01
-LOOK_S = 0.1
-PATIENT = ("--shard-timeout-ms", 60_000)
+POLL_S = 0.1
+SLOW_CALL_OPTIONS = ("--shard-timeout-ms", 60_000)
 """Options of a router with slow calls: other processes may use all cores meanwhile."""
 SHARD_METRIC = re.compile("^embedserve_shard_|_total$")
 """Parts of a metric's name that ``shard_metrics`` removes."""
@@ -75,7 +75,7 @@ class Cluster:
 
     def start_router(self, *arguments: object) -> Running:
         log = self.folder / "router.log"
-        options = ("--shards", f"file:{self.addresses}", *PATIENT, *arguments)
+        options = ("--shards", f"file:{self.addresses}", *SLOW_CALL_OPTIONS, *arguments)
         return self.stack.enter_context(running(self.store, log, *options))
 
     def begin_router(self, words: str) -> Callable[[], Running]:
@@ -173,10 +173,10 @@ class Load:
                 except EmbedServeClientError as error:
                     self.failed.append(str(error))
                 else:
-                    self._note(answer)
+                    self._record(answer)
                 self._stop.wait(PAUSE_S)
 
-    def _note(self, answer: Any) -> None:
+    def _record(self, answer: Any) -> None:
         version = answer.version
         expected = sum(version * STEP + row for row in self._rows)
         if not (np.asarray(answer["user"]) == expected).all():
@@ -187,7 +187,7 @@ class Load:
         end = time.monotonic() + WAIT_S_MAX
         while not is_true():
             assert time.monotonic() < end, (self.answers, self.failed[-3:])
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def wait_for_more(self, count: int = 50) -> None:
         """Waits for ``count`` further responses."""

@@ -32,7 +32,7 @@ for number in range(1, 8):
 """
 
 
-def commands() -> list[str]:
+def page_commands() -> list[str]:
     """Returns the commands of the page's section, in its order."""
     page = (ROOT / "docs" / "failures.md").read_text("utf-8")
     section = page.partition("## Backup and restore")[2].partition("\n## ")[0]
@@ -76,19 +76,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_lost_is_restored_and_served(folder: Path) -> None:
-    back_up, prune, history, model, version, restore, move, restore_one, verify, restore_deltas = (
-        commands()
-    )
-    assert "7" in shell(back_up, folder)
-    shell(history, folder)
-    for command in (model, version):
+def test_restored_store_and_version_are_served_again(folder: Path) -> None:
+    (
+        backup_command,
+        prune_command,
+        history_command,
+        copy_model_command,
+        copy_version_command,
+        restore_command,
+        move_command,
+        restore_version_command,
+        verify_command,
+        restore_deltas_command,
+    ) = page_commands()
+    assert "7" in shell(backup_command, folder)
+    shell(history_command, folder)
+    for command in (copy_model_command, copy_version_command):
         assert "there already" in shell(command, folder)
     store = ModelStore(folder / "STORE")
     before = store.alias_history("dlrm", "stable"), store.notes("dlrm", 7), store.history()
 
     shutil.rmtree(folder / "STORE")
-    shell(restore, folder)
+    shell(restore_command, folder)
     shutil.copytree(folder / "COPY" / ".history", folder / "STORE" / ".history", dirs_exist_ok=True)
     after = store.alias_history("dlrm", "stable"), store.notes("dlrm", 7)
     assert after == before[:2]
@@ -99,16 +108,16 @@ def test_what_was_lost_is_restored_and_served(folder: Path) -> None:
 
     rows = writable(folder / "STORE" / "dlrm" / "7") / "tables.safetensors"
     rows.write_bytes(rows.read_bytes()[:-1] + b"x")
-    shell(move, folder)
-    shell(restore_one, folder)
-    assert "is as it was published" in shell(verify, folder)
+    shell(move_command, folder)
+    shell(restore_version_command, folder)
+    assert "is as it was published" in shell(verify_command, folder)
     (delta,) = (folder / "STORE" / "dlrm" / "deltas" / "7").glob("*.safetensors")
     delta.unlink()
-    assert "copied deltas: 1" in shell(restore_deltas, folder)
+    assert "copied deltas: 1" in shell(restore_deltas_command, folder)
     options = "--model", "dlrm@stable", "--follow", "none", "--deltas", "follow"
     with running(folder / "STORE", folder / "log", *options) as server:
         request = {"features": {"user": [[1]]}, "min_seq": 1}
         answer = httpx.post(f"{server.http}/embed", json=request, timeout=ANSWER_S_MAX)
         assert answer.json()["values"] == [[7.5] * 4]
-    shell(prune.replace("10", "2"), folder)
+    shell(prune_command.replace("10", "2"), folder)
     assert ModelStore(folder / "COPY").versions("dlrm") == [6, 7]

@@ -31,7 +31,7 @@ ROWS, DIM = 50_000, 16
 WAIT_S_MAX = 240
 COMMAND_S_MAX = 120
 TABLES_BYTES = ROWS * DIM * 4
-FULL = "size=2m,nr_inodes=1000"
+TOO_SMALL = "size=2m,nr_inodes=1000"
 ROOMY = "size=32m,nr_inodes=1000"
 FEW_FILES = "size=32m,nr_inodes=4"
 
@@ -59,7 +59,7 @@ def volume(tmp_path: Path) -> Iterator[Volume]:
 
 
 @contextmanager
-def starting(
+def started_server(
     store: str, cache: Path, log: Path, *options: object, mounts: str = ""
 ) -> Iterator[Running]:
     """Starts `embedserve serve STORE --cache CACHE …` without waiting; kills it at the end."""
@@ -88,57 +88,57 @@ def status(url: str) -> int:
         return 0
 
 
-def until(is_so: Callable[[], bool], server: Running) -> None:
+def wait_until(is_true: Callable[[], bool], server: Running) -> None:
     end = time.monotonic() + WAIT_S_MAX
-    while not is_so():
+    while not is_true():
         assert server.process.poll() is None, server.log.read_text()
         assert time.monotonic() < end, server.log.read_text()
         time.sleep(0.05)
 
 
-def until_logged(server: Running, *parts: str) -> None:
+def wait_until_logged(server: Running, *parts: str) -> None:
     """Waits until one line of the log contains all ``parts``."""
 
     def is_logged() -> bool:
         lines = server.log.read_text().splitlines()
         return any(all(part in line for part in parts) for line in lines)
 
-    until(is_logged, server)
+    wait_until(is_logged, server)
 
 
-def until_serving(server: Running, number: int) -> None:
+def wait_until_serving(server: Running, number: int) -> None:
     """Waits until all looked-up rows are those of version ``number``."""
-    until(lambda: status(f"{server.http}/health/ready") == 200, server)
+    wait_until(lambda: status(f"{server.http}/health/ready") == 200, server)
     with EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client:
         ids = [[0], [7], [ROWS - 1]]
-        until(lambda: client.embed({"t": ids}).version == number, server)
+        wait_until(lambda: client.embed({"t": ids}).version == number, server)
         values = client.embed({"t": ids}).values
     expected = np.repeat(np.array(ids, np.float32) + number, DIM, axis=1)
     np.testing.assert_array_equal(values, expected)
 
 
-def pulled(cache: Path) -> list[str]:
+def cached_files(cache: Path) -> list[str]:
     """Returns the paths of all files in the cache except locks, relative to the store's folder."""
     found = (path.relative_to(cache) for path in cache.rglob("*") if path.is_file())
     return sorted("/".join(path.parts[1:]) for path in found if path.suffix != ".lock")
 
 
-def is_whole(cache: Path, *numbers: int) -> bool:
+def has_only_versions(cache: Path, *numbers: int) -> bool:
     """Returns whether the cache has exactly these versions and no leftover of a pull."""
     names = ("goldens.safetensors", "manifest.json", "plan.json", "tables.safetensors")
-    return pulled(cache) == [f"m/{number}/{name}" for number in numbers for name in names]
+    return cached_files(cache) == [f"m/{number}/{name}" for number in numbers for name in names]
 
 
 @needs_mount
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (FULL, "the version needs "),
+        (TOO_SMALL, "the version needs "),
         (FEW_FILES, "No space left on device"),
         ("ro", "read-only file system"),
     ],
 )
-def test_a_start_on_a_cache_without_room_is_one_line(
+def test_start_without_cache_space_fails_with_one_line(
     store: Path, volume: Volume, options: str, message: str
 ) -> None:
     volume.remount(options)
@@ -154,55 +154,55 @@ def test_a_start_on_a_cache_without_room_is_one_line(
     assert line.startswith(f"embedserve: {volume.folder}")
     assert message in line
     volume.remount(f"rw,{ROOMY}")
-    assert pulled(volume.files) == []
+    assert cached_files(volume.files) == []
 
 
 @needs_mount
-def test_a_server_that_waits_names_each_fault_and_starts_once_there_is_room(
+def test_waiting_server_logs_cache_faults_and_starts_once_there_is_space(
     store: Path, volume: Volume, tmp_path: Path
 ) -> None:
     volume.remount("ro")
     where = str(volume.folder)
-    with starting(
+    with started_server(
         store.as_uri(), volume.folder, tmp_path / "log", "--wait", mounts=volume.mounts
     ) as server:
-        until_logged(server, "waiting", where, "read-only file system")
+        wait_until_logged(server, "waiting", where, "read-only file system")
         assert status(f"{server.http}/health/live") == 200
         assert status(f"{server.http}/health/ready") == 503
-        volume.remount(f"rw,{FULL}")
-        until_logged(server, "waiting", where, "the version needs")
+        volume.remount(f"rw,{TOO_SMALL}")
+        wait_until_logged(server, "waiting", where, "the version needs")
         volume.remount(FEW_FILES)
-        until_logged(server, "waiting", where, "No space left on device")
+        wait_until_logged(server, "waiting", where, "No space left on device")
         volume.remount(ROOMY)
-        until_serving(server, 1)
-    assert is_whole(volume.files, 1)
+        wait_until_serving(server, 1)
+    assert has_only_versions(volume.files, 1)
 
 
 @needs_mount
-def test_a_version_without_room_stays_out_until_there_is_room(
+def test_version_without_cache_space_is_not_served_until_there_is_space(
     store: Path, volume: Volume, tmp_path: Path
 ) -> None:
     options = ("--follow", "latest", "--follow-s", 0.2)
-    with starting(
+    with started_server(
         store.as_uri(), volume.folder, tmp_path / "log", *options, mounts=volume.mounts
     ) as server:
-        until_serving(server, 1)
+        wait_until_serving(server, 1)
         volume.remount("size=5m")
         publish_next(store, 2)
-        until_logged(server, str(volume.folder), "the version needs")
-        until_serving(server, 1)
+        wait_until_logged(server, str(volume.folder), "the version needs")
+        wait_until_serving(server, 1)
         volume.remount("ro")
-        until_logged(server, str(volume.folder), "read-only file system")
-        until_serving(server, 1)
+        wait_until_logged(server, str(volume.folder), "read-only file system")
+        wait_until_serving(server, 1)
         volume.remount(f"rw,{ROOMY}")
-        until_serving(server, 2)
-    assert is_whole(volume.files, 1, 2)
+        wait_until_serving(server, 2)
+    assert has_only_versions(volume.files, 1, 2)
     volume.remount("ro")
     # Cached versions are served even if the cache is read-only.
-    with starting(
+    with started_server(
         store.as_uri(), volume.folder, tmp_path / "again", mounts=volume.mounts
     ) as server:
-        until_serving(server, 2)
+        wait_until_serving(server, 2)
 
 
 def is_writing(server: Running) -> bool:
@@ -215,32 +215,32 @@ def is_writing(server: Running) -> bool:
 
 
 @needs_disk
-def test_a_cache_on_a_disk_that_stops_delays_no_health_check_and_no_lookup(
+def test_hanging_cache_disk_delays_no_health_check_and_no_lookup(
     store: Path, tmp_path: Path
 ) -> None:
     options = ("--follow", "latest", "--follow-s", 0.2)
     with (
         disk_volume(tmp_path / "cache") as volume,
-        starting(
+        started_server(
             store.as_uri(), volume.folder, tmp_path / "log", *options, mounts=volume.mounts
         ) as server,
     ):
         with volume.stopped():
-            until(lambda: is_writing(server), server)
-            until(lambda: status(f"{server.http}/health/live") == 200, server)
+            wait_until(lambda: is_writing(server), server)
+            wait_until(lambda: status(f"{server.http}/health/live") == 200, server)
             assert status(f"{server.http}/health/ready") == 503
-        until_serving(server, 1)
+        wait_until_serving(server, 1)
         with volume.stopped():
             publish_next(store, 2)
-            until(lambda: is_writing(server), server)
+            wait_until(lambda: is_writing(server), server)
             assert status(f"{server.http}/health/live") == 200
-            until_serving(server, 1)
-        until_serving(server, 2)
-        assert is_whole(volume.files, 1, 2)
+            wait_until_serving(server, 1)
+        wait_until_serving(server, 2)
+        assert has_only_versions(volume.files, 1, 2)
 
 
 @pytest.fixture
-def stalled(
+def stalling_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
 ) -> Iterator[StallingProxy]:
     """Serves s3://bucket/store through a proxy that stalls after half of the rows.
@@ -258,33 +258,33 @@ def stalled(
             yield proxy
 
 
-def test_a_server_takes_over_the_cache_of_one_that_was_killed_while_it_pulled(
-    stalled: StallingProxy, tmp_path: Path
+def test_cache_of_a_server_killed_while_pulling_is_taken_over(
+    stalling_store: StallingProxy, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    with starting("s3://bucket/store", cache, tmp_path / "first") as first:
-        until(stalled.stalled.is_set, first)
-        until(lambda: status(f"{first.http}/health/live") == 200, first)
+    with started_server("s3://bucket/store", cache, tmp_path / "first") as first:
+        wait_until(stalling_store.stalled.is_set, first)
+        wait_until(lambda: status(f"{first.http}/health/live") == 200, first)
         assert status(f"{first.http}/health/ready") == 503
-    left = pulled(cache)
-    assert left
-    assert all(name.startswith("m/.") for name in left)
-    stalled.released.set()
-    with starting("s3://bucket/store", cache, tmp_path / "second") as second:
-        until_serving(second, 1)
-    assert is_whole(cache, 1)
+    leftovers = cached_files(cache)
+    assert leftovers
+    assert all(name.startswith("m/.") for name in leftovers)
+    stalling_store.released.set()
+    with started_server("s3://bucket/store", cache, tmp_path / "second") as second:
+        wait_until_serving(second, 1)
+    assert has_only_versions(cache, 1)
 
 
 def test_two_servers_with_one_cache_pull_a_version_once(
-    stalled: StallingProxy, tmp_path: Path
+    stalling_store: StallingProxy, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    with starting("s3://bucket/store", cache, tmp_path / "first") as first:
-        until(stalled.stalled.is_set, first)
-        with starting("s3://bucket/store", cache, tmp_path / "second") as second:
-            until_logged(second, "another process is pulling it, waiting")
-            stalled.released.set()
-            until_serving(first, 1)
-            until_serving(second, 1)
-    assert is_whole(cache, 1)
-    assert stalled.nbytes < 2 * TABLES_BYTES
+    with started_server("s3://bucket/store", cache, tmp_path / "first") as first:
+        wait_until(stalling_store.stalled.is_set, first)
+        with started_server("s3://bucket/store", cache, tmp_path / "second") as second:
+            wait_until_logged(second, "another process is pulling it, waiting")
+            stalling_store.released.set()
+            wait_until_serving(first, 1)
+            wait_until_serving(second, 1)
+    assert has_only_versions(cache, 1)
+    assert stalling_store.nbytes < 2 * TABLES_BYTES

@@ -20,7 +20,7 @@ EXAMPLES = {one.language: (one, printed) for one, printed in pairwise(blocks(PAG
 """Each example, with its printed output."""
 TYPESCRIPT = [HERE / "typescript" / name for name in ("package.json", "package-lock.json")]
 COMPILER_OPTIONS = ("--strict", "--target", "es2022", "--module", "nodenext", "--skipLibCheck")
-OF_DEBIAN = "github.com/golang/protobuf/protoc-gen-go"
+DEBIAN_PLUGIN = "github.com/golang/protobuf/protoc-gen-go"
 """Plugin that writes messages and service together. The page's plugin is newer than Debian's
 grpc-go."""
 
@@ -28,7 +28,7 @@ grpc-go."""
 def generate_go(folder: Path, sources: Sequence[Path]) -> None:
     """Generates the Go package src/embedserve/embeddingpb."""
     plugin = folder / "protoc-gen-go"
-    run_tool("go", "build", "-o", plugin, OF_DEBIAN, environment=GO, limit_s=BUILD_S_MAX)
+    run_tool("go", "build", "-o", plugin, DEBIAN_PLUGIN, environment=GO, limit_s=BUILD_S_MAX)
     (folder / "src").mkdir()
     run_tool(
         sys.executable,
@@ -67,13 +67,13 @@ def typescript_programs(folder: Path, texts: Sequence[str], http: str) -> list[t
     return [(tool("node"), folder / f"{number}.js") for number in range(len(texts))]
 
 
-def test_the_page_has_both() -> None:
+def test_page_has_go_and_typescript_examples() -> None:
     assert {"go", "ts"} <= EXAMPLES.keys()
     assert all(EXAMPLES[language][1].language == "text" for language in ("go", "ts"))
 
 
 @pytest.mark.parametrize("language", ["go", "ts"])
-def test_it_prints_what_the_page_says_and_tells_what_is_wrong(
+def test_example_prints_the_documented_output_and_reports_errors(
     demo: Demo, language: str, tmp_path: Path
 ) -> None:
     example, printed = EXAMPLES[language]
@@ -83,12 +83,12 @@ def test_it_prints_what_the_page_says_and_tells_what_is_wrong(
     assert '"Sci-Fi"' in text
     texts = [text, text.replace('"Sci-Fi"', '"Sci"')]
     if language == "go":
-        right, wrong = go_programs(tmp_path, texts)
+        valid, invalid = go_programs(tmp_path, texts)
     else:
-        right, wrong = typescript_programs(tmp_path, texts, http)
-    assert run(*right) == (0, printed.text)
-    status, said = run(*wrong)
+        valid, invalid = typescript_programs(tmp_path, texts, http)
+    assert run(*valid) == (0, printed.text)
+    status, output = run(*invalid)
     assert status == 1
     field = "features.candidate_genres[0][1]"
-    assert f"{field} is 'Sci': not one of the 28 ids of 'candidate_genres'" in said
-    assert language == "ts" or f"[{field}]" in said  # from the trailer
+    assert f"{field} is 'Sci': not one of the 28 ids of 'candidate_genres'" in output
+    assert language == "ts" or f"[{field}]" in output  # from the trailer

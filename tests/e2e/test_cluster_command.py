@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from e2e.parts_cluster import PATIENT
+from e2e.parts_cluster import SLOW_CALL_OPTIONS
 from forkserver import WarmPopen
 from running_servers import (
     READY_S_MAX,
@@ -46,7 +46,7 @@ def cluster(
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Yields the process of a cluster that is ready, and the address of its router."""
     url = f"http://127.0.0.1:{free_port()}"
-    ports = ("--http-port", url.rpartition(":")[2], "--grpc-port", free_port(), *PATIENT)
+    ports = ("--http-port", url.rpartition(":")[2], "--grpc-port", free_port(), *SLOW_CALL_OPTIONS)
     with log.open("wb") as output:
         process: subprocess.Popen[bytes] = WarmPopen(
             command("cluster", store, *ports, *arguments),
@@ -70,17 +70,17 @@ def wait_for(log: Path, words: str, process: subprocess.Popen[bytes], count: int
         time.sleep(PAUSE_S)
 
 
-def test_a_killed_shard_comes_back_and_no_request_fails(tmp_path: Path) -> None:
+def test_killed_shard_restarts_and_no_request_fails(tmp_path: Path) -> None:
     store, log = tmp_path / "store", tmp_path / "log"
     publish_rows(store, "m", hosts=2)
     with cluster(store, log, "--replicas", 2) as (process, url), httpx.Client(timeout=60) as client:
 
-        def ask() -> None:
+        def check_request() -> None:
             response = client.post(f"{url}/embed", json={"features": {"user": [[3, 97]]}})
             assert response.status_code == 200, response.text
             assert response.json()["values"] == [[100.0] * DIM]
 
-        ask()
+        check_request()
         started = dict(
             re.findall(r"^(part \d replica \d) starts as process (\d+)", log.read_text(), re.M)
         )
@@ -89,12 +89,12 @@ def test_a_killed_shard_comes_back_and_no_request_fails(tmp_path: Path) -> None:
         os.kill(int(started["part 1 replica 0"]), signal.SIGKILL)
         end = time.monotonic() + READY_S_MAX
         while len(JOINED.findall(log.read_text())) == joined:
-            ask()
+            check_request()
             assert time.monotonic() < end, log.read_text()
             time.sleep(PAUSE_S)
         os.kill(int(started["part 1 replica 1"]), signal.SIGKILL)  # the other replica responds
         for _ in range(50):
-            ask()
+            check_request()
         process.terminate()
         assert process.wait(STOPPED_S_MAX) == 0
     pids = re.findall(r"starts as process (\d+)", log.read_text())
@@ -103,7 +103,7 @@ def test_a_killed_shard_comes_back_and_no_request_fails(tmp_path: Path) -> None:
         httpx.get(f"{url}/health/live")
 
 
-def test_stores_that_cannot_be_a_cluster_are_rejected(tmp_path: Path) -> None:
+def test_stores_without_matching_parts_are_rejected(tmp_path: Path) -> None:
     publish_rows(tmp_path, "whole", hosts=1)
     publish_rows(tmp_path, "two", hosts=2)
     publish_rows(tmp_path, "three", hosts=3)

@@ -15,20 +15,20 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from e2e.test_deltas import (
+from e2e.delta_servers import (
     BAGS,
     COUNTS,
     DIM,
     WAIT_S_MAX,
     Callers,
-    children,
-    deltas,
+    child_pids,
+    delta_state,
     publish_values,
     push,
     ranks,
+    served_version,
     store,
-    until,
-    version,
+    wait_until,
 )
 from running_servers import ANSWER_S_MAX, Running, free_port, running
 
@@ -66,7 +66,7 @@ class Trainer:
 
 
 @contextmanager
-def calling(server: Running) -> Iterator[Callers]:
+def running_callers(server: Running) -> Iterator[Callers]:
     callers = Callers(server)
     try:
         yield callers
@@ -74,15 +74,15 @@ def calling(server: Running) -> Iterator[Callers]:
         callers.end()
 
 
-def described(url: str) -> dict[str, Any]:
+def served_model(url: str) -> dict[str, Any]:
     (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]
     found: dict[str, Any] = model
     return found
 
 
-def memories(server: Running) -> list[set[str]]:
+def mapped_memories(server: Running) -> list[set[str]]:
     """Returns, for each process, the inodes of the versions' memory that it has mapped."""
-    pids = [server.process.pid, *children(server)]
+    pids = [server.process.pid, *child_pids(server)]
     return [set(MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())) for pid in pids]
 
 
@@ -91,95 +91,95 @@ def has_one_memory(server: Running) -> bool:
 
     They switch one after another.
     """
-    first, *others = memories(server)
-    return len(first) == 1 and all(one == first for one in others)
+    first, *other_processes = mapped_memories(server)
+    return len(first) == 1 and all(one == first for one in other_processes)
 
 
-def compact_and_move(store: Path, server: Running, trainer: Trainer, callers: Callers) -> int:
+def compact_and_switch(store: Path, server: Running, trainer: Trainer, callers: Callers) -> int:
     """Publishes a compacted version, and returns its number once the server has later rows."""
-    made = compact_deltas(store, "m").version
-    until(lambda: version(server.http) == made)
+    compacted = compact_deltas(store, "m").version
+    wait_until(lambda: served_version(server.http) == compacted)
     later = trainer.seq + 3
-    until(lambda: callers.last_seq >= later)
-    return made
+    wait_until(lambda: callers.last_seq >= later)
+    return compacted
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_every_answer_is_right_while_a_server_moves_between_compacted_versions(
+def test_results_stay_correct_while_the_server_switches_compacted_versions(
     store: Path, tmp_path: Path
 ) -> None:
     with (
         Trainer(store) as trainer,
         running(store, tmp_path / "log", *FOLLOW) as server,
-        calling(server) as callers,
+        running_callers(server) as callers,
     ):
-        until(lambda: callers.last_seq > 3)
-        before = memories(server)
+        wait_until(lambda: callers.last_seq > 3)
+        before = mapped_memories(server)
         assert len(set.union(*before)) == 1
         for number in (2, 3):
-            assert compact_and_move(store, server, trainer, callers) == number
-            until(lambda: has_one_memory(server))
-            (memory,) = set.union(*memories(server))
+            assert compact_and_switch(store, server, trainer, callers) == number
+            wait_until(lambda: has_one_memory(server))
+            (memory,) = set.union(*mapped_memories(server))
             assert {memory} not in before
-            before += memories(server)
-        assert deltas(server.http)["line"] == 1
+            before += mapped_memories(server)
+        assert delta_state(server.http)["line"] == 1
         callers.end()
         assert (callers.wrong, callers.failures) == ([], [])
         assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize("killed", ["applier", "worker"])
-def test_a_move_survives_a_killed_process(store: Path, tmp_path: Path, killed: str) -> None:
+def test_version_switch_survives_a_killed_process(store: Path, tmp_path: Path, killed: str) -> None:
     with (
         Trainer(store) as trainer,
         running(store, tmp_path / "log", *FOLLOW) as server,
-        calling(server) as callers,
+        running_callers(server) as callers,
     ):
-        until(lambda: callers.last_seq > 3)
+        wait_until(lambda: callers.last_seq > 3)
         compact_deltas(store, "m")
-        until(lambda: {"next"} & {*described(server.http)} or version(server.http) == 2)
-        processes = children(server)
+        wait_until(
+            lambda: {"next"} & {*served_model(server.http)} or served_version(server.http) == 2
+        )
+        processes = child_pids(server)
         pid = processes[0 if killed == "applier" else 1]
         os.kill(pid, signal.SIGKILL)
-        until(lambda: len(children(server)) == 3 and pid not in children(server))
-        until(lambda: version(server.http) == 2)
-        assert compact_and_move(store, server, trainer, callers) == 3
-        until(lambda: "is ready again" in server.log.read_text() or killed == "applier")
-        until(lambda: has_one_memory(server))
+        wait_until(lambda: len(child_pids(server)) == 3 and pid not in child_pids(server))
+        wait_until(lambda: served_version(server.http) == 2)
+        assert compact_and_switch(store, server, trainer, callers) == 3
+        wait_until(lambda: "is ready again" in server.log.read_text() or killed == "applier")
+        wait_until(lambda: has_one_memory(server))
         callers.end()
         assert callers.wrong == []
         assert killed == "worker" or callers.failures == []
 
 
-def test_a_server_that_is_stalled_moves_past_the_damaged_delta(store: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
+def test_stalled_server_switches_past_the_damaged_delta(store: Path, tmp_path: Path) -> None:
+    intact_store = tmp_path / "whole"
     with DeltaWriter(store, model="m") as writer:
         push(writer, 1)
         push(writer, 2)
-        shutil.copytree(store, whole)
+        shutil.copytree(store, intact_store)
         (rows,) = (store / "m/deltas/1").glob(f"{2:020d}.*.safetensors")
         rows.unlink()
         with (
             running(store, tmp_path / "log", *FOLLOW) as server,
             EmbedClient(server.http, retries=5, timeout_s=ANSWER_S_MAX) as client,
         ):
-            until(lambda: deltas(server.http)["state"] == "stalled")
+            wait_until(lambda: delta_state(server.http)["state"] == "stalled")
             assert client.embed(BAGS).seq == 1
-            compact_deltas(whole, "m")
-            shutil.copytree(whole / "m/2", store / "m/.arriving")
+            compact_deltas(intact_store, "m")
+            shutil.copytree(intact_store / "m/2", store / "m/.arriving")
             (store / "m/.arriving").rename(store / "m/2")
-            until(lambda: version(server.http) == 2)
+            wait_until(lambda: served_version(server.http) == 2)
             push(writer, 3)
-            until(lambda: client.embed(BAGS).seq == 3)
+            wait_until(lambda: client.embed(BAGS).seq == 3)
             result = client.embed(BAGS)
             assert (result.version, result.seq) == (2, 3)
             assert np.array_equal(result.values, np.repeat(3 * COUNTS, DIM, axis=1))
-            until(lambda: deltas(server.http)["state"] == "following")
+            wait_until(lambda: delta_state(server.http)["state"] == "following")
 
 
-def test_a_version_that_was_trained_anew_has_a_line_of_its_own(
-    store: Path, ranks: int, tmp_path: Path
-) -> None:
+def test_retrained_version_has_its_own_delta_line(store: Path, ranks: int, tmp_path: Path) -> None:
     management_port = free_port()
     management = f"http://127.0.0.1:{management_port}"
     options = ("--deltas", "follow", "--workers", "2")
@@ -200,27 +200,27 @@ def test_a_version_that_was_trained_anew_has_a_line_of_its_own(
         with DeltaWriter(store, model="m") as writer:
             push(writer, 1)
             push(writer, 2)
-        until(lambda: deltas(management)["seq"] == 2)
+        wait_until(lambda: delta_state(management)["seq"] == 2)
         assert publish_values(store, 5, ranks) == 2  # not in the line of version 1
         with DeltaWriter(store, model="m", version=2) as writer:
             push(writer, 1)
         hold("hold")
-        refused = load("m")
-        assert (refused.status_code, "its deltas are held" in refused.text) == (409, True)
+        rejected = load("m")
+        assert (rejected.status_code, "its deltas are held" in rejected.text) == (409, True)
         assert client.embed(BAGS).version == 1
         # A worker that receives this failure late would take it for that of the next load.
-        until(lambda: all("next" in described(management) for _ in range(20)))
+        wait_until(lambda: all("next" in served_model(management) for _ in range(20)))
         hold("go-on")
         assert load("m").status_code == 200
-        until(lambda: {version(management) for _ in range(20)} == {2})  # in all workers
+        wait_until(lambda: {served_version(management) for _ in range(20)} == {2})  # in all workers
         result = client.embed(BAGS)
         assert (result.version, result.seq) == (2, 1)
         ids = np.array([[len(bag) for bag in bags] for bags in BAGS.values()]).T
         expected = COUNTS + 5 * (ids - COUNTS)
         assert np.array_equal(result.values, np.repeat(expected, DIM, axis=1))
-        until(lambda: deltas(management)["state"] == "following")
-        shown = deltas(management)
+        wait_until(lambda: delta_state(management)["state"] == "following")
+        shown = delta_state(management)
         assert (shown["line"], shown["seq"]) == (2, 1)
         undo_deltas(store, "m", to=0, why="test", version=2)
-        until(lambda: client.embed(BAGS).seq == 2)
+        wait_until(lambda: client.embed(BAGS).seq == 2)
         assert np.array_equal(client.embed(BAGS).values, np.repeat(5 * ids, DIM, axis=1))

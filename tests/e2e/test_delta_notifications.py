@@ -23,7 +23,7 @@ HOUR = "3600"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
+def test_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
     """Checks a server that polls hourly: it serves notified deltas, also after the broker died."""
     store, log, management_port = tmp_path / "store", tmp_path / "log", free_port()
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(10, 4)}
@@ -67,12 +67,12 @@ def test_a_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
         assert QUOTED not in where
 
 
-def test_a_setting_that_cannot_be_stops_the_start(tmp_path: Path) -> None:
+def test_invalid_notify_setting_prevents_the_start(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="delta notify: the scheme is 'kafka'; expected redis"):
-        with_setting(tmp_path)
+        start_with_invalid_setting(tmp_path)
 
 
-def with_setting(tmp_path: Path) -> None:
+def start_with_invalid_setting(tmp_path: Path) -> None:
     options = ("--deltas", "follow", "--delta-notify", "kafka://broker")
     with running(tmp_path, tmp_path / "log", *options):
         pass

@@ -73,7 +73,7 @@ def from_checkpoint(folder: Path) -> np.ndarray:
     return np.concatenate(blocks, axis=1)
 
 
-def test_rest_and_grpc_give_the_vectors_of_the_checkpoint(
+def test_rest_and_grpc_return_the_vectors_of_the_checkpoint(
     server: Running, from_checkpoint: np.ndarray
 ) -> None:
     with EmbedClient(server.http) as rest, GrpcEmbedClient(server.grpc) as grpc:
@@ -83,7 +83,7 @@ def test_rest_and_grpc_give_the_vectors_of_the_checkpoint(
     assert_same(over_rest.values, from_checkpoint)
 
 
-def test_json_gives_the_same_float32(server: Running, from_checkpoint: np.ndarray) -> None:
+def test_json_returns_the_same_float32_values(server: Running, from_checkpoint: np.ndarray) -> None:
     body = json.dumps({"features": FEATURES})
     answer = json.loads(
         subprocess.run(
@@ -98,7 +98,7 @@ def test_json_gives_the_same_float32(server: Running, from_checkpoint: np.ndarra
         )
 
 
-def test_the_printed_curl_works_as_pasted(server: Running) -> None:
+def test_printed_curl_command_works_as_pasted(server: Running) -> None:
     line = next(line.strip() for line in server.log.read_text().splitlines() if "curl" in line)
     done = subprocess.run(shlex.split(line), capture_output=True, check=True)
     answer = json.loads(done.stdout)
@@ -106,7 +106,7 @@ def test_the_printed_curl_works_as_pasted(server: Running) -> None:
     assert len(answer["values"]) == 2
 
 
-def test_arrow_gives_the_same_bytes(server: Running) -> None:
+def test_arrow_returns_the_same_bytes(server: Running) -> None:
     body = stream_of(pa.table(FEATURES))
     answer = httpx.post(
         f"{server.http}/embed", content=body, headers={"content-type": ARROW}, timeout=ANSWER_S_MAX
@@ -133,7 +133,7 @@ def test_demo_if_missing_does_not_train_again(folder: Path) -> None:
     assert not (folder / "store" / "movies" / "2").exists()
 
 
-def test_the_checkpoint_publishes_as_the_demo_does(folder: Path, tmp_path: Path) -> None:
+def test_publishing_the_checkpoint_equals_the_demo(folder: Path, tmp_path: Path) -> None:
     files = (folder / "demo.pt", folder / "demo.yaml", tmp_path / "again")
     done = run_warm_command("publish", *files, "--model", "movies", "--dtype", "user=int8")
     assert done.returncode == 0, done.stderr
@@ -176,7 +176,7 @@ SCRIPTS = [
 Excludes the examples of a client that is not installed here."""
 
 
-def to(server: Running, text: str) -> str:
+def for_server(server: Running, text: str) -> str:
     """Returns ``text`` with the server's addresses and a longer timeout.
 
     A busy machine needs more time than the document's example allows.
@@ -199,10 +199,12 @@ def without_fractions(answer: str) -> str:
 
 
 @pytest.mark.parametrize(("block", "answer"), CURLS, ids=str)
-def test_the_documents_curls_are_answered_as_they_say(
+def test_documented_curl_commands_return_the_documented_responses(
     server: Running, block: Block, answer: Block
 ) -> None:
-    done = subprocess.run(shlex.split(to(server, block.text)), capture_output=True, check=True)
+    done = subprocess.run(
+        shlex.split(for_server(server, block.text)), capture_output=True, check=True
+    )
     if answer.language == "json":
         assert re.fullmatch(pattern_of(answer.text), without_fractions(done.stdout.decode()))
     else:
@@ -210,10 +212,10 @@ def test_the_documents_curls_are_answered_as_they_say(
 
 
 @pytest.mark.parametrize(("block", "printed"), SCRIPTS, ids=str)
-def test_the_documents_python_runs_as_pasted(
+def test_documented_python_examples_run_as_pasted(
     server: Running, folder: Path, block: Block, printed: Block
 ) -> None:
-    command = [*PYTHON, "-c", to(server, block.text)]
+    command = [*PYTHON, "-c", for_server(server, block.text)]
     done = run_warm(command, cwd=folder, timeout=COMMAND_S_MAX)
     assert done.returncode == 0, done.stderr
     if printed.language == "text":
@@ -222,6 +224,6 @@ def test_the_documents_python_runs_as_pasted(
         assert float(done.stdout) < 1e-6
 
 
-def test_every_document_has_examples_that_are_tried() -> None:
-    tried = {block.path for block, _ in (*SCRIPTS, *CURLS)}
-    assert tried == {ROOT / name for name in DOCUMENTS}
+def test_every_document_has_tested_examples() -> None:
+    tested = {block.path for block, _ in (*SCRIPTS, *CURLS)}
+    assert tested == {ROOT / name for name in DOCUMENTS}

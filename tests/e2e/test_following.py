@@ -27,7 +27,7 @@ WAIT_S_MAX = 120
 PAUSE_S = 0.01
 FOLLOW_S = 0.1
 FOLLOW = ("--follow-s", FOLLOW_S)
-LOOKS_MIN = 10
+POLLS_MIN = 10
 
 
 def publish_next(store: Path | str, number: int) -> None:
@@ -62,31 +62,31 @@ class Load:
 
     def _rest(self) -> None:
         with EmbedClient(self._server.http, timeout_s=ANSWER_S_MAX) as client:
-            self._ask(client.embed)
+            self._send_requests(client.embed)
 
     def _grpc(self) -> None:
         with GrpcEmbedClient(self._server.grpc, timeout_s=ANSWER_S_MAX) as client:
-            self._ask(client.embed)
+            self._send_requests(client.embed)
 
     def _stream(self) -> None:
         with GrpcEmbedClient(self._server.grpc) as client:
             for answer in client.embed_stream(self._requests()):
-                self._note(answer.result())
+                self._record(answer.result())
 
     def _requests(self) -> Iterator[dict[str, list[list[int]]]]:
         while not self._stop.is_set():
             yield {"user": [[7]], "item": [[7, 7]]}
             self._stop.wait(PAUSE_S)
 
-    def _ask(self, embed: Callable[..., EmbedResult]) -> None:
+    def _send_requests(self, embed: Callable[..., EmbedResult]) -> None:
         while not self._stop.is_set():
             try:
-                self._note(embed({"user": [[7]], "item": [[7, 7]]}))
+                self._record(embed({"user": [[7]], "item": [[7, 7]]}))
             except Exception as error:
                 self.wrong.append(repr(error))
             self._stop.wait(PAUSE_S)
 
-    def _note(self, result: EmbedResult) -> None:
+    def _record(self, result: EmbedResult) -> None:
         expected = np.full((1, 3 * DIM), result.version * STEP + 7, np.float32)
         if not np.array_equal(result.values, expected):
             self.wrong.append(f"version {result.version} answered {result.values}")
@@ -102,7 +102,7 @@ class Load:
         for thread in self._threads:
             thread.join(timeout=WAIT_S_MAX)
 
-    def until_all_have(self, number: int) -> None:
+    def wait_for_version(self, number: int) -> None:
         """Waits until fifty consecutive responses are of version ``number``."""
         end = time.monotonic() + WAIT_S_MAX
         while True:
@@ -115,23 +115,23 @@ class Load:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
+def test_new_versions_are_rolled_out_under_load(tmp_path: Path, workers: int) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     options = ("--follow", "latest", *FOLLOW, "--workers", workers)
     with running(store, tmp_path / "log", *options) as server:
         with Load(server) as load:
-            load.until_all_have(1)
+            load.wait_for_version(1)
             for number in (2, 3, 4):
                 publish_next(store, number)
-                load.until_all_have(number)
+                load.wait_for_version(number)
         assert load.wrong == []
         assert set(load.answers) == {1, 2, 3, 4}
         # All clients may be connected to the same worker.
-        wait_until(lambda: all(is_settled(described(server), 4) for _ in range(20)))
+        wait_until(lambda: all(is_settled(served_model(server), 4) for _ in range(20)))
         metrics = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
-        for wanted in ("version", "wanted_version"):
-            assert f'embedserve_model_{wanted}{{alias="",model="m"}} 4.0' in metrics
+        for gauge in ("version", "wanted_version"):
+            assert f'embedserve_model_{gauge}{{alias="",model="m"}} 4.0' in metrics
         assert 'embedserve_model_switches_total{alias="",model="m"} 3.0' in metrics
         wait_until(lambda: server.log.read_text().count(": switched to version") == 3)
         assert "Traceback" not in server.log.read_text()
@@ -139,7 +139,7 @@ def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
         assert prune(store, "m", 1) == [1, 2, 3]  # no process maps them any more
 
 
-def test_what_is_served_is_not_removed(tmp_path: Path) -> None:
+def test_served_version_is_not_removed(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     with running(store, tmp_path / "log", "--model", "m@1", "--workers", 2) as server:
@@ -153,43 +153,43 @@ def test_what_is_served_is_not_removed(tmp_path: Path) -> None:
     assert prune(store, "m", 1) == [1]
 
 
-def test_a_version_that_answers_wrongly_stays_out_of_all_workers(tmp_path: Path) -> None:
+def test_version_with_wrong_results_is_served_by_no_worker(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     options = ("--follow", "latest", *FOLLOW, "--workers", 2)
     with running(store, tmp_path / "log", *options) as server, Load(server) as load:
-        make_wrong(store, tmp_path / "elsewhere")
+        make_version_with_wrong_rows(store, tmp_path / "elsewhere")
         wait_until(lambda: "m: version 2 stays out" in server.log.read_text())
-        wait_until(lambda: has_refused(described(server)))
+        wait_until(lambda: has_rejected(served_model(server)))
         publish_next(store, 3)
-        load.until_all_have(3)
+        load.wait_for_version(3)
     assert load.wrong == []
     assert set(load.answers) == {1, 3}
     assert server.log.read_text().count("stays out") == 1
 
 
-def test_all_workers_show_a_version_that_cannot_be_opened_until_it_is_mended(
+def test_all_workers_report_an_unreadable_version_until_it_is_repaired(
     tmp_path: Path,
 ) -> None:
     store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     publish_next(store, 1)
     for number in (1, 2):
         publish_next(elsewhere, number)
-    whole = elsewhere / "m" / "2"
-    size = cut_tables(Path(shutil.copytree(whole, elsewhere / "cut")))
+    intact = elsewhere / "m" / "2"
+    size = truncate_tables(Path(shutil.copytree(intact, elsewhere / "cut")))
     options = ("--follow", "latest", *FOLLOW, "--workers", 2)
     with running(store, tmp_path / "log", *options) as server, Load(server) as load:
         (elsewhere / "cut").rename(store / "m" / "2")
         wait_until(lambda: "stays out" in server.log.read_text())
         wait_until(lambda: all(is_unopened(server) for _ in range(20)))
         assert metric(server, "wanted_version") == 2
-        time.sleep(LOOKS_MIN * FOLLOW_S)  # the server retries, and logs nothing
+        time.sleep(POLLS_MIN * FOLLOW_S)  # the server retries, and logs nothing
         assert is_unopened(server)
         tables = store / "m" / "2" / "tables.safetensors"
         assert tables.stat().st_size == size
-        shutil.copy(whole / "tables.safetensors", elsewhere / "tables")
+        shutil.copy(intact / "tables.safetensors", elsewhere / "tables")
         (elsewhere / "tables").rename(tables)
-        load.until_all_have(2)
+        load.wait_for_version(2)
         wait_until(lambda: all(not is_unopened(server) for _ in range(20)))
         assert metric(server, "refused") == 0
     assert load.wrong == []
@@ -198,7 +198,7 @@ def test_all_workers_show_a_version_that_cannot_be_opened_until_it_is_mended(
     assert "Traceback" not in log
 
 
-def cut_tables(version: Path) -> int:
+def truncate_tables(version: Path) -> int:
     """Removes the last bytes of a version's tables, and returns the remaining size."""
     tables = version / "tables.safetensors"
     tables.chmod(0o644)
@@ -212,11 +212,11 @@ def is_unopened(server: Running) -> bool:
 
     The metrics are those of all workers.
     """
-    coming = described(server).get("next")
-    if coming is None or coming["state"] != "failed":  # the repaired version is loading
+    pending = served_model(server).get("next")
+    if pending is None or pending["state"] != "failed":  # the repaired version is loading
         return False
-    assert coming["version"] == 2
-    assert "tables.safetensors" in coming["reason"]
+    assert pending["version"] == 2
+    assert "tables.safetensors" in pending["reason"]
     return metric(server, "refused") == 1
 
 
@@ -227,7 +227,7 @@ def metric(server: Running, name: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
-def make_wrong(store: Path, elsewhere: Path) -> None:
+def make_version_with_wrong_rows(store: Path, elsewhere: Path) -> None:
     """Makes a version 2 with the rows of version 3: of the right size, but with other goldens."""
     for number in (1, 2, 3):
         publish_next(elsewhere, number)
@@ -249,7 +249,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_an_alias_on_s3_is_followed_there_and_back(bucket: str, tmp_path: Path) -> None:
+def test_alias_on_s3_is_followed_forwards_and_back(bucket: str, tmp_path: Path) -> None:
     publish_next(bucket, 1)
     set_alias(bucket, "m", "stable", 1)
     options = ("--model", "m@stable", "--follow", "alias", *FOLLOW, "--cache", tmp_path / "cache")
@@ -257,15 +257,15 @@ def test_an_alias_on_s3_is_followed_there_and_back(bucket: str, tmp_path: Path) 
         with Load(server) as load:
             publish_next(bucket, 2)
             set_alias(bucket, "m", "stable", 2, why="trained again")
-            load.until_all_have(2)
+            load.wait_for_version(2)
             set_alias(bucket, "m", "stable", 1, why="rolled back")
-            load.until_all_have(1)
+            load.wait_for_version(1)
         assert load.wrong == []
         assert set(load.answers) == {1, 2}
         assert "Traceback" not in server.log.read_text()
 
 
-def described(server: Running) -> dict[str, Any]:
+def served_model(server: Running) -> dict[str, Any]:
     """Returns the model from /models of any worker."""
     (model,) = httpx.get(f"{server.http}/models", verify=False, timeout=ANSWER_S_MAX).json()[
         "models"
@@ -278,7 +278,7 @@ def is_settled(model: dict[str, Any], number: int) -> bool:
     return model["version"] == number and "next" not in model
 
 
-def has_refused(model: dict[str, Any]) -> bool:
+def has_rejected(model: dict[str, Any]) -> bool:
     """Returns whether a worker reports that version 2 was rejected."""
     if model.get("next", {}).get("state") != "failed":
         return False

@@ -17,7 +17,7 @@ CHECK_S_MAX = 600
 PYTHONPATH = ":".join(("server", "model_store", "clients", "proto", "tests", "bench"))
 
 
-def test_cpu_ranks_go_through_all_of_it(tmp_path: Path) -> None:
+def test_gpu_check_runs_every_step_on_cpu_ranks(tmp_path: Path) -> None:
     done = run_warm(
         [*PYTHON, ROOT / "bench" / "gpu_check.py", "--devices", "cpu:2", "--quick"],
         cwd=ROOT,
@@ -32,24 +32,24 @@ def test_cpu_ranks_go_through_all_of_it(tmp_path: Path) -> None:
     assert "WRONG" not in done.stdout
 
 
-def test_nothing_is_done_after_a_wrong_answer(
+def test_gpu_check_stops_after_a_wrong_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def first(asked: CheckOptions) -> Iterator[Row]:
-        yield "devices", asked.devices
+    def first(options: CheckOptions) -> Iterator[Row]:
+        yield "devices", options.devices
 
-    def second(asked: CheckOptions) -> Iterator[Row]:
+    def second(options: CheckOptions) -> Iterator[Row]:
         yield "a sum", "right"
         np.testing.assert_allclose(2, 3)
         yield "another", "never asked"
 
-    def third(asked: CheckOptions) -> Iterator[Row]:
+    def third(options: CheckOptions) -> Iterator[Row]:
         raise AssertionError("not to be done")
 
-    asked = CheckOptions("cpu:1", is_quick=True, folder=tmp_path)
-    assert run(asked, [first]) == 0
+    options = CheckOptions("cpu:1", is_quick=True, folder=tmp_path)
+    assert run(options, [first]) == 0
     capsys.readouterr()
-    assert run(asked, [first, second, third]) == 1
+    assert run(options, [first, second, third]) == 1
     found = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in found] == ["first", "second", "second"]
     assert found[2][1:] == ["WRONG", "Not equal to tolerance rtol=1e-07, atol=0"]

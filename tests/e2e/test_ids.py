@@ -31,14 +31,14 @@ USERS = (np.arange(ROWS) * 977 - 2**40).tolist()
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModels:
     bags: EmbeddingBagCollection
     rows: EmbeddingCollection
     server: Running
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModels]:
     folder = tmp_path_factory.mktemp("ids")
     torch.manual_seed(0)
     bags = EmbeddingBagCollection(
@@ -88,7 +88,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         **options,
     )
     with running(folder / "store", folder / "log", "--default-model", "bags") as server:
-        yield Served(bags, rows, server)
+        yield ServedModels(bags, rows, server)
 
 
 def weight(collection: EmbeddingBagCollection | EmbeddingCollection, table: str) -> np.ndarray:
@@ -104,7 +104,7 @@ REQUEST: dict[str, list[list[Any]]] = {
 }
 
 
-def test_ids_become_rows_by_the_rule_of_their_table(served: Served) -> None:
+def test_ids_are_mapped_to_rows_by_the_rule_of_their_table(served: ServedModels) -> None:
     user, tag, city = (weight(served.bags, name) for name in ("user", "tag", "city"))
     expected = np.stack(
         [
@@ -124,27 +124,27 @@ def test_ids_become_rows_by_the_rule_of_their_table(served: Served) -> None:
         assert result.unknown_ids == {"user": 2, "tag": 1}
 
 
-def test_json_says_how_many_ids_were_unknown(served: Served) -> None:
+def test_json_response_counts_unknown_ids(served: ServedModels) -> None:
     answer = post(served, "bags", REQUEST)
     assert answer["unknown_ids"] == {"user": 2, "tag": 1}
     known = post(served, "bags", {"user": [USERS[1]]})
     assert "unknown_ids" not in known
 
 
-def test_metrics_count_unknown_ids(served: Served) -> None:
-    def counted() -> float:
+def test_metrics_count_unknown_ids(served: ServedModels) -> None:
+    def unknown_ids_metric() -> float:
         with urllib.request.urlopen(f"{served.server.http}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         labels = 'alias="",feature="user",model="bags",version="1"'
         name = f"embedserve_unknown_ids_total{{{labels}}}"
         return float(next(line for line in lines if line.startswith(name)).split()[-1])
 
-    before = counted()
+    before = unknown_ids_metric()
     post(served, "bags", {"user": [[1, 2, 3], []]})
-    assert counted() == before + 3
+    assert unknown_ids_metric() == before + 3
 
 
-def test_every_id_of_an_unpooled_model_has_its_row(served: Served) -> None:
+def test_unpooled_model_returns_the_row_of_every_id(served: ServedModels) -> None:
     item, word = weight(served.rows, "item"), weight(served.rows, "word")
     request: dict[str, list[list[Any]]] = {
         "item": [[1, ROWS + 10, 3], []],
@@ -183,8 +183,8 @@ def test_every_id_of_an_unpooled_model_has_its_row(served: Served) -> None:
         ("bags", {"user": [["u"]]}, r"features\.user\[0\]\[0\] is 'u': ids of 'user' are integers"),
     ],
 )
-def test_what_is_no_id_is_named(
-    served: Served, model: str, features: dict[str, Any], message: str
+def test_invalid_ids_are_named_in_the_error(
+    served: ServedModels, model: str, features: dict[str, Any], message: str
 ) -> None:
     with EmbedClient(served.server.http) as rest, GrpcEmbedClient(served.server.grpc) as grpc:
         for client in (rest, grpc):
@@ -192,7 +192,7 @@ def test_what_is_no_id_is_named(
                 client.embed(features, model=model)
 
 
-def test_the_printed_curl_has_ids_as_callers_have_them(served: Served) -> None:
+def test_printed_curl_command_uses_ids_of_the_vocabulary(served: ServedModels) -> None:
     line = next(
         line.strip() for line in served.server.log.read_text().splitlines() if "curl" in line
     )
@@ -203,7 +203,7 @@ def test_the_printed_curl_has_ids_as_callers_have_them(served: Served) -> None:
     assert np.any(answer["values"])
 
 
-def post(served: Served, model: str, features: dict[str, Any]) -> dict[str, Any]:
+def post(served: ServedModels, model: str, features: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{served.server.http}/models/{model}/embed",
         json.dumps({"features": features}).encode(),

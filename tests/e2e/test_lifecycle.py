@@ -82,7 +82,7 @@ def server(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield server
 
 
-def test_a_published_checkpoint_is_served(server: Running, weight: torch.Tensor) -> None:
+def test_published_checkpoint_is_served(server: Running, weight: torch.Tensor) -> None:
     with EmbedClient(server.http) as client:
         values = client.embed({"user": [[1, 2], [499]]}).values
     expected = torch.stack([weight[1] + weight[2], weight[499]]).numpy()
@@ -90,7 +90,7 @@ def test_a_published_checkpoint_is_served(server: Running, weight: torch.Tensor)
 
 
 @contextmanager
-def waiting(log: Path, *arguments: object, is_warm: bool) -> Iterator[Running]:
+def waiting_server(log: Path, *arguments: object, is_warm: bool) -> Iterator[Running]:
     """Runs a server that waits for a model in its store."""
     http_port, grpc_port = free_port(), free_port()
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
@@ -106,8 +106,8 @@ def waiting(log: Path, *arguments: object, is_warm: bool) -> Iterator[Running]:
         return "waiting for what is to be served" in log.read_text()
 
     try:
-        until(is_waiting)
-        until(lambda: status(server.http + "/health/live") == 200)
+        wait_until(is_waiting)
+        wait_until(lambda: status(server.http + "/health/live") == 200)
         yield server
     finally:
         process.kill()
@@ -125,15 +125,15 @@ def status(url: str, body: bytes | None = None) -> int:
         return 0
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_true: Callable[[], bool]) -> None:
     end = time.monotonic() + READY_S_MAX
-    while not is_so():
+    while not is_true():
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_server_that_loads_lives_and_is_not_ready(
+def test_waiting_server_is_live_but_not_ready(
     published: Path, weight: torch.Tensor, tmp_path: Path, workers: int
 ) -> None:
     """Checks liveness and readiness while a server waits.
@@ -144,7 +144,7 @@ def test_a_server_that_loads_lives_and_is_not_ready(
     store.mkdir()
     uds = tmp_path / "http.sock"
     options = ("--model", "m", "--workers", workers, "--http-uds", uds)
-    with waiting(tmp_path / "log", store, *options, is_warm=workers == 1) as server:
+    with waiting_server(tmp_path / "log", store, *options, is_warm=workers == 1) as server:
         server.process.send_signal(signal.SIGHUP)  # reloads (systemctl reload), does not end
         assert status(server.http + "/health/ready") == 503
         with (
@@ -159,19 +159,19 @@ def test_a_server_that_loads_lives_and_is_not_ready(
         host, _, port = server.grpc.rpartition(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)))
-        grpc_too = server.http.removeprefix("http://")  # the HTTP port takes gRPC, too
-        with grpc.insecure_channel(grpc_too) as channel:
+        http_target = server.http.removeprefix("http://")  # the HTTP port takes gRPC, too
+        with grpc.insecure_channel(http_target) as channel:
             health = HealthStub(channel).Check(HealthCheckRequest(), timeout=60)
             assert health.status == HealthCheckResponse.NOT_SERVING
             with (
-                GrpcEmbedClient(grpc_too) as client,
+                GrpcEmbedClient(http_target) as client,
                 pytest.raises(Unavailable, match="the models are being loaded"),
             ):
                 client.embed({"user": [[1]]}, model="m")
         if workers == 1:  # the rest is the same for all
             shutil.copytree(published / "m", store / ".m")
             (store / ".m").rename(store / "m")
-            until(lambda: status(server.http + "/health/ready") == 200)
+            wait_until(lambda: status(server.http + "/health/ready") == 200)
             for address in (server.http, f"unix:{uds}"):
                 with EmbedClient(address) as client:
                     values = client.embed({"user": [[1, 2]]}).values
@@ -186,7 +186,7 @@ def test_a_server_that_loads_lives_and_is_not_ready(
         assert not uds.exists()
 
 
-def refused(*commands: tuple[object, ...]) -> list[str]:
+def rejection_messages(*commands: tuple[object, ...]) -> list[str]:
     """Returns the one-line message with which ``serve`` rejects each store and its options."""
     ended = run_commands(
         *(
@@ -194,17 +194,17 @@ def refused(*commands: tuple[object, ...]) -> list[str]:
             for store, *options in commands
         )
     )
-    return [refusal(done) for done in ended]
+    return [rejection_message(done) for done in ended]
 
 
-def refusal(done: subprocess.CompletedProcess[str]) -> str:
+def rejection_message(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("embedserve: ")]
     return line
 
 
-def test_damage_is_refused_before_ready(published: Path, tmp_path: Path) -> None:
+def test_damaged_store_is_rejected_before_readiness(published: Path, tmp_path: Path) -> None:
     def damaged(kind: str, name: str, change: Callable[[bytes], bytes]) -> Path:
         store = writable(shutil.copytree(published, tmp_path / kind))
         path = store / "m" / "1" / name
@@ -216,7 +216,7 @@ def test_damage_is_refused_before_ready(published: Path, tmp_path: Path) -> None
 
     without_plan = damaged("unplanned", "plan.json", lambda data: data)
     (without_plan / "m" / "1" / "plan.json").unlink()
-    cut, flipped, newer, changed, unplanned = refused(
+    cut, flipped, newer, changed, unplanned = rejection_messages(
         (damaged("cut", "tables.safetensors", lambda data: data[:-1]),),
         (
             damaged(
@@ -235,8 +235,8 @@ def test_damage_is_refused_before_ready(published: Path, tmp_path: Path) -> None
     assert "plan.json" in unplanned
 
 
-def test_missing_things_are_named(store: Path, tmp_path: Path) -> None:
-    nowhere, model, default, misspelt, devices = refused(
+def test_missing_stores_models_and_devices_are_named(store: Path, tmp_path: Path) -> None:
+    nowhere, model, default_model, misspelt, devices = rejection_messages(
         (tmp_path / "nowhere",),
         (store, "--model", "no-such"),
         (store, "--default-model", "other"),
@@ -245,12 +245,12 @@ def test_missing_things_are_named(store: Path, tmp_path: Path) -> None:
     )
     assert "nowhere" in nowhere
     assert "no-such" in model
-    assert "there is no model 'other'; models are m" in default
+    assert "there is no model 'other'; models are m" in default_model
     assert "there is no model 'dlmr'; models are m" in misspelt
     assert "devices is 'tpu'" in devices
 
 
-def test_a_bad_publish_leaves_nothing(tmp_path: Path, weight: torch.Tensor) -> None:
+def test_failed_publish_leaves_no_files(tmp_path: Path, weight: torch.Tensor) -> None:
     checkpoint, description = tmp_path / "model.pt", tmp_path / "tables.yaml"
     description.write_text(DESCRIPTION)
     torch.save({"embedding_bags.user.weight": weight[:, :4]}, checkpoint)
@@ -272,7 +272,7 @@ def test_sigterm_under_load_loses_no_accepted_request(
         outcomes: list[str] = []
         started, enough = threading.Barrier(9), threading.Event()
 
-        def ask(client: EmbedClient | GrpcEmbedClient) -> None:
+        def send_requests(client: EmbedClient | GrpcEmbedClient) -> None:
             started.wait()
             with client:
                 while True:
@@ -292,7 +292,7 @@ def test_sigterm_under_load_loses_no_accepted_request(
             *(EmbedClient(server.http, timeout_s=ANSWER_S_MAX) for _ in range(4)),
             *(GrpcEmbedClient(server.grpc, timeout_s=ANSWER_S_MAX) for _ in range(4)),
         ]
-        threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
+        threads = [threading.Thread(target=send_requests, args=(client,)) for client in clients]
         for thread in threads:
             thread.start()
         started.wait()
@@ -305,7 +305,9 @@ def test_sigterm_under_load_loses_no_accepted_request(
     assert [outcome for outcome in outcomes if outcome.startswith("lost")] == []
 
 
-def test_settings_flag_beats_variable_beats_file(store: Path, tmp_path: Path) -> None:
+def test_flag_overrides_variable_and_variable_overrides_config_file(
+    store: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('devices = "nonsense"\nlog_level = "noise"\n')
     done = run_warm_command("serve", store, "--config", config, "--devices", "cpu:1")
@@ -316,14 +318,14 @@ def test_settings_flag_beats_variable_beats_file(store: Path, tmp_path: Path) ->
     assert "log_level is 'loud'" in done.stderr
 
 
-def test_docs_are_served(server: Running) -> None:
+def test_openapi_document_is_served(server: Running) -> None:
     with urllib.request.urlopen(f"{server.http}/openapi.json") as response:
         paths = json.load(response)["paths"]
     assert "/embed" in paths
     assert "/models/{model}/embed" in paths
 
 
-def test_names_that_are_not_there_are_told_with_those_that_are(
+def test_unknown_tables_are_reported_with_the_existing_tables(
     store: Path, tmp_path: Path, weight: torch.Tensor
 ) -> None:
     checkpoint, description = tmp_path / "other.pt", tmp_path / "tables.yaml"

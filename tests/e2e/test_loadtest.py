@@ -17,14 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_servers import ANSWER_S_MAX, Running, running
 
 RUN_S_MAX = 300
-PATIENT = ("--timeout-s", ANSWER_S_MAX)
+LONG_TIMEOUT = ("--timeout-s", ANSWER_S_MAX)
 STEP_S = (3, 20)
 """Seconds of a step: one as usual, one in which even a busy machine responds."""
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"
 
 
 @pytest.fixture
-def full(demo: Demo, tmp_path: Path) -> Iterator[Running]:
+def overloaded_server(demo: Demo, tmp_path: Path) -> Iterator[Running]:
     """Runs a server whose queue is full as soon as one example waits."""
     with running(demo.store, tmp_path / "log", "--queue-examples-max", 1) as server:
         yield server
@@ -44,7 +44,7 @@ def locust(scripts: str, host: str, *arguments: object) -> subprocess.CompletedP
     )
 
 
-def answered(server: Running) -> Counter[str]:
+def completed_requests(server: Running) -> Counter[str]:
     """Returns the number of completed requests of a server, by outcome."""
     outcomes: Counter[str] = Counter()
     for family in text_string_to_metric_families(
@@ -57,13 +57,13 @@ def answered(server: Running) -> Counter[str]:
 
 
 def locust_until(
-    server: Running, wanted: dict[str, int], scripts: str, host: str, *arguments: object
+    server: Running, expected_counts: dict[str, int], scripts: str, host: str, *arguments: object
 ) -> subprocess.CompletedProcess[str]:
-    """Runs locust until the server has completed ``wanted`` further requests of each outcome.
+    """Runs locust until the server has completed ``expected_counts`` further requests by outcome.
 
     The run may take up to RUN_S_MAX.
     """
-    before, end = answered(server), time.monotonic() + RUN_S_MAX
+    before, end = completed_requests(server), time.monotonic() + RUN_S_MAX
     with subprocess.Popen(
         command(scripts, host, *arguments),
         stdout=subprocess.PIPE,
@@ -72,8 +72,8 @@ def locust_until(
     ) as process:
         try:
             while process.poll() is None and time.monotonic() < end:
-                more = answered(server) - before
-                if all(more[outcome] >= count for outcome, count in wanted.items()):
+                more = completed_requests(server) - before
+                if all(more[outcome] >= count for outcome, count in expected_counts.items()):
                     break
                 time.sleep(0.2)
         finally:
@@ -82,7 +82,7 @@ def locust_until(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def counted(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]]:
+def requests_and_failures(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]]:
     """Returns (requests, failures) by name."""
     rows = json.loads(done.stdout)
     return {row["name"]: (row["num_requests"], row["num_failures"]) for row in rows}
@@ -91,56 +91,61 @@ def counted(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]
 @pytest.mark.parametrize(
     ("script", "ways"), [("rest.py", ("JSON", "protobuf")), ("grpc_user.py", ("unary", "stream"))]
 )
-def test_requests_of_all_sizes_are_answered(demo: Demo, script: str, ways: tuple[str, ...]) -> None:
+def test_requests_of_all_sizes_are_completed(
+    demo: Demo, script: str, ways: tuple[str, ...]
+) -> None:
     host = demo.server.http if script == "rest.py" else demo.server.grpc
-    load = ("-u", 4, "-r", 4, "--sizes", "1:8,50:1,500:1", *PATIENT)
+    load = ("-u", 4, "-r", 4, "--sizes", "1:8,50:1,500:1", *LONG_TIMEOUT)
     vocabularies = ("--vocabularies", demo.vocabularies)
     done = locust_until(demo.server, {"OK": 300}, script, host, *load, *vocabularies)
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
     assert [line for line in warnings if "CPU usage" not in line] == []
-    rows = counted(done)
+    rows = requests_and_failures(done)
     sizes = ("1 example", "50 examples", "500 examples")
     assert set(rows) == {f"{way}, {size}" for way in ways for size in sizes}
     assert all(requests and not failures for requests, failures in rows.values())
 
 
-def test_refused_requests_have_rows_of_their_own(full: Running) -> None:
-    load = ("-u", 8, "-r", 8, "--sizes", "1:1", "--stream-depth", 4, *PATIENT)
-    wanted = {"OK": 100, "RESOURCE_EXHAUSTED": 1}
-    for script, host in (("rest.py", full.http), ("grpc_user.py", full.grpc)):
-        done = locust_until(full, wanted, script, host, *load)
+def test_rejected_requests_have_separate_statistics_rows(overloaded_server: Running) -> None:
+    load = ("-u", 8, "-r", 8, "--sizes", "1:1", "--stream-depth", 4, *LONG_TIMEOUT)
+    expected_counts = {"OK": 100, "RESOURCE_EXHAUSTED": 1}
+    for script, host in (
+        ("rest.py", overloaded_server.http),
+        ("grpc_user.py", overloaded_server.grpc),
+    ):
+        done = locust_until(overloaded_server, expected_counts, script, host, *load)
         assert done.returncode == 1
-        rows = counted(done)
-        refused = {name: row for name, row in rows.items() if name.endswith(", refused")}
-        assert refused
-        assert all(requests == failures for requests, failures in refused.values())
-        assert not any(rows[name][1] for name in rows.keys() - refused.keys())
+        rows = requests_and_failures(done)
+        rejected = {name: row for name, row in rows.items() if name.endswith(", refused")}
+        assert rejected
+        assert all(requests == failures for requests, failures in rejected.values())
+        assert not any(rows[name][1] for name in rows.keys() - rejected.keys())
 
 
-def test_steps_add_users_and_end(demo: Demo) -> None:
+def test_load_steps_add_users_and_end(demo: Demo) -> None:
     for step_s in STEP_S:
-        shape = ("--step-users", 2, "--step-s", step_s, "--steps", 2, *PATIENT)
+        shape = ("--step-users", 2, "--step-s", step_s, "--steps", 2, *LONG_TIMEOUT)
         done = locust("rest.py,steps.py", demo.server.http, *shape, "--tags", "protobuf")
         assert done.returncode == 0, done.stderr
-        said = [
+        step_lines = [
             line.partition("step of ")[2] for line in done.stderr.splitlines() if "step of " in line
         ]
-        assert [line.split(":")[0] for line in said] == ["2 users", "4 users"]
-        rates = [float(line.split()[2]) for line in said]
+        assert [line.split(":")[0] for line in step_lines] == ["2 users", "4 users"]
+        rates = [float(line.split()[2]) for line in step_lines]
         if all(rates):
             break
     assert all(rates)
-    assert {name.split(",")[0] for name in counted(done)} == {"protobuf"}
+    assert {name.split(",")[0] for name in requests_and_failures(done)} == {"protobuf"}
 
 
-def test_too_short_steps_are_refused(demo: Demo) -> None:
+def test_too_short_steps_are_rejected(demo: Demo) -> None:
     done = locust("rest.py,steps.py", demo.server.http, "--step-s", 2)
     assert done.returncode == 1
     assert "the load test cannot run: --step-s: 2.0 is less than 3.0" in done.stderr
 
 
-def test_a_test_that_cannot_run_says_why_and_ends(demo: Demo) -> None:
+def test_invalid_options_end_the_load_test_with_a_reason(demo: Demo) -> None:
     """Checks one error of the options; tests/client/test_loadtest.py checks the others."""
     done = locust("rest.py", demo.server.http, "-t", "5m", "--timeout-s", 0)
     assert done.returncode == 1
@@ -149,7 +154,7 @@ def test_a_test_that_cannot_run_says_why_and_ends(demo: Demo) -> None:
 
 
 @pytest.mark.parametrize("script", ["rest.py", "grpc_user.py"])
-def test_a_server_that_is_not_there_is_said(script: str) -> None:
+def test_missing_server_ends_the_load_test_with_a_reason(script: str) -> None:
     target = "127.0.0.1:1"
     done = locust(script, target if script == "grpc_user.py" else f"http://{target}", "-t", "5m")
     assert done.returncode == 1
@@ -157,7 +162,7 @@ def test_a_server_that_is_not_there_is_said(script: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_web_form_has_the_arguments() -> None:
+def test_web_form_has_the_arguments_and_their_defaults() -> None:
     script = (
         "import json, steps; from locust.argument_parser import ui_extra_args_dict as form; "
         "print(json.dumps({name: field['default_value'] for name, field in form([]).items()}))"

@@ -29,18 +29,18 @@ def publish_with_small(store: Path, number: int) -> None:
     publish(weights, store, model="m", tables=tables, hosts=PARTS)
 
 
-def ask(router: Running, feature: str, *ids: int) -> httpx.Response:
+def post_embed(router: Running, feature: str, *ids: int) -> httpx.Response:
     body = {"features": {feature: [[*ids]]}}
     return httpx.post(f"{router.http}/embed", json=body, timeout=60)
 
 
-def maps_of(router: Running, number: int) -> bool:
+def has_mapped(router: Running, number: int) -> bool:
     """Returns whether the router has the rows of version ``number`` mapped."""
     maps = Path(f"/proc/{router.process.pid}/maps").read_text()
     return f"/m/{number}/tables.safetensors" in maps
 
 
-def test_small_tables_need_no_shard(tmp_path: Path) -> None:
+def test_small_tables_are_looked_up_without_shards(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_with_small(store, 1)
     follow = ("--follow", "latest", "--follow-s", "0.2")
@@ -49,19 +49,21 @@ def test_small_tables_need_no_shard(tmp_path: Path) -> None:
         router = one.start_router(*follow, "--local-bytes", "1048576")
         model = httpx.get(f"{router.http}/models/m", timeout=60).json()
         assert model["local_tables"] == ["day"]
-        assert ask(router, "day", 0, 0).json()["values"] == [[0.0] * DIM + [STEP] * DIM]
+        assert post_embed(router, "day", 0, 0).json()["values"] == [[0.0] * DIM + [STEP] * DIM]
         metrics = shard_metrics(router)
         assert [metrics.get(f"calls {part} ok", 0) for part in range(PARTS)] == [0, 0]
-        assert ask(router, "user", 3, 97).json()["values"] == [[2.0] * DIM + [0.0] * DIM]
-        assert maps_of(router, 1)
+        assert post_embed(router, "user", 3, 97).json()["values"] == [[2.0] * DIM + [0.0] * DIM]
+        assert has_mapped(router, 1)
         publish_with_small(store, 2)
         end_s = time.monotonic() + WAIT_S_MAX
-        while (answer := ask(router, "day", 0).json())["version"] == 1 or maps_of(router, 1):
+        while (answer := post_embed(router, "day", 0).json())["version"] == 1 or has_mapped(
+            router, 1
+        ):
             assert time.monotonic() < end_s, answer
             time.sleep(0.1)
         assert answer["values"] == [[0.0] * DIM + [2 * STEP] * DIM]
         for shard in one.shards.values():
             shard.process.kill()
             shard.process.wait()
-        assert ask(router, "day", 0).json() == answer
-        assert ask(router, "user", 3).status_code == 503
+        assert post_embed(router, "day", 0).json() == answer
+        assert post_embed(router, "user", 3).status_code == 503

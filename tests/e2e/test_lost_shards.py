@@ -25,14 +25,14 @@ from running_servers import Running
 from stalling_proxy import stalling_proxy
 
 ANY_BYTES = 1 << 62
-CALLS_END = ("--shard-timeout-ms", 2500)
+SHORT_CALL_TIMEOUT = ("--shard-timeout-ms", 2500)
 """Timeout of calls, shorter than the time after which a silent connection is lost and its calls
 repeated."""
 HANGS_MAX = 30
 """Attempts to hang a replica during a call."""
 
 
-def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> None:
+def test_rollout_under_load_never_mixes_versions_in_a_response(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     follow = ("--follow", "latest", "--follow-s", "0.2")
@@ -73,12 +73,12 @@ def test_metrics_show_which_part_lacks_the_next_version(tmp_path: Path) -> None:
             assert [metrics[f"replicas {part} m served 1"] for part in range(PARTS)] == [1, 1]
 
 
-def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> None:
+def test_killed_or_hung_replica_fails_no_request(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     with cluster(store, tmp_path) as one:
         one.start_shards(replicas=2)
-        router = one.start_router(*CALLS_END)
+        router = one.start_router(*SHORT_CALL_TIMEOUT)
         with Load(router, BOTH_PARTS) as load:
             load.wait_for(lambda: replicas(router) == [2, 2])
             load.wait_for_more()
@@ -106,24 +106,24 @@ def hang(shard: Running, router: Running, load: Load) -> None:
     the poll comes first, this function stops the replica again.
     """
 
-    def calls_of_others() -> float:
+    def calls_to_other_replicas() -> float:
         metrics = shard_metrics(router)
         return sum(metrics[name] for name in ("hedges 1", "hung 1"))
 
-    before = calls_of_others()
+    before = calls_to_other_replicas()
     for _ in range(HANGS_MAX):
         os.kill(shard.process.pid, signal.SIGSTOP)
         try:
             load.wait_for_more()
         finally:
             os.kill(shard.process.pid, signal.SIGCONT)
-        if calls_of_others() > before:
+        if calls_to_other_replicas() > before:
             return
         load.wait_for(lambda: replicas(router) == [2, 2])
     raise AssertionError("the replica that hung was not called")
 
 
-def test_a_host_that_vanishes_is_not_noticed(tmp_path: Path) -> None:
+def test_vanished_host_fails_no_request(tmp_path: Path) -> None:
     """Checks a lost host: nothing arrives from it, not even the end of its connections."""
     store = tmp_path / "store"
     publish_next(store, 1)
@@ -134,7 +134,7 @@ def test_a_host_that_vanishes_is_not_noticed(tmp_path: Path) -> None:
         with stalling_proxy(one.ports_of(0, 0)[1], ANY_BYTES) as proxy:
             one.shards[0, 0] = replace(one.shards[0, 0], grpc=f"127.0.0.1:{proxy.port}")
             one.write_addresses()
-            router = one.start_router(*CALLS_END)
+            router = one.start_router(*SHORT_CALL_TIMEOUT)
             with Load(router, BOTH_PARTS) as load:
                 load.wait_for(lambda: replicas(router) == [2, 2])
                 load.wait_for_more()
@@ -149,7 +149,7 @@ def test_a_host_that_vanishes_is_not_noticed(tmp_path: Path) -> None:
             assert load.failed == []
 
 
-def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> None:
+def test_lost_part_fails_only_requests_for_its_rows(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     with cluster(store, tmp_path) as one:
@@ -157,38 +157,40 @@ def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> No
         router = one.start_router()
         lenient = one.start_router("--on-missing", "user=zeros")
 
-        def ask(*rows: int, of: Running = router) -> httpx.Response:
+        def post_embed(*rows: int, of: Running = router) -> httpx.Response:
             return httpx.post(f"{of.http}/embed", json={"features": {"user": [rows]}}, timeout=60)
 
-        assert "missing_ids" not in ask(3, 97, of=lenient).json()
-        assert ask(97).status_code == 200
+        assert "missing_ids" not in post_embed(3, 97, of=lenient).json()
+        assert post_embed(97).status_code == 200
         one.shards[1, 0].process.kill()
         one.shards[1, 0].process.wait()
-        response = ask(97)
+        response = post_embed(97)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert (
             response.json()["error"]["message"] == "part 1 of 2 of 'm' version 1 is not available"
         )
-        assert ask(3).status_code == 200
-        lacking = ask(3, 97, 98, of=lenient).json()
-        assert lacking["missing_ids"] == {"user": 2}
-        assert lacking["values"] == [[STEP + 3.0] * DIM]
-        assert "missing_ids" not in ask(3, of=lenient).json()
+        assert post_embed(3).status_code == 200
+        partial = post_embed(3, 97, 98, of=lenient).json()
+        assert partial["missing_ids"] == {"user": 2}
+        assert partial["values"] == [[STEP + 3.0] * DIM]
+        assert "missing_ids" not in post_embed(3, of=lenient).json()
         exported = httpx.get(f"{lenient.http}/metrics", timeout=60).text
-        without = 'embedserve_missing_parts_total{alias="",model="m",part="%d",version="1"} %d.0'
-        assert without % (0, 0) in exported
-        assert without % (1, 1) in exported
+        missing_parts_metric = (
+            'embedserve_missing_parts_total{alias="",model="m",part="%d",version="1"} %d.0'
+        )
+        assert missing_parts_metric % (0, 0) in exported
+        assert missing_parts_metric % (1, 1) in exported
         assert replicas(router) == [1, 0]
         metrics = shard_metrics(router)
         assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (1, 1)
         assert metrics["calls 1 unavailable"] == metrics["seconds_count 1"] - 1 == 1
-        there, lost = httpx.get(f"{router.http}/models/m", timeout=60).json()["shards"]
-        assert there == {"part": 0, "replicas": 1, "why": ""}
-        assert lost["replicas"] == 0
-        assert lost["why"].startswith("part 1 of 2 has no replica of m@1: 127.0.0.1:")
+        available, unavailable = httpx.get(f"{router.http}/models/m", timeout=60).json()["shards"]
+        assert available == {"part": 0, "replicas": 1, "why": ""}
+        assert unavailable["replicas"] == 0
+        assert unavailable["why"].startswith("part 1 of 2 has no replica of m@1: 127.0.0.1:")
         one.start_shard(1)
         end = time.monotonic() + WAIT_S_MAX
-        while ask(97).status_code != 200:
+        while post_embed(97).status_code != 200:
             assert time.monotonic() < end
             time.sleep(0.1)

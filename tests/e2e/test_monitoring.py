@@ -54,14 +54,14 @@ def prometheus(
         running(store, folder / "log", *options) as server,
         EmbedClient(server.http, token=token, timeout_s=ANSWER_S_MAX) as rest,
         GrpcEmbedClient(server.grpc, token=token, timeout_s=ANSWER_S_MAX) as grpc,
-        scraped(folder, server.http.removeprefix("http://"), token) as client,
+        scraping_prometheus(folder, server.http.removeprefix("http://"), token) as client,
     ):
 
-        def ask(_: object) -> None:
+        def send_requests(_: object) -> None:
             for one in (rest, grpc):
                 one.embed(FEATURES)
 
-        client.event_hooks["request"] = [ask]
+        client.event_hooks["request"] = [send_requests]
         yield client
 
 
@@ -74,7 +74,7 @@ def make_token(tokens: Path) -> str:
 
 
 @contextmanager
-def scraped(folder: Path, target: str, token: str) -> Iterator[httpx.Client]:
+def scraping_prometheus(folder: Path, target: str, token: str) -> Iterator[httpx.Client]:
     """Runs Prometheus with prometheus.yaml, but scrapes ``target`` every second."""
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -98,24 +98,24 @@ def scraped(folder: Path, target: str, token: str) -> Iterator[httpx.Client]:
         process.wait(timeout=STOPPED_S_MAX)
 
 
-def answered(prometheus: httpx.Client, query: str, is_enough: Callable[[Any], bool]) -> Any:
+def query_result(prometheus: httpx.Client, query: str, is_enough: Callable[[Any], bool]) -> Any:
     """Waits until the result of ``query`` is sufficient, and returns it."""
     end = time.monotonic() + WAIT_S_MAX
-    said: Any = None
+    response: Any = None
     while time.monotonic() < end:
         try:
-            said = prometheus.get("query", params={"query": query}).json()
+            response = prometheus.get("query", params={"query": query}).json()
         except (httpx.TransportError, ValueError) as error:  # Prometheus is starting
-            said = error
+            response = error
         else:
-            assert said["status"] == "success", said
-            if is_enough(said["data"]["result"]):
-                return said["data"]["result"]
+            assert response["status"] == "success", response
+            if is_enough(response["data"]["result"]):
+                return response["data"]["result"]
         time.sleep(0.2)
-    raise AssertionError(f"{query}: {said}")
+    raise AssertionError(f"{query}: {response}")
 
 
-def is_a_number(result: list[dict[str, Any]]) -> bool:
+def is_number(result: list[dict[str, Any]]) -> bool:
     return bool(result) and all(one["value"][1] != "NaN" for one in result)
 
 
@@ -129,7 +129,7 @@ def queries() -> list[Any]:
 
 
 @pytest.mark.parametrize("query", queries())
-def test_a_query_of_the_dashboard_has_an_answer(prometheus: httpx.Client, query: str) -> None:
+def test_dashboard_query_has_a_result(prometheus: httpx.Client, query: str) -> None:
     for variable, value in VARIABLES.items():
         query = query.replace(variable, value)
     assert "$" not in query
@@ -137,30 +137,28 @@ def test_a_query_of_the_dashboard_has_an_answer(prometheus: httpx.Client, query:
     if found := re.findall(r"embedserve_(?:delta|shard)_\w+", query):
         for name in found:
             assert f"`{name.removesuffix('_bucket')}`" in METRICS_PAGE
-        answered(prometheus, query, lambda _: True)
+        query_result(prometheus, query, lambda _: True)
     else:
-        answered(prometheus, query, is_a_number)
+        query_result(prometheus, query, is_number)
 
 
-VARIABLES_ASKED = DASHBOARD["templating"]["list"][1:]
+QUERIED_VARIABLES = DASHBOARD["templating"]["list"][1:]
 """Variables after the first, which is the data source."""
 
 
-@pytest.mark.parametrize("variable", VARIABLES_ASKED, ids=lambda one: one["name"])
-def test_a_variable_of_the_dashboard_has_values(
-    prometheus: httpx.Client, variable: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("variable", QUERIED_VARIABLES, ids=lambda one: one["name"])
+def test_dashboard_variable_has_values(prometheus: httpx.Client, variable: dict[str, Any]) -> None:
     found = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
     assert found is not None
-    result = answered(prometheus, found[1].replace("$job", "embedserve"), bool)
+    result = query_result(prometheus, found[1].replace("$job", "embedserve"), bool)
     assert all(one["metric"][found[2]] for one in result)
 
 
-def test_what_is_recorded_has_values(prometheus: httpx.Client) -> None:
+def test_recorded_series_have_values(prometheus: httpx.Client) -> None:
     names = [rule["record"] for group in RULES for rule in group["rules"] if "record" in rule]
     assert names
     for name in names:
-        answered(prometheus, name, bool)
+        query_result(prometheus, name, bool)
 
 
 def rules_of(prometheus: httpx.Client) -> list[dict[str, Any]]:
@@ -169,8 +167,8 @@ def rules_of(prometheus: httpx.Client) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def test_no_alert_is_raised_and_none_fails(prometheus: httpx.Client) -> None:
-    answered(prometheus, "job:embedserve_requests:rate5m", bool)
+def test_alert_rules_are_healthy_and_none_fires(prometheus: httpx.Client) -> None:
+    query_result(prometheus, "job:embedserve_requests:rate5m", bool)
     rules, end = rules_of(prometheus), time.monotonic() + WAIT_S_MAX
     while any(rule["health"] == "unknown" for rule in rules):  # one group after another
         assert time.monotonic() < end, rules
@@ -183,7 +181,7 @@ def test_no_alert_is_raised_and_none_fails(prometheus: httpx.Client) -> None:
     assert states <= {"inactive", "pending"}
 
 
-NOT_OF_A_WHOLE_SERVER = (
+ABSENT_PREFIXES = (
     "embedserve_tls_",
     "embedserve_delta_",
     "embedserve_shard_",
@@ -192,35 +190,35 @@ NOT_OF_A_WHOLE_SERVER = (
 """Prefixes of metrics that this server lacks, because it has no TLS, deltas or shards."""
 
 
-def test_alerts_and_recorded_series_ask_for_metrics_that_there_are(
+def test_alerts_and_recording_rules_query_existing_metrics(
     prometheus: httpx.Client,
 ) -> None:
     """Checks the metrics' names: a wrong name has no samples, and its alert never fires."""
-    wanted = {
+    metric_names = {
         name
         for group in RULES
         for rule in group["rules"]
         for name in re.findall(r"(?<![\w:])(?:embedserve|process)_\w+", rule["expr"])
     }
-    assert len(wanted) > 10
-    for name in sorted(wanted):
-        if name.startswith(NOT_OF_A_WHOLE_SERVER):
+    assert len(metric_names) > 10
+    for name in sorted(metric_names):
+        if name.startswith(ABSENT_PREFIXES):
             assert f"`{name}`" in METRICS_PAGE
         else:
-            answered(prometheus, f"count({name})", bool)
+            query_result(prometheus, f"count({name})", bool)
 
 
 @pytest.mark.parametrize("rule", ADAPTER_RULES, ids=lambda one: one["name"]["as"])
-def test_the_autoscalers_metric_has_a_value_for_the_pod(
+def test_autoscaler_metric_has_a_value_for_the_pod(
     prometheus: httpx.Client, rule: dict[str, Any]
 ) -> None:
     """Queries like prometheus-adapter does, which finds the series and fills in the query."""
-    found = answered(prometheus, f"count({rule['seriesQuery']})", bool)
+    found = query_result(prometheus, f"count({rule['seriesQuery']})", bool)
     assert int(found[0]["value"][1]) > 0
-    (one,) = answered(prometheus, adapters_query(rule, POD["pod"]), bool)
+    (one,) = query_result(prometheus, adapters_query(rule, POD["pod"]), bool)
     assert one["metric"] == {"pod": POD["pod"]}
     assert 0 <= float(one["value"][1]) < 100_000
-    assert answered(prometheus, adapters_query(rule, "another"), lambda _: True) == []
+    assert query_result(prometheus, adapters_query(rule, "another"), lambda _: True) == []
 
 
 def adapters_query(rule: dict[str, Any], pod: str) -> str:

@@ -77,7 +77,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def kinds(shards: Cluster) -> tuple[Running, Running]:
+def router_and_whole_server(shards: Cluster) -> tuple[Running, Running]:
     """Returns a router, and a server of whole tables over the same store.
 
     The server has all rows on one rank, so that its lookups need no compilation.
@@ -105,11 +105,14 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "features"), REQUESTS)
 @pytest.mark.parametrize("protocol", ["rest", "grpc"])
-def test_a_router_answers_as_one_server_does(
-    kinds: tuple[Running, Running], protocol: str, model: str, features: dict[str, Any]
+def test_router_results_equal_those_of_one_server(
+    router_and_whole_server: tuple[Running, Running],
+    protocol: str,
+    model: str,
+    features: dict[str, Any],
 ) -> None:
     answers = []
-    for server in kinds:
+    for server in router_and_whole_server:
         with (
             EmbedClient(server.http) if protocol == "rest" else GrpcEmbedClient(server.grpc)
         ) as client:
@@ -123,10 +126,10 @@ def test_a_router_answers_as_one_server_does(
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * largest)
 
 
-def test_sums_are_rounded_between_the_hosts_if_asked(
-    shards: Cluster, kinds: tuple[Running, Running]
+def test_partial_sums_are_rounded_to_the_partial_dtype(
+    shards: Cluster, router_and_whole_server: tuple[Running, Running]
 ) -> None:
-    _, whole = kinds
+    _, whole = router_and_whole_server
     router = shards.start_router("--partial-dtype", "float16")
     for model, features in (REQUESTS[0], REQUESTS[-1]):
         with GrpcEmbedClient(router.grpc) as routed, GrpcEmbedClient(whole.grpc) as exact:
@@ -146,7 +149,7 @@ def values_of(result: EmbedResult, key: str) -> np.ndarray:
     return values if isinstance(values, np.ndarray) else values.values
 
 
-BAD = [
+INVALID_BODIES = [
     {"features": {"history": [[1001]]}},
     {"features": {"nothing": [[1]]}},
     {"features": {"history": [[1]], "genres": [[1], [2]]}},
@@ -154,22 +157,25 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("body", BAD)
-def test_bad_requests_get_the_same_errors(
-    kinds: tuple[Running, Running], body: dict[str, Any]
+@pytest.mark.parametrize("body", INVALID_BODIES)
+def test_invalid_requests_get_the_errors_of_one_server(
+    router_and_whole_server: tuple[Running, Running], body: dict[str, Any]
 ) -> None:
     responses = [
-        httpx.post(f"{server.http}/models/pooled/embed", json=body, timeout=60) for server in kinds
+        httpx.post(f"{server.http}/models/pooled/embed", json=body, timeout=60)
+        for server in router_and_whole_server
     ]
     routed, whole = ((one.status_code, one.json()["error"]) for one in responses)
     assert routed == whole
     assert routed[0] in (400, 404)
 
 
-def test_models_say_which_part_a_server_holds(kinds: tuple[Running, Running]) -> None:
-    router, whole = kinds
+def test_model_list_reports_parts_and_replicas(
+    router_and_whole_server: tuple[Running, Running],
+) -> None:
+    router, whole = router_and_whole_server
     fingerprints = []
-    for server in kinds:
+    for server in router_and_whole_server:
         models = httpx.get(f"{server.http}/models", timeout=60).json()["models"]
         assert {(one["part"], one["parts"]) for one in models} == {(0, 0)}
         fingerprints.append([one["fingerprint"] for one in models])
@@ -183,7 +189,7 @@ def test_models_say_which_part_a_server_holds(kinds: tuple[Running, Running]) ->
     assert shard_metrics(whole) == {}
 
 
-def test_the_workers_of_a_router_count_and_switch_together(tmp_path: Path) -> None:
+def test_router_workers_share_counters_and_switch_versions_together(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     follow = ("--follow", "latest", "--follow-s", 0.1)
@@ -212,7 +218,7 @@ def serving_versions(router: Running) -> list[int]:
     return [one["version"] for one in models]
 
 
-def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
+def test_router_waits_for_shards_with_its_fingerprint(tmp_path: Path) -> None:
     """Checks shards of another store, with a version of the same name and number."""
     store, other = tmp_path / "store", tmp_path / "other"
     publish_next(store, 1)
@@ -223,10 +229,10 @@ def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
         tables=[TableSpec("user", ROWS, DIM, ("user",), "sum", "float32")],
         hosts=PARTS,
     )
-    with cluster(store, tmp_path) as one, cluster(other, tmp_path / "other") as wrong:
+    with cluster(store, tmp_path) as one, cluster(other, tmp_path / "other") as other_cluster:
         for part in range(PARTS):
-            wrong.start_shard(part)
-        one.shards = wrong.shards.copy()
+            other_cluster.start_shard(part)
+        one.shards = other_cluster.shards.copy()
         one.write_addresses()
         wait_for_router = one.begin_router("with fingerprint")
         one.shards = {}
@@ -238,7 +244,7 @@ def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
         assert response.json()["values"] == [[STEP + 3.0] * DIM]
 
 
-def test_a_router_may_start_before_its_shards(tmp_path: Path) -> None:
+def test_router_may_start_before_its_shards(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     with cluster(store, tmp_path) as one:
@@ -252,7 +258,7 @@ def test_a_router_may_start_before_its_shards(tmp_path: Path) -> None:
         assert response.json()["values"] == [[2 * STEP + 100.0] * DIM]
 
 
-def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path: Path) -> None:
+def test_request_too_large_for_a_shard_is_not_reported_as_overload(tmp_path: Path) -> None:
     """Checks the error of a request that only the shards' limits reject: no retry would help."""
     store = tmp_path / "store"
     publish_next(store, 1)
@@ -280,14 +286,14 @@ def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path
         assert response.json()["values"] == [[STEP + 3.0] * DIM] * 1000
 
 
-def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> None:
+def test_shards_authenticate_their_router_by_certificate_and_token(tmp_path: Path) -> None:
     """Checks that the token can be replaced under load, as docs/security.md describes."""
     store = tmp_path / "store"
     publish_next(store, 1)
     authority = Authority()
     (tmp_path / "ca.pem").write_bytes(authority.root)
     certificate, key = authority.sign("shard").write(tmp_path, "shard")
-    own, own_key = authority.sign("router").write(tmp_path, "router")
+    router_certificate, router_key = authority.sign("router").write(tmp_path, "router")
     tokens, token = tmp_path / "tokens", tmp_path / "token"
     token.write_text("a-token-of-the-router\n")
     hashes = [
@@ -300,33 +306,40 @@ def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> No
         written.replace(tokens)
 
     allow(hashes[0])
-    of_shards = ("--tls-cert", certificate, "--tls-key", key, "--tls-client-ca")
+    shard_tls_options = ("--tls-cert", certificate, "--tls-key", key, "--tls-client-ca")
     with cluster(store, tmp_path) as one:
         for part in range(PARTS):
             port = free_port()
-            options = (*of_shards, tmp_path / "ca.pem", "--tokens", tokens)
+            options = (*shard_tls_options, tmp_path / "ca.pem", "--tokens", tokens)
             log = tmp_path / f"shard-{part}.log"
             server = running(
                 *(store, log, "--part", f"{part}/{PARTS}", *options), management_port=port
             )
             one.shards[part, 0] = one.stack.enter_context(server)
         one.write_addresses()
-        tls = ("--shard-ca", tmp_path / "ca.pem", "--shard-cert", own, "--shard-key", own_key)
+        tls = (
+            "--shard-ca",
+            tmp_path / "ca.pem",
+            "--shard-cert",
+            router_certificate,
+            "--shard-key",
+            router_key,
+        )
         router = one.start_router(*tls, "--shard-token", token)
 
-        def all_have_read(times: int) -> bool:
+        def shards_have_reloaded_tokens(times: int) -> bool:
             logs = [shard.log.read_text() for shard in one.shards.values()]
             return all(log.count("tokens: read again") == times for log in logs)
 
         with Load(router, BOTH_PARTS) as load:
             load.wait_for_more()
             allow(*hashes)
-            load.wait_for(lambda: all_have_read(1))
+            load.wait_for(lambda: shards_have_reloaded_tokens(1))
             token.write_text("the-next-token\n")
             words = "left m@1: its connection was replaced"
             load.wait_for(lambda: router.log.read_text().count(words) == PARTS)
             allow(hashes[1])
-            load.wait_for(lambda: all_have_read(2))
+            load.wait_for(lambda: shards_have_reloaded_tokens(2))
             load.wait_for_more()
         assert load.failed == load.wrong == []
 
@@ -355,7 +368,7 @@ def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> No
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
+def test_invalid_settings_of_parts_are_rejected(
     tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     publish_next(tmp_path, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from documents import ROOT, Block, blocks
 from e2e.page_commands import assert_prints, run
-from e2e.parts_cluster import PATIENT
+from e2e.parts_cluster import SLOW_CALL_OPTIONS
 from forkserver import PYTHON, WarmPopen
 from running_servers import STOPPED_S_MAX, free_port, wait_until_ready
 
@@ -45,15 +45,15 @@ class Page:
         if "--http-port" not in line:
             line += " --http-port {} --grpc-port {}".format(*DEFAULT_PORTS)
         if line.startswith(SERVERS[1]) or "--shards" in line:
-            line += " {} {}".format(*PATIENT)
+            line += " {} {}".format(*SLOW_CALL_OPTIONS)
         if line.startswith(SERVERS[1]):
-            self._cluster.enter_context(self._started(line))
+            self._cluster.enter_context(self._running(line))
             return
         self._cluster.close()
-        self._stack.enter_context(self._started(line))
+        self._stack.enter_context(self._running(line))
 
     @contextmanager
-    def _started(self, line: str) -> Iterator[None]:
+    def _running(self, line: str) -> Iterator[None]:
         _, *arguments = shlex.split(self.adapt(line))
         log = self._folder / f"{arguments[arguments.index('--http-port') + 1]}.log"
         with log.open("wb") as output:
@@ -83,7 +83,7 @@ def follow_tutorial(folder: Path) -> None:
         run(block.text, folder)
 
 
-def test_the_page_leads_to_the_vectors_of_the_tutorial(tmp_path: Path) -> None:
+def test_commands_of_the_page_return_the_vectors_of_the_tutorial(tmp_path: Path) -> None:
     follow_tutorial(tmp_path)
     found = list(blocks(PAGE))
     responses = []
@@ -94,15 +94,15 @@ def test_the_page_leads_to_the_vectors_of_the_tutorial(tmp_path: Path) -> None:
                 (tmp_path / "shards.json").write_text(page.adapt(block.text))
             if block.language != "sh":
                 continue
-            said = ""
+            printed = ""
             for line in block.text.splitlines():
                 if line.startswith(SERVERS):
                     page.start(line)
                 else:
-                    said += run(page.adapt(line), tmp_path)
-            if following.language in ("text", "json") and said:
-                assert_prints(following, said)
+                    printed += run(page.adapt(line), tmp_path)
+            if following.language in ("text", "json") and printed:
+                assert_prints(following, printed)
             if block.text.startswith("curl"):
-                responses.append(said)
+                responses.append(printed)
     cluster, servers = responses
     assert cluster == servers

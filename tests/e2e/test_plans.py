@@ -91,11 +91,11 @@ def tables(ebc: EmbeddingBagCollection, dtype: str) -> dict[str, np.ndarray]:
     return {t: dequantized_int8(r) if t in quantized else r for t, r in rows.items()}
 
 
-def answers(rows: dict[str, np.ndarray], bags: Bags) -> np.ndarray:
+def expected_values(rows: dict[str, np.ndarray], bags: Bags) -> np.ndarray:
     return np.concatenate([pooled(rows[f], bags[f]) for f in ("product", "user")], axis=1)
 
 
-def test_the_introductory_example_is_a_keyed_tensor_of_3_by_128(
+def test_introductory_example_is_a_keyed_tensor_of_3_by_128(
     server: Running, ebc: EmbeddingBagCollection
 ) -> None:
     bags = {"product": [[101, 202], [], [303]], "user": [[404], [505], [606]]}
@@ -103,11 +103,11 @@ def test_the_introductory_example_is_a_keyed_tensor_of_3_by_128(
         keyed = client.embed(bags).to_keyed_tensor()
     assert keyed.keys() == ["product", "user"]
     assert keyed.values().shape == (3, 128)
-    assert_same(keyed.values().numpy(), answers(tables(ebc, DEFAULT[0]), bags))
+    assert_same(keyed.values().numpy(), expected_values(tables(ebc, DEFAULT[0]), bags))
 
 
 @pytest.mark.parametrize(("dtype", "sharding", "ranks"), PLANS)
-def test_every_plan_answers_exactly_over_both_protocols(
+def test_every_plan_returns_exact_vectors_over_both_protocols(
     server: Running, ebc: EmbeddingBagCollection, dtype: str, sharding: str, ranks: int
 ) -> None:
     bags = random_bags(np.random.default_rng(2), {"product": ROWS, "user": ROWS}, 9)
@@ -115,11 +115,11 @@ def test_every_plan_answers_exactly_over_both_protocols(
     with EmbedClient(server.http) as rest, GrpcEmbedClient(server.grpc) as grpc:
         assert sum(len(t.features) for t in rest.model(model).tables) == 2
         over_rest, over_grpc = rest.embed(bags, model=model), grpc.embed(bags, model=model)
-    assert_same(over_rest.values, answers(tables(ebc, dtype), bags))
+    assert_same(over_rest.values, expected_values(tables(ebc, dtype), bags))
     np.testing.assert_array_equal(over_rest.values, over_grpc.values)
 
 
-async def test_a_thousand_mixed_requests_each_get_their_own_answer(
+async def test_each_of_a_thousand_mixed_requests_gets_its_own_result(
     server: Running, ebc: EmbeddingBagCollection
 ) -> None:
     """Checks that requests of a batch do not affect each other.
@@ -129,13 +129,13 @@ async def test_a_thousand_mixed_requests_each_get_their_own_answer(
     rng = np.random.default_rng(4)
     rows = tables(ebc, DEFAULT[0])
 
-    async def ask(client: AsyncEmbedClient | AsyncGrpcEmbedClient, number: int) -> str:
+    async def check_request(client: AsyncEmbedClient | AsyncGrpcEmbedClient, number: int) -> str:
         bags = random_bags(rng, {"product": ROWS, "user": ROWS}, int(rng.integers(1, 5)))
-        wrong = ROWS + number
+        unknown_id = ROWS + number
         kind = ("valid", "valid", "valid", "id", "feature", "model")[number % 6]
         if kind == "id":
-            bags["product"][-1] = [1, wrong]
-            with pytest.raises(InvalidRequest, match=f"is {wrong}: ids of 'product'"):
+            bags["product"][-1] = [1, unknown_id]
+            with pytest.raises(InvalidRequest, match=f"is {unknown_id}: ids of 'product'"):
                 await client.embed(bags)
         elif kind == "feature":
             with pytest.raises(InvalidRequest, match=f"features.f{number}: model"):
@@ -144,18 +144,18 @@ async def test_a_thousand_mixed_requests_each_get_their_own_answer(
             with pytest.raises(UnknownModel, match=f"'m{number}'"):
                 await client.embed(bags, model=f"m{number}")
         else:
-            assert_same((await client.embed(bags)).values, answers(rows, bags))
+            assert_same((await client.embed(bags)).values, expected_values(rows, bags))
         return kind
 
     async with (
         AsyncEmbedClient(server.http, timeout_s=ANSWER_S_MAX) as rest,
         AsyncGrpcEmbedClient(server.grpc, timeout_s=ANSWER_S_MAX) as grpc,
     ):
-        gate = asyncio.Semaphore(64)
+        semaphore = asyncio.Semaphore(64)
 
-        async def gated(number: int) -> str:
-            async with gate:
-                return await ask((rest, grpc)[number // 6 % 2], number)
+        async def check_with_limit(number: int) -> str:
+            async with semaphore:
+                return await check_request((rest, grpc)[number // 6 % 2], number)
 
-        kinds = await asyncio.gather(*[gated(number) for number in range(1002)])
+        kinds = await asyncio.gather(*[check_with_limit(number) for number in range(1002)])
     assert kinds.count("valid") == 501

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from e2e.parts_cluster import PATIENT
+from e2e.parts_cluster import SLOW_CALL_OPTIONS
 from e2e.test_cluster_command import DIM, publish_rows
 from ray_nodes import RayNodes, ray_nodes
 from running_servers import command, free_port, is_running, running
@@ -28,14 +28,14 @@ from embedserve_client import GrpcEmbedClient
 
 WAIT_S_MAX = 300
 PAUSE_S = 0.02
-ASK_PAUSE_S_MAX = 0.1
+REQUEST_PAUSE_S_MAX = 0.1
 """Longest pause in seconds between requests. Pauses begin with PAUSE_S after a kill, and grow."""
 NAME = "shop"
 PARTS = REPLICAS = 2
 TCP_LISTEN = "0A"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
 """127.0.0.1, also as an IPv6 address, and ::1, in the format of /proc/net."""
-PLACED = re.compile(r"\([^()]* pid=(\d+)[^)]*\) (part \d replica \d) starts as process (\d+)")
+PLACED_LINE = re.compile(r"\([^()]* pid=(\d+)[^)]*\) (part \d replica \d) starts as process (\d+)")
 """Pattern of a log line. Once the actor's constructor has returned, the line also begins with the
 label."""
 POLLS = re.compile(r"\((part \d replica \d) pid=\d+[^)]*\) polls")
@@ -64,7 +64,7 @@ def nodes() -> Iterator[RayNodes]:
         yield started
 
 
-class Placed:
+class PlacedShards:
     """A process that places shards in Ray, and its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -80,11 +80,12 @@ class Placed:
     def shards(self) -> dict[str, tuple[int, int]]:
         """Returns, by label, the process ids of each shard's last actor and server."""
         return {
-            label: (int(worker), int(shard)) for worker, label, shard in PLACED.findall(self.log())
+            label: (int(worker), int(shard))
+            for worker, label, shard in PLACED_LINE.findall(self.log())
         }
 
     def pids(self) -> list[int]:
-        return [int(shard) for *_, shard in PLACED.findall(self.log())]
+        return [int(shard) for *_, shard in PLACED_LINE.findall(self.log())]
 
 
 def wait_until(
@@ -99,9 +100,9 @@ def wait_until(
 
 
 @contextmanager
-def placed(
+def placed_shards(
     nodes: RayNodes, folder: Path, *kinds: str, replicas: int = 1, name: str = NAME
-) -> Iterator[Placed]:
+) -> Iterator[PlacedShards]:
     """Places shards that serve nothing: one part for each of ``kinds``."""
     settings = {
         "name": name,
@@ -122,7 +123,7 @@ def placed(
                 stderr=subprocess.STDOUT,
             )
         try:
-            yield Placed(process, folder / "log")
+            yield PlacedShards(process, folder / "log")
         finally:
             process.kill()
             process.wait()
@@ -133,8 +134,8 @@ def addresses(folder: Path) -> list[list[str]]:
     return [*json.loads((folder / "shards.json").read_text()).values()]
 
 
-def test_sigterm_ends_the_shards_and_leaves_nothing(nodes: RayNodes, tmp_path: Path) -> None:
-    with placed(nodes, tmp_path, "shard", "shard") as one:
+def test_sigterm_ends_the_shards_and_leaves_nothing_in_ray(nodes: RayNodes, tmp_path: Path) -> None:
+    with placed_shards(nodes, tmp_path, "shard", "shard") as one:
         one.wait_for(lambda log: log.count("threads") == 2)
         threads = nodes.environment.get("OMP_NUM_THREADS")
         assert one.log().count(f"threads {threads}") == 2  # not Ray's value for its workers
@@ -155,13 +156,13 @@ def test_sigterm_ends_the_shards_and_leaves_nothing(nodes: RayNodes, tmp_path: P
         assert nodes.ask("left") == [[], 0]
 
 
-def test_a_killed_process_leaves_nothing_and_its_name_is_free_again(
+def test_killed_process_leaves_nothing_and_its_name_is_free_again(
     nodes: RayNodes, tmp_path: Path
 ) -> None:
-    with placed(nodes, tmp_path, "shard") as one:
+    with placed_shards(nodes, tmp_path, "shard") as one:
         wait_until((tmp_path / "shards.json").exists, one.log)
         (tmp_path / "other").mkdir()
-        with placed(nodes, tmp_path / "other", "shard") as other:
+        with placed_shards(nodes, tmp_path / "other", "shard") as other:
             assert other.process.wait(WAIT_S_MAX) == 1
             assert "embedserve: Ray has shards of the name 'shop' already" in other.log()
         one.process.kill()
@@ -170,20 +171,20 @@ def test_a_killed_process_leaves_nothing_and_its_name_is_free_again(
         wait_until(lambda: nodes.ask("left") == [[], 0], lambda: nodes.ask("left"))
 
 
-def test_shards_that_cannot_run_are_errors(nodes: RayNodes, tmp_path: Path) -> None:
-    with placed(nodes, tmp_path, "shard", "fails") as one:
+def test_shards_that_cannot_start_are_reported(nodes: RayNodes, tmp_path: Path) -> None:
+    with placed_shards(nodes, tmp_path, "shard", "fails") as one:
         assert one.process.wait(WAIT_S_MAX) == 1
         assert "it cannot start" in one.log()
         words = "embedserve: part 1 replica 0 ended with exit code 1 before it was ready"
         assert words in one.log()
-    with placed(nodes, tmp_path, "shard", replicas=4) as one:
+    with placed_shards(nodes, tmp_path, "shard", replicas=4) as one:
         assert one.process.wait(WAIT_S_MAX) == 1
         assert "replicas is 4, and each replica of a part needs a Ray node of its own" in one.log()
         assert "with 1 CPU: 3 nodes are alive" in one.log()
     assert nodes.ask("left") == [[], 0]
 
 
-def test_a_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path: Path) -> None:
+def test_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path: Path) -> None:
     publish_rows(tmp_path / "store", "m", PARTS)
     done = subprocess.run(
         command("serve", tmp_path / "store", "--shards", "ray:nobody"),
@@ -199,9 +200,17 @@ def test_a_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path
 
 
 @contextmanager
-def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[Placed]:
+def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[PlacedShards]:
     """Runs `embedserve cluster --backend ray`, and yields it once it is ready."""
-    options = ("--replicas", REPLICAS, "--name", NAME, "--http-port", free_port(), *PATIENT)
+    options = (
+        "--replicas",
+        REPLICAS,
+        "--name",
+        NAME,
+        "--http-port",
+        free_port(),
+        *SLOW_CALL_OPTIONS,
+    )
     with log.open("wb") as output:
         process = subprocess.Popen(
             command("cluster", store, "--backend", "ray", *options, "--grpc-port", grpc),
@@ -210,7 +219,7 @@ def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[Plac
             stderr=subprocess.STDOUT,
         )
     try:
-        one = Placed(process, log)
+        one = PlacedShards(process, log)
         one.wait_for(lambda text: "ready after" in text and f"gRPC 127.0.0.1:{grpc}\n" in text)
         yield one
     finally:
@@ -265,7 +274,7 @@ def check_nodes_of(shards: dict[str, tuple[int, int]]) -> None:
         assert hosts[f"part {part} replica 0"] != hosts[f"part {part} replica 1"]
 
 
-def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
+def test_killed_shards_actors_and_nodes_are_replaced_without_lost_batches(
     nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, log, grpc = tmp_path / "store", tmp_path / "log", free_port()
@@ -274,41 +283,43 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         monkeypatch.setenv(name, value)
     with ExitStack() as stack:
         one = stack.enter_context(cluster(nodes, store, log, grpc))
-        options = ("--shards", f"ray:{NAME}", *PATIENT)
-        asked = stack.enter_context(ExitStack())
-        router = asked.enter_context(running(store, tmp_path / "router", *options))
+        options = ("--shards", f"ray:{NAME}", *SLOW_CALL_OPTIONS)
+        clients_stack = stack.enter_context(ExitStack())
+        router = clients_stack.enter_context(running(store, tmp_path / "router", *options))
         clients = [
-            asked.enter_context(GrpcEmbedClient(address))
+            clients_stack.enter_context(GrpcEmbedClient(address))
             for address in (f"127.0.0.1:{grpc}", router.grpc)
         ]
         logs = [log, router.log]
 
-        def ask() -> None:
+        def check_requests() -> None:
             for client in clients:
                 answer = np.asarray(client.embed({"user": [[3, 97]]}, timeout_s=60)["user"])
                 assert answer.tobytes() == np.full((1, DIM), 100, np.float32).tobytes()
 
-        def joined() -> list[list[str]]:
+        def joined_replicas() -> list[list[str]]:
             """Returns, for each router, the addresses of replicas that joined, one per join."""
             pattern = r"part \d of 2: (\S+) joined for m@1"
             return [re.findall(pattern, path.read_text()) for path in logs]
 
-        def ask_until(is_true: Callable[[], bool]) -> None:
-            def answered() -> bool:
-                ask()
+        def request_until(is_true: Callable[[], bool]) -> None:
+            def request_and_check() -> bool:
+                check_requests()
                 return is_true()
 
-            wait_until(answered, lambda: (joined(), one.log()), ASK_PAUSE_S_MAX)
+            wait_until(
+                request_and_check, lambda: (joined_replicas(), one.log()), REQUEST_PAUSE_S_MAX
+            )
 
-        def ask_until_back(count: int, *killed: int) -> None:
+        def kill_and_request_until_replaced(count: int, *killed: int) -> None:
             """Kills processes, and sends requests until both routers have ``count`` more shards."""
-            before = [set(found) for found in joined()]
+            before = [set(found) for found in joined_replicas()]
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
-            ask_until(
+            request_until(
                 lambda: all(
                     len(set(found) - known) >= count
-                    for found, known in zip(joined(), before, strict=True)
+                    for found, known in zip(joined_replicas(), before, strict=True)
                 )
             )
 
@@ -321,7 +332,9 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
 
         # Kills a server, whose end Ray does not notice, and an actor with its server.
         servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
-        ask_until_back(2, servers["part 0 replica 0"], shards["part 1 replica 1"][0])
+        kill_and_request_until_replaced(
+            2, servers["part 0 replica 0"], shards["part 1 replica 1"][0]
+        )
         wait_until(lambda: not is_running(servers["part 1 replica 1"]), one.log)
 
         shards = one.shards()
@@ -329,19 +342,19 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         victim = next(pid for pid in nodes.raylets[1:] if pid in raylets)
         lost = [label for label, host in zip(shards, raylets, strict=True) if host == victim]
         [follower] = [pid for pid in descendants([router.process.pid]) if is_follower(pid)]
-        ask_until_back(len(lost), follower, victim)
+        kill_and_request_until_replaced(len(lost), follower, victim)
         servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
         wait_until(lambda: not any(is_running(servers[label]) for label in lost), one.log)
 
         (tmp_path / "small").mkdir()
-        small = stack.enter_context(placed(nodes, tmp_path / "small", "shard", name="small"))
+        small = stack.enter_context(placed_shards(nodes, tmp_path / "small", "shard", name="small"))
         wait_until((tmp_path / "small" / "shards.json").exists, small.log)
         os.kill(nodes.gcs, signal.SIGKILL)  # lookups do not need the GCS, and the addresses stay
         for _ in range(100):
-            ask()
+            check_requests()
         small.process.terminate()  # Ray would wait for the GCS for a minute, and exit with 1
         assert small.process.wait(WAIT_S_MAX) == 0
-        asked.close()  # first, as without the GCS each process that uses Ray takes a core
+        clients_stack.close()  # first, as without the GCS each process that uses Ray takes a core
         one.process.terminate()
         assert one.process.wait(WAIT_S_MAX) == 0
     pids = [pid for shard in one.pids() for pid in (shard, nodes.servers[shard])]

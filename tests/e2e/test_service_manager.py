@@ -28,7 +28,7 @@ class ServiceManager:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def received(self) -> tuple[int, str]:
+    def receive_message(self) -> tuple[int, str]:
         """Returns the process that sent the next datagram, and its text."""
         space = socket.CMSG_SPACE(CREDENTIALS.size)
         message, ancillary, _, _ = self._sock.recvmsg(4096, space)
@@ -80,7 +80,7 @@ def replace_worker(server: Running) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_main_process_reports_ready_and_the_drain_once(
+def test_main_process_reports_readiness_and_drain_once(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     path = tmp_path / "notify"
@@ -89,18 +89,18 @@ def test_the_main_process_reports_ready_and_the_drain_once(
         service_manager(path) as manager,
         running(store, tmp_path / "log", "--workers", workers) as server,
     ):
-        assert manager.received() == (server.process.pid, "READY=1")
+        assert manager.receive_message() == (server.process.pid, "READY=1")
         assert is_ready(server)
         if workers > 1:
             replace_worker(server)
         assert manager.is_empty()
         server.process.terminate()
-        assert manager.received() == (server.process.pid, "STOPPING=1")
+        assert manager.receive_message() == (server.process.pid, "STOPPING=1")
         assert server.process.wait(timeout=60) == 0
         assert manager.is_empty()
 
 
-def test_a_server_without_the_socket_it_is_told_serves(
+def test_server_serves_if_its_notify_socket_is_missing(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nowhere"))
@@ -108,6 +108,6 @@ def test_a_server_without_the_socket_it_is_told_serves(
         assert is_ready(server)
         server.process.terminate()
         assert server.process.wait(timeout=60) == 0
-    said = server.log.read_text()
-    assert "READY=1 was not reported to NOTIFY_SOCKET" in said
-    assert "STOPPING=1 was not reported to NOTIFY_SOCKET" in said
+    log = server.log.read_text()
+    assert "READY=1 was not reported to NOTIFY_SOCKET" in log
+    assert "STOPPING=1 was not reported to NOTIFY_SOCKET" in log

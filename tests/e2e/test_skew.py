@@ -22,9 +22,9 @@ DIMS = {"hot": 16, "a": 16, "b": 32, "c": 8}
 IDS = {"hot": 12, "a": 6, "b": 3, "c": 6}
 """Number of ids in a bag."""
 EXAMPLES, REQUESTS = 100, 20
-HEAD = 0.9
+HOT_FRACTION = 0.9
 """Fraction of the ids of hot that are in the rows of rank 0."""
-TODAY = Plan(
+CURRENT_PLAN = Plan(
     2,
     {
         "hot": TablePlan("row_wise", (Shard(0, 0, HALF, 0, 16), Shard(1, HALF, HALF, 0, 16))),
@@ -56,16 +56,16 @@ def ebc() -> EmbeddingBagCollection:
 @pytest.fixture(scope="module")
 def store(ebc: EmbeddingBagCollection, tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("skew") / "store"
-    publish(ebc, store, model="m", sharding=TODAY)
+    publish(ebc, store, model="m", sharding=CURRENT_PLAN)
     return store
 
 
-def ask(server: Running, model: str = "m") -> None:
+def send_requests(server: Running, model: str = "m") -> None:
     random = np.random.default_rng(7)
     with EmbedClient(server.http) as client:
         for _ in range(REQUESTS):
             ids = {name: random.integers(0, ROWS, (EXAMPLES, n)) for name, n in IDS.items()}
-            is_tail = random.random(ids["hot"].shape) > HEAD
+            is_tail = random.random(ids["hot"].shape) > HOT_FRACTION
             ids["hot"] = ids["hot"] % HALF + np.where(is_tail, HALF, 0)
             client.embed({name: bags.tolist() for name, bags in ids.items()}, model=model)
 
@@ -74,11 +74,13 @@ def ask(server: Running, model: str = "m") -> None:
 def server(store: Path) -> Iterator[Running]:
     """Runs a server of version 1, after requests."""
     with running(store, store.parent / "log", "--model", "m@1") as server:
-        ask(server)
+        send_requests(server)
         yield server
 
 
-def proposed(server: Running, store: Path, output: Path, *options: str) -> tuple[str, list[float]]:
+def propose_plan(
+    server: Running, store: Path, output: Path, *options: str
+) -> tuple[str, list[float]]:
     """Returns the output, and the predicted shares of the bytes that ranks 0 and 1 read."""
     arguments = ("m", "1", "--from-metrics", server.http, "--output", output)
     done = run_warm_command("plan", store, *arguments, *options)
@@ -86,7 +88,7 @@ def proposed(server: Running, store: Path, output: Path, *options: str) -> tuple
     lines = [re.findall(r"([\d.]+)%", line) for line in done.stdout.splitlines()]
     ranks = [line for line in lines if len(line) == 4]
     assert len(ranks) == 2, done.stdout
-    assert abs(float(ranks[0][1]) - 100 * today_share()) < 100 * SHARE_ERROR_MAX
+    assert abs(float(ranks[0][1]) - 100 * current_share()) < 100 * SHARE_ERROR_MAX
     return done.stdout + done.stderr, [float(line[3]) / 100 for line in ranks]
 
 
@@ -94,34 +96,34 @@ def read_bytes() -> dict[str, int]:
     return {name: 4 * DIMS[name] * IDS[name] * EXAMPLES * REQUESTS for name in DIMS}
 
 
-def today_share() -> float:
+def current_share() -> float:
     """Returns the share of rank 0 under the current plan."""
     read = read_bytes()
-    return 1 - (1 - HEAD) * read["hot"] / sum(read.values())
+    return 1 - (1 - HOT_FRACTION) * read["hot"] / sum(read.values())
 
 
-def test_the_balance_that_was_foretold_is_the_one_that_is_measured(
+def test_predicted_balance_equals_the_measured_balance(
     server: Running, store: Path, ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     whole, divided = tmp_path / "whole.json", tmp_path / "divided.json"
-    said, foretold = proposed(server, store, whole)
-    assert "an estimate" not in said
+    whole_output, predicted = propose_plan(server, store, whole)
+    assert "an estimate" not in whole_output
     read = read_bytes()
     best = (read["hot"] + read["c"]) / sum(read.values())
-    assert sorted(foretold) == pytest.approx([1 - best, best], abs=0.001)
-    by_rows, foretold_by_rows = proposed(server, store, divided, "--sharding", "hot=row_wise")
+    assert sorted(predicted) == pytest.approx([1 - best, best], abs=0.001)
+    by_rows, predicted_by_rows = propose_plan(server, store, divided, "--sharding", "hot=row_wise")
     assert "hot (44% of the bytes read): divided by rows as it is today" in by_rows
-    assert max(foretold_by_rows) < max(foretold)
-    assert read_plan(divided).tables["hot"] == TODAY.tables["hot"]
+    assert max(predicted_by_rows) < max(predicted)
+    assert read_plan(divided).tables["hot"] == CURRENT_PLAN.tables["hot"]
     for output in (whole, divided):
         publish(ebc, store, model="m", sharding=read_plan(output))
     names = ("--model", "m@2", "--model", "m@3")
     with running(store, tmp_path / "log", *names) as later:
         for version, shares, error in (
-            (2, foretold, 0.001),
-            (3, foretold_by_rows, SHARE_ERROR_MAX),
+            (2, predicted, 0.001),
+            (3, predicted_by_rows, SHARE_ERROR_MAX),
         ):
-            ask(later, f"m@{version}")
+            send_requests(later, f"m@{version}")
             published = ModelStore(store).load("m", version)
             client = ServerClient(later.http)
             measured = measured_of(client, published.manifest, published.plan)
@@ -129,7 +131,7 @@ def test_the_balance_that_was_foretold_is_the_one_that_is_measured(
             assert [one / total for one in measured.read_bytes] == pytest.approx(shares, abs=error)
 
 
-def test_other_numbers_of_ranks_and_plans_of_ones_own(
+def test_plans_for_other_world_sizes_and_from_a_plan_file(
     server: Running, store: Path, tmp_path: Path
 ) -> None:
     arguments = ("m", "1", "--from-metrics", server.http)
@@ -140,8 +142,10 @@ def test_other_numbers_of_ranks_and_plans_of_ones_own(
         "plan", store, *arguments, "--world-size", "3", "--sharding", "row_wise"
     )
     assert "hot (44% of the bytes read): not counted by these ranges of its rows" in three.stderr
-    own = tmp_path / "own.json"
-    done = run_warm_command("plan", store, *arguments, "--sharding", "table_wise", "--output", own)
+    own_plan = tmp_path / "own.json"
+    done = run_warm_command(
+        "plan", store, *arguments, "--sharding", "table_wise", "--output", own_plan
+    )
     assert done.returncode == 0, done.stderr
-    again = run_warm_command("plan", store, *arguments, "--sharding", own)
+    again = run_warm_command("plan", store, *arguments, "--sharding", own_plan)
     assert again.stdout == done.stdout

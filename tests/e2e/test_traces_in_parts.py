@@ -94,7 +94,7 @@ def attributes(span: Span) -> dict[str, object]:
     }
 
 
-def test_calls_stand_between_the_spans_of_router_and_shards(
+def test_call_spans_link_the_spans_of_router_and_shards(
     parts: Cluster, collector: Collector
 ) -> None:
     router = start(parts, collector, *((part, 0) for part in range(PARTS)))
@@ -120,7 +120,7 @@ def test_calls_stand_between_the_spans_of_router_and_shards(
     assert {span.trace_id.hex() for span in collector.spans} == {f"{1:032x}"}
 
 
-def test_a_call_that_fails_says_how(parts: Cluster, collector: Collector) -> None:
+def test_failed_call_span_has_its_outcome(parts: Cluster, collector: Collector) -> None:
     shards = ((part, 0) for part in range(PARTS))
     router = start(parts, collector, *shards, options=TIMEOUT)
     hung = parts.shards[1, 0].process
@@ -144,14 +144,12 @@ def test_a_call_that_fails_says_how(parts: Cluster, collector: Collector) -> Non
     ]
 
 
-def test_a_second_call_because_the_first_is_slow_is_a_span_of_its_own(
-    parts: Cluster, collector: Collector
-) -> None:
+def test_hedge_of_a_slow_call_is_a_separate_span(parts: Cluster, collector: Collector) -> None:
     router = start(parts, collector, (0, 0), (0, 1), (1, 0))
     wait_for(lambda: replicas(router) == [2, 1])
     hung = parts.shards[0, 0]
 
-    def called(trace: int) -> list[dict[str, object]]:
+    def traced_calls(trace: int) -> list[dict[str, object]]:
         """Returns the calls to part 0, once the router's span has arrived."""
         router_span(collector, trace)
         calls = map(attributes, spans_of(collector, trace, Span.SPAN_KIND_CLIENT))
@@ -167,12 +165,12 @@ def test_a_second_call_because_the_first_is_slow_is_a_span_of_its_own(
             assert {embed(router, trace) for trace in traces} == {200}
         finally:
             os.kill(hung.process.pid, signal.SIGCONT)
-        found = [trace for trace in traces if called(trace)[0]["replica"] == hung.grpc]
+        found = [trace for trace in traces if traced_calls(trace)[0]["replica"] == hung.grpc]
         if found:
             break
     root = router_span(collector, found[0])
     calls = spans_of(collector, found[0], Span.SPAN_KIND_CLIENT)
-    first, *others = called(found[0])
+    first, *others = traced_calls(found[0])
     assert {call.parent_span_id for call in calls} == {root.span_id}
     assert (first["reason"], first["outcome"]) == ("first", "CANCELLED")
     (second,) = others

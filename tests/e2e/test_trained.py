@@ -34,7 +34,7 @@ TRAINERS = pytest.mark.parametrize("trainers", [2, 4], ids=["2 trainers", "4 tra
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModels:
     trained: dict[int, Trained]
     """Training runs by number of processes."""
     store: Path
@@ -44,7 +44,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(
     trained_by: Callable[[int], Trained], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+) -> Iterator[ServedModels]:
     """Serves the models of both training runs on one server, which compiles each plan once."""
     folder = tmp_path_factory.mktemp("served")
     store = folder / "store"
@@ -52,7 +52,7 @@ def served(
     for one in trained.values():
         publish_plans(one, store)
     with running(store, folder / "log", "--default-model", "one-by-2") as server:
-        yield Served(trained, store, server)
+        yield ServedModels(trained, store, server)
 
 
 def publish_plans(trained: Trained, store: Path) -> None:
@@ -73,7 +73,7 @@ def publish_plans(trained: Trained, store: Path) -> None:
         )
 
 
-def check(server: Running, trained: Trained, models: tuple[str, ...]) -> None:
+def check_models(server: Running, trained: Trained, models: tuple[str, ...]) -> None:
     expected = np.concatenate([trained.answers[feature] for _, feature, _ in trained.features], 1)
     with EmbedClient(server.http) as rest, GrpcEmbedClient(server.grpc) as grpc:
         for model in models:
@@ -85,17 +85,19 @@ def check(server: Running, trained: Trained, models: tuple[str, ...]) -> None:
 
 
 @TRAINERS
-def test_every_plan_answers_as_the_trainer(served: Served, trainers: int) -> None:
+def test_every_plan_returns_the_vectors_of_the_trainer(served: ServedModels, trainers: int) -> None:
     models = tuple(f"{model}-by-{trainers}" for model in ("mixed-two", *PLANS))
-    check(served.server, served.trained[trainers], models)
+    check_models(served.server, served.trained[trainers], models)
 
 
 @TRAINERS
-def test_a_plan_for_two_ranks_is_served_on_others(served: Served, trainers: int) -> None:
+def test_plan_for_two_ranks_is_served_on_other_numbers_of_ranks(
+    served: ServedModels, trainers: int
+) -> None:
     ranks = 4 if trainers == 2 else 1
     log = served.store.parent / f"resharded-{ranks}.log"
     model = f"mixed-two-by-{trainers}"
     with running(served.store, log, "--model", model, "--devices", f"cpu:{ranks}") as server:
-        check(server, served.trained[trainers], (model,))
+        check_models(server, served.trained[trainers], (model,))
     assert "planned anew under the stored constraints" in log.read_text()
     assert f"over {ranks} cpu rank" in log.read_text()

@@ -20,31 +20,31 @@ SERVE = "embedserve serve store --model shop"
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[ExitStack]:
+def server_stack(tmp_path: Path) -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
 
-def test_the_page_leads_from_training_to_the_same_vector(
-    tmp_path: Path, serving: ExitStack
+def test_tutorial_commands_lead_from_training_to_the_same_vector(
+    tmp_path: Path, server_stack: ExitStack
 ) -> None:
     saved_as, server = iter(SAVED_AS), None
     for block, following in pairwise([*BLOCKS, Block(PAGE, 0, "", "")]):
-        text = served_at(server, block.text)
+        text = with_server_address(server, block.text)
         if block.language == "python":
             (tmp_path / next(saved_as)).write_text(text)
         elif block.text.strip() == SERVE:
             log = tmp_path / "log"
-            server = serving.enter_context(running(tmp_path / "store", log, "--model", "shop"))
+            server = server_stack.enter_context(running(tmp_path / "store", log, "--model", "shop"))
         elif block.language == "sh":
-            said = run(text, tmp_path)
+            output = run(text, tmp_path)
             if following.language in ("text", "json"):
-                assert_prints(following, said)
+                assert_prints(following, output)
     assert server is not None
     assert next(saved_as, None) is None
 
 
-def served_at(server: Running | None, text: str) -> str:
+def with_server_address(server: Running | None, text: str) -> str:
     """Returns ``text`` with the address of ``server`` in place of the page's address."""
     if server is None:
         return text

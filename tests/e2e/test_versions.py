@@ -49,7 +49,7 @@ def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         yield server
 
 
-def ask(server: Running, model: str = "", routing_key: str = "", **body: Any) -> int:
+def rest_version(server: Running, model: str = "", routing_key: str = "", **body: Any) -> int:
     """Sends a request over REST, checks its rows and returns the version that responded."""
     path = f"/models/{model}/embed" if model else "/embed"
     headers = {"X-Routing-Key": routing_key} if routing_key else {}
@@ -58,9 +58,9 @@ def ask(server: Running, model: str = "", routing_key: str = "", **body: Any) ->
         server.http + path, json=sent, headers=headers, verify=False, timeout=ANSWER_S_MAX
     )
     answer.raise_for_status()
-    said = answer.json()
-    assert said["values"] == [[said["version"] * STEP + 7.0] * (3 * DIM)]
-    return int(said["version"])
+    message = answer.json()
+    assert message["values"] == [[message["version"] * STEP + 7.0] * (3 * DIM)]
+    return int(message["version"])
 
 
 def wait_for_all(server: Running, model: str, number: int) -> None:
@@ -71,7 +71,7 @@ def wait_for_all(server: Running, model: str, number: int) -> None:
 
     def is_everywhere() -> bool:
         try:
-            return {ask(server, model) for _ in range(20)} == {number}
+            return {rest_version(server, model) for _ in range(20)} == {number}
         except httpx.HTTPStatusError as error:
             if model and error.response.status_code == httpx.codes.NOT_FOUND:
                 return False  # a worker does not know the name yet
@@ -80,7 +80,7 @@ def wait_for_all(server: Running, model: str, number: int) -> None:
     wait_until(is_everywhere)
 
 
-def call(stub: EmbeddingServiceStub, routing_key: str = "", **fields: Any) -> int:
+def grpc_version(stub: EmbeddingServiceStub, routing_key: str = "", **fields: Any) -> int:
     """Sends a request over gRPC, checks its rows and returns the version that responded."""
     metadata = [("x-routing-key", routing_key)] if routing_key else []
     answer = stub.Embed(pb.EmbedRequest(**IDS, **fields), metadata=metadata)
@@ -95,34 +95,38 @@ def stub(server: Running) -> Iterator[EmbeddingServiceStub]:
         yield EmbeddingServiceStub(channel)
 
 
-def test_a_request_names_its_version(server: Running, stub: EmbeddingServiceStub) -> None:
+def test_request_selects_its_version_by_alias_or_number(
+    server: Running, stub: EmbeddingServiceStub
+) -> None:
     for name, number in (("stable", 1), ("canary", 2), ("1", 1), ("2", 2)):
-        assert ask(server, f"m@{name}") == number
-        assert ask(server, "m", version=name) == number
-        assert ask(server, version=name) == number
-        assert call(stub, model="m", version=name) == number
-        assert call(stub, model=f"m@{name}") == number
-        assert call(stub, version=name) == number
-    assert ask(server, version=2) == 2
-    assert ask(server) == ask(server, "m") == call(stub) == 1
+        assert rest_version(server, f"m@{name}") == number
+        assert rest_version(server, "m", version=name) == number
+        assert rest_version(server, version=name) == number
+        assert grpc_version(stub, model="m", version=name) == number
+        assert grpc_version(stub, model=f"m@{name}") == number
+        assert grpc_version(stub, version=name) == number
+    assert rest_version(server, version=2) == 2
+    assert rest_version(server) == rest_version(server, "m") == grpc_version(stub) == 1
 
 
-def test_a_version_that_is_not_served_is_named(server: Running, stub: EmbeddingServiceStub) -> None:
+def test_version_that_is_not_served_is_rejected_with_the_served_versions(
+    server: Running, stub: EmbeddingServiceStub
+) -> None:
     answer = httpx.post(
         f"{server.http}/embed", json={"features": FEATURES, "version": 3}, verify=False
     )
     assert answer.status_code == 404
-    said = "version is 3: the versions of m are 1 (stable), 2 (canary)"
-    assert answer.json()["error"] == {"code": "NOT_FOUND", "message": said, "field": "version"}
+    message = "version is 3: the versions of m are 1 (stable), 2 (canary)"
+    assert answer.json()["error"] == {"code": "NOT_FOUND", "message": message, "field": "version"}
     with pytest.raises(grpc.RpcError) as caught:
-        call(stub, model="m", version="3")
+        grpc_version(stub, model="m", version="3")
     error: Any = caught.value
-    assert (error.code(), error.details()) == (grpc.StatusCode.NOT_FOUND, said)
+    assert (error.code(), error.details()) == (grpc.StatusCode.NOT_FOUND, message)
     with pytest.raises(grpc.RpcError, match="the model 'm@1' says which already"):
-        call(stub, model="m@1", version="2")
+        grpc_version(stub, model="m@1", version="2")
 
 
-def test_both_are_described(server: Running, stub: EmbeddingServiceStub) -> None:
+def test_model_list_describes_both_versions(server: Running, stub: EmbeddingServiceStub) -> None:
     models = httpx.get(f"{server.http}/models", verify=False, timeout=ANSWER_S_MAX).json()["models"]
     assert [(one["version"], one["alias"]) for one in models] == [(1, "stable"), (2, "canary")]
     messages = stub.ListModels(pb.ListModelsRequest()).models
@@ -139,25 +143,25 @@ def test_both_are_described(server: Running, stub: EmbeddingServiceStub) -> None
     )
 
 
-def test_a_canary_has_its_share_and_gives_it_back(
+def test_canary_receives_its_share_until_its_alias_is_removed(
     server: Running, store: Path, stub: EmbeddingServiceStub
 ) -> None:
     set_alias(store, "m", "canary", 3, share=30)
     wait_for_all(server, "m@canary", 3)
     keys = [f"user-{i}" for i in range(60)]
-    first = [ask(server, routing_key=key) for key in keys]
+    first = [rest_version(server, routing_key=key) for key in keys]
     assert set(first) == {1, 3}
-    assert [call(stub, routing_key=key) for key in keys] == first
+    assert [grpc_version(stub, routing_key=key) for key in keys] == first
     with (
         EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as rest,
         GrpcEmbedClient(server.grpc, timeout_s=ANSWER_S_MAX) as grpc_client,
     ):
         for client in (rest, grpc_client):
-            asked = [client.embed(FEATURES, routing_key=key).version for key in keys[:20]]
-            assert asked == first[:20]
+            versions = [client.embed(FEATURES, routing_key=key).version for key in keys[:20]]
+            assert versions == first[:20]
             with pytest.raises(InvalidRequest, match=r"^routing_key: "):
                 client.embed(FEATURES, routing_key="a\nb")
-    counts = Counter(call(stub) for _ in range(400))
+    counts = Counter(grpc_version(stub) for _ in range(400))
     assert set(counts) == {1, 3}
     assert 60 < counts[3] < 180
     metrics = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
@@ -166,23 +170,25 @@ def test_a_canary_has_its_share_and_gives_it_back(
         assert f"embedserve_queue_wait_seconds_count{{{labels}}}" in metrics
     assert 'version="2"' not in metrics
     set_alias(store, "m", "canary", None)  # its version still responds by name
-    wait_until(lambda: {ask(server) for _ in range(50)} == {1})
-    assert ask(server, "m@canary") == 3
+    wait_until(lambda: {rest_version(server) for _ in range(50)} == {1})
+    assert rest_version(server, "m@canary") == 3
     set_alias(store, "m", "canary", 2)
     wait_for_all(server, "m@canary", 2)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_first_request_goes_by_the_shares(tmp_path: Path, store: Path, workers: int) -> None:
+def test_first_requests_follow_the_traffic_shares(
+    tmp_path: Path, store: Path, workers: int
+) -> None:
     """Checks the shares read at the start; the next poll of the store is an hour away."""
     names = ("--model", "m@stable", "--model", "m@first")
     set_alias(store, "m", "first", 3, share=100)
-    late = ("--follow", "alias", "--follow-s", 3600, "--workers", workers)
-    with running(store, tmp_path / "log", *names, *late) as server:
-        assert [ask(server) for _ in range(20)] == [3] * 20
+    one_poll_an_hour = ("--follow", "alias", "--follow-s", 3600, "--workers", workers)
+    with running(store, tmp_path / "log", *names, *one_poll_an_hour) as server:
+        assert [rest_version(server) for _ in range(20)] == [3] * 20
 
 
-def test_a_version_in_the_shadow_is_compared(
+def test_shadow_version_is_compared_with_the_served_version(
     server: Running, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     show_shadows(ServerClient(server.http))
@@ -197,7 +203,7 @@ def test_a_version_in_the_shadow_is_compared(
         A worker that has not compared any shows none, or no shadow.
         """
         nonlocal shown
-        assert ask(server) == 1
+        assert rest_version(server) == 1
         show_shadows(ServerClient(server.http))
         shown = capfd.readouterr().out
         found = re.search(r"canary version 2 against 1: ([\d,]+) batches compared", shown)
@@ -213,20 +219,20 @@ def test_a_version_in_the_shadow_is_compared(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_hangup_has_it_look_at_the_store(tmp_path: Path, workers: int) -> None:
+def test_sighup_makes_the_server_poll_the_store(tmp_path: Path, workers: int) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     with running(store, tmp_path / "log", "--workers", workers) as server:
         publish_next(store, 2)
-        assert ask(server) == 1
+        assert rest_version(server) == 1
         os.kill(server.process.pid, signal.SIGHUP)
-        wait_until(lambda: ask(server) == 2)
+        wait_until(lambda: rest_version(server) == 2)
         # The supervisor logs it after it has notified the workers.
         wait_until(lambda: "m: switched to version 2 (before: 1)" in server.log.read_text())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_administrator_loads_and_unloads(
+def test_administrator_loads_and_unloads_versions(
     tmp_path: Path, store: Path, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     management_port = free_port()
@@ -236,7 +242,7 @@ def test_an_administrator_loads_and_unloads(
         ask_server(management, "load", "m@3")
         assert "m@3 is now served by version 3" in capfd.readouterr().err
         wait_for_all(server, "m@3", 3)
-        assert {ask(server) for _ in range(20)} == {1}
+        assert {rest_version(server) for _ in range(20)} == {1}
         for model, problem in (("m@9", "version 9 does not exist"), ("x", "there is no model 'x'")):
             with pytest.raises(ConnectionError, match=problem):
                 ask_server(management, "load", model)
@@ -248,7 +254,7 @@ def test_an_administrator_loads_and_unloads(
         if workers > 1:  # a new worker has the same versions
             os.kill(int(children(server.process.pid)[0]), signal.SIGKILL)
             wait_until(lambda: "is ready again" in server.log.read_text())
-            assert {ask(server) for _ in range(40)} == {3}
+            assert {rest_version(server) for _ in range(40)} == {3}
         body = json.dumps({"model": "m@1"})
         for headers in ({"Content-Type": "text/plain"}, {}):
             answer = httpx.post(

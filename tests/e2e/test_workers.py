@@ -59,9 +59,9 @@ def counters(text: str) -> dict[str, float]:
     }
 
 
-def _cause(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     before = error.__cause__ or error.__context__
-    return error if before is None else _cause(before)
+    return error if before is None else root_cause(before)
 
 
 class Load:
@@ -75,9 +75,9 @@ class Load:
         self.outcomes: Counter[str] = Counter()
         self._server = server
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._send_requests) for _ in range(CLIENTS)]
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         with httpx.Client(base_url=self._server.http, verify=False, timeout=ANSWER_S_MAX) as client:
             # After the server has ended, another process may listen on its port.
             while not self._stop.is_set() and self._server.process.poll() is None:
@@ -85,7 +85,7 @@ class Load:
                     outcome = str(client.post("/embed", content=BODY).status_code)
                 except httpx.ConnectError as error:
                     # Otherwise the listener that had accepted the connection died.
-                    is_refused = isinstance(_cause(error), ConnectionRefusedError)
+                    is_refused = isinstance(root_cause(error), ConnectionRefusedError)
                     outcome = "refused" if is_refused else "lost"
                 except httpx.TransportError:
                     outcome = "lost"
@@ -93,9 +93,9 @@ class Load:
                 if outcome == "refused" or self._stop.wait(PAUSE_S):
                     return
 
-    def until(self, answered: int) -> None:
+    def wait_for_ok_responses(self, ok_count: int) -> None:
         end = time.monotonic() + RESTART_S_MAX
-        while self.outcomes["200"] < answered:
+        while self.outcomes["200"] < ok_count:
             assert time.monotonic() < end, self.outcomes
             time.sleep(0.01)
 
@@ -125,11 +125,11 @@ def scrapes(server: Running) -> Iterator[str]:
     raise AssertionError(f"the worker did not come back: {server.log.read_text()}")
 
 
-def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(
+def test_killed_worker_loses_only_its_requests_in_flight_and_restarts(
     store: Path, tmp_path: Path
 ) -> None:
     with running(store, tmp_path / "log", "--workers", 2) as server, Load(server) as load:
-        load.until(500)
+        load.wait_for_ok_responses(500)
         first, second = worker_pids(server)
         before: dict[str, float] = {}
         os.kill(first, signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(
             is_replaced = "embedserve_worker_restarts_total 1.0" in text
             if is_replaced and "embedserve_workers 2.0" in text:
                 break
-        load.until(load.outcomes["200"] + 500)
+        load.wait_for_ok_responses(load.outcomes["200"] + 500)
         assert second in worker_pids(server)
         assert first not in worker_pids(server)
     # A client has one request in flight, and its next one may meet the dying socket.
@@ -155,7 +155,7 @@ def test_sigterm_drains_all_workers(store: Path, tmp_path: Path) -> None:
         running(store, tmp_path / "log", "--workers", 2, is_warm=False) as server,
         Load(server) as load,
     ):
-        load.until(500)
+        load.wait_for_ok_responses(500)
         server.process.terminate()
         load.join()
         assert server.process.wait(timeout=RESTART_S_MAX) == 0
@@ -173,7 +173,7 @@ def resident(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-def test_a_second_server_on_the_ports_is_refused(store: Path, resident: Running) -> None:
+def test_second_server_on_the_same_ports_is_rejected(store: Path, resident: Running) -> None:
     http_port, grpc_port = resident.http.rpartition(":")[2], resident.grpc.rpartition(":")[2]
     cases = [
         (workers, option, other, port)
@@ -194,7 +194,7 @@ def test_a_second_server_on_the_ports_is_refused(store: Path, resident: Running)
         assert f"embedserve: cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
-def smaps(pid: int) -> list[dict[str, str]]:
+def memory_mappings(pid: int) -> list[dict[str, str]]:
     """Returns the mappings of a process: their fields, and their address range as "range"."""
     mappings: list[dict[str, str]] = []
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -210,7 +210,7 @@ def kib(field: str) -> int:
     return int(field.split()[0]) << 10
 
 
-def test_workers_answer_from_resident_tables(resident: Running, weight: torch.Tensor) -> None:
+def test_workers_serve_resident_tables(resident: Running, weight: torch.Tensor) -> None:
     with EmbedClient(resident.http) as client:
         values = client.embed({"user": [[1, 2], [ROWS - 1]]}).values
     expected = torch.stack([weight[1] + weight[2], weight[ROWS - 1]])
@@ -225,17 +225,17 @@ def test_workers_answer_from_resident_tables(resident: Running, weight: torch.Te
     assert "12.2 MiB of tables are resident" in resident.log.read_text()
 
 
-def test_workers_share_resident_tables(resident: Running) -> None:
+def test_workers_share_the_memory_of_resident_tables(resident: Running) -> None:
     workers = worker_pids(resident)
     # The supervisor's largest anonymous mapping with the huge page flag ("hg").
     table = max(
-        (one for one in smaps(resident.process.pid) if "hg" in one["VmFlags"].split()),
+        (one for one in memory_mappings(resident.process.pid) if "hg" in one["VmFlags"].split()),
         key=lambda one: kib(one["Size"]),
     )["range"]
     found = [
         one
         for pid in (resident.process.pid, *workers)
-        for one in smaps(pid)
+        for one in memory_mappings(pid)
         if one["range"] == table
     ]
     assert len(found) == 3
@@ -249,7 +249,7 @@ def test_workers_share_resident_tables(resident: Running) -> None:
         assert sum(private) < PRIVATE_BYTES_MAX
 
 
-def test_what_cannot_be_is_refused_in_one_line(store: Path) -> None:
+def test_invalid_worker_settings_are_rejected_in_one_line(store: Path) -> None:
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--workers", 2, "--devices", "cuda"), "workers is 2, but the tables go to GPUs"),
         (("--tables", "resident", "--devices", "cuda"), "tables is 'resident', but they are"),

@@ -69,7 +69,7 @@ def test_a_column_shard_keeps_its_rows_scale_and_bias(published: Publish) -> Non
     assert found == 2
 
 
-def test_the_weighted_twin_shares_the_copy(published: Publish) -> None:
+def test_weighted_module_shares_copied_rows_with_unweighted_module(published: Publish) -> None:
     version = published(sharding=SHARDING, world_size=2)
     plain, weighted = (sharded_on_cpu(version, is_weighted=one) for one in (False, True))
     attach_weights(plain, version, "cpu")

@@ -37,7 +37,7 @@ def unpooled(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
     )
 
 
-def check(version: ModelVersion, *, is_eager: bool) -> None:
+def check_concurrent_lookups(version: ModelVersion, *, is_eager: bool) -> None:
     engine = restore(version, is_eager=is_eager)
     features = version.manifest.features
     requests: list[Any] = [to_kjt(sample(version, size), features) for size in (1, 7, 100, 1000)]
@@ -52,10 +52,14 @@ def check(version: ModelVersion, *, is_eager: bool) -> None:
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_pooled(published: Publish, *, is_eager: bool) -> None:
-    check(published(sharding="row_wise", world_size=2), is_eager=is_eager)
+def test_concurrent_pooled_lookups_equal_sequential_lookups(
+    published: Publish, *, is_eager: bool
+) -> None:
+    check_concurrent_lookups(published(sharding="row_wise", world_size=2), is_eager=is_eager)
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_unpooled(unpooled: ModelVersion, *, is_eager: bool) -> None:
-    check(unpooled, is_eager=is_eager)
+def test_concurrent_unpooled_lookups_equal_sequential_lookups(
+    unpooled: ModelVersion, *, is_eager: bool
+) -> None:
+    check_concurrent_lookups(unpooled, is_eager=is_eager)

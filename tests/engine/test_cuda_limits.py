@@ -98,7 +98,7 @@ class Sharded:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_find_rows_that_are_padded_to_16_bytes(published: Publish, dtype: str) -> None:
+def test_kernels_read_rows_padded_to_16_bytes(published: Publish, dtype: str) -> None:
     version = published(dtype=dtype, sharding=SHARDING, world_size=2)
     sharded = Sharded(version)
     attach_weights(sharded, version, "cuda")
@@ -116,21 +116,21 @@ def test_kernels_find_rows_that_are_padded_to_16_bytes(published: Publish, dtype
         for one in config.embedding_tables:
             row, column = one.local_metadata.shard_offsets
             rows = tables[one.name][row : row + one.local_rows, column : column + one.local_cols]
-            of_table, values = np.split(values, [one.local_cols], axis=1)
-            assert_same(of_table[: one.local_rows], rows)
+            table_values, values = np.split(values, [one.local_cols], axis=1)
+            assert_same(table_values[: one.local_rows], rows)
             found += rows.size
     assert found == sum(table.size for table in tables.values())
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "said"),
+    ("low", "high", "message"),
     [
         (0, 40_000, "row 37 has the scale 156.875 and the bias 0"),
         (60_000, 70_000, "row 37 has the scale 39.2188 and the bias 60000"),
     ],
 )
-def test_a_row_that_float16_cannot_hold_is_refused_on_gpus_alone(
-    tmp_path: Path, low: float, high: float, said: str
+def test_int8_row_that_overflows_float16_is_rejected_on_gpus(
+    tmp_path: Path, low: float, high: float, message: str
 ) -> None:
     torch.manual_seed(3)
     source = collection(
@@ -145,12 +145,12 @@ def test_a_row_that_float16_cannot_hold_is_refused_on_gpus_alone(
     version = ModelStore(tmp_path).load("m", result.version)
     rows = rows_in_half(version.tables.rows("user"), "int8", 32)
     assert np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist() == [37]
-    with pytest.raises(StoreError, match=f"table 'user': {said}"):
+    with pytest.raises(StoreError, match=f"table 'user': {message}"):
         attach_weights(Sharded(version), version, "cuda")
 
 
 @pytest.mark.parametrize("dtype", CODES_MAX)
-def test_scales_of_128_and_up_overflow(dtype: str) -> None:
+def test_scales_of_at_least_128_are_rejected(dtype: str) -> None:
     """Checks the limit of scales: 127.9375 is the float16 before 128."""
     table = TableSpec("t", 3, 4, ("f",), "sum", dtype)
     heads = np.array([[1, 0], [127.9375, -5], [128, 0]], "<f2").view(np.uint8)
@@ -163,7 +163,7 @@ def test_scales_of_128_and_up_overflow(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", CODES_MAX)
-def test_rows_of_a_delta_that_overflow_are_refused(dtype: str) -> None:
+def test_delta_rows_that_overflow_float16_are_rejected(dtype: str) -> None:
     table = TableSpec("t", 30, 4, ("f",), "sum", dtype)
     values = np.zeros((2, table.row_bytes), np.uint8)
     check_changed_rows(ChangedRows(table, np.array([4, 17]), values))
@@ -172,13 +172,13 @@ def test_rows_of_a_delta_that_overflow_are_refused(dtype: str) -> None:
         check_changed_rows(ChangedRows(table, np.array([4, 17]), values))
 
 
-def test_rows_of_a_delta_in_floats_are_not_read() -> None:
+def test_float32_delta_rows_are_not_range_checked() -> None:
     table = TableSpec("t", 30, 4, ("f",), "sum", "float32")
     values = np.full((1, table.row_bytes), 0x58, np.uint8)
     check_changed_rows(ChangedRows(table, np.array([4]), values))
 
 
-class OnGpu(Engine):
+class CudaRoundingEngine(Engine):
     """An engine with the results of FBGEMM's CUDA kernels."""
 
     def each(self) -> list[Callable[..., np.ndarray]]:
@@ -200,19 +200,19 @@ class OnGpu(Engine):
 
 
 @pytest.mark.parametrize("dtype", CODES_MAX)
-def test_an_engine_on_gpus_may_round_what_one_on_the_cpu_may_not(
+def test_goldens_tolerate_float16_rounding_on_gpus_but_not_on_cpu(
     published: Publish, dtype: str
 ) -> None:
-    def not_asked(ids: Any, lengths: Any, weights: Any) -> torch.Tensor:
+    def fail_if_called(ids: Any, lengths: Any, weights: Any) -> torch.Tensor:
         raise AssertionError("this engine answers itself")
 
     version = published(dtype=dtype)
-    compiled = [[Compiled(not_asked, EAGER)] * 2]
-    engine = OnGpu(version, version.plan, "cuda", compiled)
+    compiled = [[Compiled(fail_if_called, EAGER)] * 2]
+    engine = CudaRoundingEngine(version, version.plan, "cuda", compiled)
     assert engine.waits_for_device
     engine.warm_up()
     engine.check()
-    on_cpu = OnGpu(version, version.plan, "cpu", compiled)
+    on_cpu = CudaRoundingEngine(version, version.plan, "cpu", compiled)
     assert not on_cpu.waits_for_device
     with pytest.raises(StoreError, match="are not the published ones"):
         on_cpu.warm_up()
@@ -222,7 +222,7 @@ def test_an_engine_on_gpus_may_round_what_one_on_the_cpu_may_not(
     ("dtype", "row_bytes_max"),
     [("float32", 8192), ("float16", 8192), ("int8", 4096), ("int4", 2048)],
 )
-def test_rows_that_cuda_kernels_have_no_room_for_are_refused(
+def test_tables_with_too_many_columns_for_cuda_kernels_are_rejected(
     dtype: str, row_bytes_max: int
 ) -> None:
     def one(*widths: int) -> tuple[Manifest, Plan]:
@@ -238,8 +238,8 @@ def test_rows_that_cuda_kernels_have_no_room_for_are_refused(
     check_columns(*one(most))
     check_columns(*one(most, 4))
     for widths in ((most + 4,), (4, most + 1)):
-        said = f"'wide' has {most + 4} columns on a GPU: .* serve {most} of {dtype} at most"
-        with pytest.raises(StoreError, match=said):
+        message = f"'wide' has {most + 4} columns on a GPU: .* serve {most} of {dtype} at most"
+        with pytest.raises(StoreError, match=message):
             check_columns(*one(*widths))
     manifest, plan = one(most, most + 4)
     held = [shard_bytes(shard, manifest.tables[0], "cuda") for shard in plan.tables["wide"].shards]

@@ -69,7 +69,9 @@ def batches_of(version: ModelVersion, lookups: list[Compiled]) -> DeviceBatches:
 
 @pytest.mark.parametrize(("sharding", "world_size"), PLANS)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) -> None:
+def test_pooled_batches_equal_engine_lookups(
+    published: Publish, dtype: str, sharding: str, world_size: int
+) -> None:
     """Checks sums and means, without weights and with, also for empty bags alone.
 
     Lookups are compiled for one dtype only: compiling takes fifty times as long as the rest of the
@@ -93,7 +95,9 @@ def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) 
 
 
 @pytest.mark.parametrize(("sharding", "world_size"), PLANS[:2])
-def test_rows_that_are_not_pooled(tmp_path: Path, sharding: str, world_size: int) -> None:
+def test_unpooled_batches_equal_engine_lookups(
+    tmp_path: Path, sharding: str, world_size: int
+) -> None:
     version = write_version(tmp_path, unpooled_source(), sharding=sharding, world_size=world_size)
     batches, engine = batches_of(version, compiled(version)), restore(version, is_eager=True)
     ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
@@ -101,7 +105,7 @@ def test_rows_that_are_not_pooled(tmp_path: Path, sharding: str, world_size: int
     np.testing.assert_array_equal(values, engine.lookup(ids, lengths))
 
 
-def test_tables_on_one_device_are_looked_up_by_the_kernel_alone(tmp_path: Path) -> None:
+def test_single_device_lookup_runs_only_the_kernel(tmp_path: Path) -> None:
     """Checks that the kernel reads its input as it is: no operator runs before it.
 
     The lookup returns sums, and DeviceBatches divides them for means.
@@ -127,7 +131,9 @@ def table_wise(published: Publish) -> tuple[ModelVersion, DeviceBatches]:
     return version, batches_of(version, compiled(version, is_eager=True))
 
 
-def test_several_threads_at_once(table_wise: tuple[ModelVersion, DeviceBatches]) -> None:
+def test_concurrent_lookups_equal_sequential_lookups(
+    table_wise: tuple[ModelVersion, DeviceBatches],
+) -> None:
     version, batches = table_wise
     requests: list[Any] = [
         to_kjt(sample(version, size), version.manifest.features) for size in (1, 7, 100)
@@ -144,7 +150,7 @@ def test_several_threads_at_once(table_wise: tuple[ModelVersion, DeviceBatches])
         assert all(threads.map(is_right, range(100)))
 
 
-def test_an_answer_stays_as_it_is_when_the_next_comes(
+def test_result_is_unchanged_by_the_next_lookup(
     table_wise: tuple[ModelVersion, DeviceBatches],
 ) -> None:
     version, batches = table_wise

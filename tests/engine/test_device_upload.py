@@ -42,7 +42,7 @@ def row_copy(data: np.ndarray, pitch: int, *columns: slice, first_row: int = 0) 
 
 
 @pytest.mark.parametrize("buffer_bytes", [64, 1000, 1 << 20])
-def test_rows_of_several_devices_are_there_with_zeros_behind_each(buffer_bytes: int) -> None:
+def test_rows_are_copied_to_each_device_and_padded_with_zeros(buffer_bytes: int) -> None:
     """Checks buffers that hold one row, a part of the rows, and all rows."""
     rows = [stored(101, 1), stored(7, 2), stored(1, 3), stored(50, 4)]
     whole, column = slice(0, 64), (slice(0, 4), slice(14, 30))
@@ -61,7 +61,7 @@ def test_rows_of_several_devices_are_there_with_zeros_behind_each(buffer_bytes: 
     assert not copies[3].target[:, 20:].any()
 
 
-def test_the_log_says_how_much_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_copied_bytes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     data = stored(100, 1)
     with caplog.at_level(logging.INFO, "embedserve"):
         copy_all([[row_copy(data, 80, slice(0, 64))]], "store/m/1")
@@ -69,7 +69,9 @@ def test_the_log_says_how_much_it_was(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
 
 
-def test_a_row_that_gpus_cannot_have_is_told_and_ends_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_row_that_overflows_float16_raises_and_stops_the_copy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     data = stored(100, 1)
     data[60, :4] = np.array([200.0, 0.0], "<f2").view(np.uint8)
     first = row_copy(data, 64, slice(0, 64), first_row=1000)
@@ -83,5 +85,5 @@ def test_a_row_that_gpus_cannot_have_is_told_and_ends_all(caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_nothing_to_copy() -> None:
+def test_copy_all_accepts_devices_without_rows() -> None:
     copy_all([[], []], "nothing")

@@ -11,8 +11,10 @@ from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
 from embedserve_store import ModelVersion
 
-EVERY = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
-RANDOM = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32).view(np.float32)
+ALL_FLOAT16 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+RANDOM_FLOAT32 = (
+    np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32).view(np.float32)
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +35,23 @@ def same_bits(engine: Engine, values: np.ndarray) -> bool:
     )
 
 
-def test_what_is_a_float16_stays_what_it_is(engine: Engine) -> None:
+def test_float16_values_are_unchanged(engine: Engine) -> None:
     """Checks all float16 values, including zeros, subnormals, infinities and nan."""
-    assert same_bits(engine, EVERY.reshape(256, 256))
+    assert same_bits(engine, ALL_FLOAT16.reshape(256, 256))
 
 
 @pytest.mark.parametrize("towards", [-np.inf, None, np.inf])
-def test_half_way_goes_to_the_even_neighbour(engine: Engine, towards: float | None) -> None:
+def test_ties_round_to_even(engine: Engine, towards: float | None) -> None:
     """Checks ties and their neighbours: ties round to even, others to the nearest value.
 
     Half a step past 65504, values round to infinity.
     """
-    finite = np.sort(EVERY[np.isfinite(EVERY)])
+    finite = np.sort(ALL_FLOAT16[np.isfinite(ALL_FLOAT16)])
     half_way = np.append((finite[:-1] + finite[1:]) / 2, np.array([65520, -65520], np.float32))
     values = half_way if towards is None else np.nextafter(half_way, np.float32(towards))
     assert values.dtype == np.float32
     assert same_bits(engine, values)
 
 
-def test_any_float32_is_rounded_as_numpy_does(engine: Engine) -> None:
-    assert same_bits(engine, RANDOM.reshape(1024, 1024))
+def test_float32_values_are_rounded_like_numpy(engine: Engine) -> None:
+    assert same_bits(engine, RANDOM_FLOAT32.reshape(1024, 1024))

@@ -31,17 +31,17 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_cuda_equals_the_stored_rows(tmp_path: Path, case: Case) -> None:
+def test_cuda_lookups_equal_stored_rows(tmp_path: Path, case: Case) -> None:
     check(case, tmp_path, "cuda")
 
 
 @several
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_replica_equals_the_stored_rows(tmp_path: Path, case: Case) -> None:
+def test_lookups_of_each_gpu_replica_equal_stored_rows(tmp_path: Path, case: Case) -> None:
     check(case, tmp_path, "cuda", gpu_layout="replicas")
 
 
-def test_ids_next_to_the_last_that_int32_has(tmp_path: Path) -> None:
+def test_cuda_looks_up_ids_near_the_int32_maximum(tmp_path: Path) -> None:
     if find_gpus().free_bytes[0] < 16 * ROWS_MAX + WORK_BYTES:
         pytest.skip("its rows take 34 GB of a GPU")
     check_most_rows(tmp_path, "cuda")
@@ -55,7 +55,9 @@ def test_ids_next_to_the_last_that_int32_has(tmp_path: Path) -> None:
         pytest.param("table_wise", "replicas", marks=several),
     ],
 )
-def test_batches_that_gpus_have_at_once(published: Publish, sharding: str, gpu_layout: str) -> None:
+def test_concurrent_gpu_lookups_equal_sequential_lookups(
+    published: Publish, sharding: str, gpu_layout: str
+) -> None:
     version = published(sharding=sharding, world_size=torch.cuda.device_count())
     engine = restore(version, "cuda", gpu_layout=gpu_layout)
     features = version.manifest.features
@@ -71,7 +73,7 @@ def test_batches_that_gpus_have_at_once(published: Publish, sharding: str, gpu_l
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
-def test_column_shards_that_share_a_gpu(published: Publish, dtype: str) -> None:
+def test_column_shards_on_one_gpu_equal_stored_columns(published: Publish, dtype: str) -> None:
     plan = Plan(
         1,
         {
@@ -89,7 +91,7 @@ def test_column_shards_that_share_a_gpu(published: Publish, dtype: str) -> None:
     ids, lengths = to_kjt(bags, version.manifest.features)
     features = list(version.manifest.features)
     with torch.inference_mode():
-        answer = sharded(
+        result = sharded(
             KeyedJaggedTensor(
                 keys=features,
                 values=torch.from_numpy(ids).cuda(),
@@ -99,5 +101,5 @@ def test_column_shards_that_share_a_gpu(published: Publish, dtype: str) -> None:
     tables = stored_rows(version, as_float16=True)
     for column in version.manifest.columns:
         feature = version.manifest.features[column.feature]
-        values = answer[column.key].cpu().numpy()
+        values = result[column.key].cpu().numpy()
         assert_same(values, pooled(tables[column.table.name], bags[feature]), RELATIVE["cuda"])

@@ -56,7 +56,7 @@ sys.exit(pytest.main(options.split()))
 """
 
 
-def test_gpu_tests_are_collected_without_what_a_gpu_host_lacks() -> None:
+def test_gpu_tests_are_collected_without_packages_missing_on_gpu_hosts() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COLLECT, " ".join((*BUNDLE, *HOST, *HERE))],
         cwd=ROOT,
@@ -66,7 +66,16 @@ def test_gpu_tests_are_collected_without_what_a_gpu_host_lacks() -> None:
         timeout=COLLECT_S_MAX,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for test in ("test_cuda_equals_the_stored_rows", "test_column_shards_that_share_a_gpu"):
+    for test in (
+        "test_cuda_lookups_equal_stored_rows",
+        "test_column_shards_on_one_gpu_equal_stored_columns",
+    ):
         assert f"tests/engine/test_gpu.py::{test}" in done.stdout
-    assert "tests/engine/test_live_rows.py::test_changed_rows_on_a_gpu[int4]" in done.stdout
-    assert "tests/engine/test_live_ids.py::test_ids_come_and_go[cuda]" in done.stdout
+    assert (
+        "tests/engine/test_live_rows.py::test_gpu_live_lookups_equal_the_compacted_version[int4]"
+        in done.stdout
+    )
+    assert (
+        "tests/engine/test_live_ids.py::test_lookups_follow_added_and_removed_ids[cuda]"
+        in done.stdout
+    )

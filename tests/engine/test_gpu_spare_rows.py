@@ -26,7 +26,7 @@ def live_of(tables: list[TableSpec], memory_max: int, first_row: int = 5000) -> 
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_pages_suffice_however_the_rows_are_distributed(seed: int) -> None:
+def test_reserved_pages_suffice_for_any_distribution_of_rows(seed: int) -> None:
     random = Random(seed)
     tables = [
         TableSpec(str(i), 1 << 30, random.randint(1, 300), (f"f{i}",), "sum", random.choice(DTYPES))
@@ -44,14 +44,16 @@ def test_pages_suffice_however_the_rows_are_distributed(seed: int) -> None:
     assert pages * PAGE <= spare_bytes(live_of(tables, memory), PAGE) + PAGE - 1
 
 
-def test_rows_that_int32_does_not_have_are_refused() -> None:
+def test_row_numbers_above_the_int32_limit_are_rejected() -> None:
     table = TableSpec("wide", 2**31 - 10_000, 4, ("f",), "sum", "float32")
     live = live_of([table], 1 << 30, first_row=2**31)
     with pytest.raises(StoreError, match="table 'wide': 2147473648 rows, and room for 0 changed"):
         gpu_spare_rows.GpuSpareRows(live, torch.device("cpu"))
 
 
-def test_changed_rows_need_room_beside_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_rows_that_exceed_free_gpu_memory_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     table = TableSpec("t", 1_000_000, 64, ("f",), "sum", "float32")
     live = live_of([table], 1 << 30)
     needed = 123 * PAGE + spare_bytes(live, PAGE) + (512 << 20)

@@ -39,12 +39,12 @@ BROKEN = Gpus(2, problem=f"CUDA does not start: {TOO_OLD}")
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:-1", "gpu", "", "cuda:1"])
-def test_unknown_devices_are_named(devices: str) -> None:
+def test_unknown_device_is_named_in_the_error(devices: str) -> None:
     with pytest.raises(ValueError, match=f"devices is '{devices}'"):
         resolve_devices(devices, 1, TWO)
 
 
-def test_auto_is_the_gpus_that_can_be_used() -> None:
+def test_auto_resolves_to_usable_gpus_or_the_cpu() -> None:
     assert resolve_devices("auto", 4, TWO) == resolve_devices("cuda", 4, TWO) == ("cuda", 2)
     assert resolve_devices("cpu", 4, TWO) == ("cpu", 4)
     assert resolve_devices("cpu:3", 4, TWO) == ("cpu", 3)
@@ -69,14 +69,14 @@ def cuda(
     )
 
 
-def test_free_memory_is_each_gpus_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_reported_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda(monkeypatch, 30, 20)
     assert find_gpus().free_bytes == (30, 20)
     assert gpus_for("auto") == gpus_for("cuda") == find_gpus()
     assert gpus_for("cpu:2") == gpus_for("cpu") == Gpus()
 
 
-def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_peer_access_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda(monkeypatch, 1, 1, 1, apart=[(0, 2), (2, 0)])
     assert find_gpus().apart.startswith(
         "GPU 0 cannot reach the memory of GPU 2 (2 of 6 pairs have no peer access)"
@@ -85,7 +85,7 @@ def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
     assert not find_gpus().apart
 
 
-def test_why_cuda_does_not_start_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_initialization_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError(f"{TOO_OLD}\nPlease update your GPU driver")
 
@@ -102,19 +102,19 @@ def test_why_cuda_does_not_start_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="FBGEMM has its CUDA kernels here")
-def test_kernels_that_are_not_installed_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda(monkeypatch, 1)
     assert find_gpus().problem == "FBGEMM has no CUDA kernels here: it is fbgemm-gpu-cpu"
 
 
-def test_all_tables_of_a_gpu_count_together() -> None:
+def test_tables_of_all_models_count_towards_gpu_memory() -> None:
     held = {"one": [100, 40], "other": [50, 20]}
     check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 60)), SHARDS)
     with pytest.raises(StoreError, match=r"^one, other: 60 bytes of tables do not fit on GPU 1, "):
         check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 59)), SHARDS)
 
 
-def test_one_gpu_is_not_told_to_divide_tables() -> None:
+def test_sharding_is_suggested_only_with_several_gpus() -> None:
     for layout in (REPLICAS, SHARDS):
         with pytest.raises(StoreError, match=r"do not fit on GPU 0, .* batches: use more GPUs"):
             check_room({"one": [1]}, Gpus(1, (WORK_BYTES,)), layout)
@@ -122,11 +122,11 @@ def test_one_gpu_is_not_told_to_divide_tables() -> None:
         check_room({"one": [1, 1]}, Gpus(2, (WORK_BYTES,) * 2), REPLICAS)
 
 
-def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
+def embedserve_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("embedserve.")]
 
 
-def test_auto_leaves_gpus_that_do_not_hold_all_models(
+def test_auto_falls_back_to_cpu_if_models_exceed_gpu_memory(
     published: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     version = published(dtype="int8")
@@ -137,46 +137,46 @@ def test_auto_leaves_gpus_that_do_not_hold_all_models(
     for devices in ("auto", "cuda"):
         assert settle_devices(devices, versions, enough) == ("cuda", REPLICAS)
         assert settle_devices(devices, {"one": version}, less) == ("cuda", REPLICAS)
-    assert not said_by_us(caplog)
+    assert not embedserve_messages(caplog)
     with caplog.at_level(logging.INFO):
         assert settle_devices("auto", versions, less) == ("cpu", "auto")
-    (said,) = said_by_us(caplog)
-    assert f"no GPU is used: one, same: {2 * nbytes:,} bytes of tables do not fit" in said
+    (message,) = embedserve_messages(caplog)
+    assert f"no GPU is used: one, same: {2 * nbytes:,} bytes of tables do not fit" in message
     with pytest.raises(ValueError, match=r"'cuda', but one, same: .* do not fit on GPU 0"):
         settle_devices("cuda", versions, less)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"),
+    ("gpus", "message"),
     [
         (Gpus(), ""),
         (BROKEN, f"no GPU is used: CUDA does not start: {TOO_OLD}"),
         (Gpus(problem=TOO_OLD), f"finds no CUDA GPU on this host: {TOO_OLD}"),
     ],
 )
-def test_auto_says_why_gpus_are_left(
-    published: Publish, caplog: pytest.LogCaptureFixture, gpus: Gpus, said: str
+def test_auto_logs_why_gpus_are_not_used(
+    published: Publish, caplog: pytest.LogCaptureFixture, gpus: Gpus, message: str
 ) -> None:
     version = published()
     with caplog.at_level(logging.WARNING):
         assert settle_devices("auto", {"m": version}, gpus, gpu_layout=REPLICAS)[0] == "cpu"
-    found = said_by_us(caplog)
-    assert len(found) == bool(said)
-    assert all(said in one for one in found)
+    found = embedserve_messages(caplog)
+    assert len(found) == bool(message)
+    assert all(message in one for one in found)
     assert settle_devices("cpu:2", {"m": version}, gpus) == ("cpu:2", "auto")
     with pytest.raises(ValueError, match="devices is 'cuda', but "):
         settle_devices("cuda", {"m": version}, gpus)
 
 
 @pytest.mark.parametrize(
-    ("rows", "dim", "said"),
+    ("rows", "dim", "message"),
     [
         (2**31, 64, "has 2147483648 rows: on CUDA"),
         (10, 2052, "has 2052 columns on a GPU: FBGEMM's"),
     ],
 )
-def test_auto_leaves_gpus_whose_kernels_do_not_serve_a_table(
-    published: Publish, caplog: pytest.LogCaptureFixture, rows: int, dim: int, said: str
+def test_auto_falls_back_to_cpu_if_cuda_kernels_do_not_support_a_table(
+    published: Publish, caplog: pytest.LogCaptureFixture, rows: int, dim: int, message: str
 ) -> None:
     table = TableSpec("large", rows, dim, ("f",), "sum", "float32")
     version = replace(
@@ -186,22 +186,22 @@ def test_auto_leaves_gpus_whose_kernels_do_not_serve_a_table(
     )
     with caplog.at_level(logging.WARNING):
         assert settle_devices("auto", {"m": version}, Gpus(1, (1 << 40,)))[0] == "cpu"
-    assert f"no GPU is used: table 'large' {said}" in caplog.text
+    assert f"no GPU is used: table 'large' {message}" in caplog.text
 
 
-def test_a_strict_plan_is_for_as_many_gpus(published: Publish) -> None:
+def test_strict_plan_requires_the_planned_number_of_gpus(published: Publish) -> None:
     version = published(sharding="row_wise", world_size=2)
     one = Gpus(1, (1 << 40,))
     assert settle_devices("auto", {"m": version}, one)[0] == "cuda"
     assert settle_devices("auto", {"m": version}, one, strict_plan=True)[0] == "cpu"
     settled = settle_devices("auto", {"m": version}, TWO, strict_plan=True)
     assert settled == ("cuda", SHARDS)  # the stored plan is for SHARDS
-    refused = "for 2 ranks, one for 1 is needed here: refused, as strict_plan asks"
-    with pytest.raises(ValueError, match=f"^gpu_layout is 'replicas', but .*{refused}"):
+    rejection = "for 2 ranks, one for 1 is needed here: refused, as strict_plan asks"
+    with pytest.raises(ValueError, match=f"^gpu_layout is 'replicas', but .*{rejection}"):
         settle_devices("auto", {"m": version}, TWO, gpu_layout=REPLICAS, strict_plan=True)
 
 
-def test_each_gpu_has_all_models_where_that_with_the_least_free_holds_them(
+def test_replicas_are_used_if_the_gpu_with_least_memory_fits_all_models(
     published: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     version = published(dtype="int8", sharding="row_wise", world_size=2)
@@ -209,21 +209,23 @@ def test_each_gpu_has_all_models_where_that_with_the_least_free_holds_them(
     whole = 2 * sum(version.plan.served_bytes_per_rank(version.manifest.tables, "cuda"))
     enough = Gpus(2, (1 << 40, WORK_BYTES + whole))
     less = Gpus(2, (1 << 40, WORK_BYTES + whole - 1))
-    said = f"one, same: {whole:,} bytes of tables do not fit on GPU 1, which has "
-    said += f"{WORK_BYTES + whole - 1:,} free"
+    message = f"one, same: {whole:,} bytes of tables do not fit on GPU 1, which has "
+    message += f"{WORK_BYTES + whole - 1:,} free"
     for devices in ("auto", "cuda"):
         assert settle_devices(devices, versions, enough) == ("cuda", REPLICAS)
         assert settle_devices(devices, versions, enough, gpu_layout=SHARDS) == ("cuda", SHARDS)
-        with pytest.raises(ValueError, match=f"^gpu_layout is 'replicas', but {said}.*by.*shards"):
+        with pytest.raises(
+            ValueError, match=f"^gpu_layout is 'replicas', but {message}.*by.*shards"
+        ):
             settle_devices(devices, versions, less, gpu_layout=REPLICAS)
-    assert not said_by_us(caplog)
+    assert not embedserve_messages(caplog)
     with caplog.at_level(logging.INFO):
         assert settle_devices("auto", versions, less) == ("cuda", SHARDS)
-    (line,) = [one for one in said_by_us(caplog) if "planned anew" not in one]
-    assert line.startswith(f"no replicas on 2 GPUs: {said}")
+    (line,) = [one for one in embedserve_messages(caplog) if "planned anew" not in one]
+    assert line.startswith(f"no replicas on 2 GPUs: {message}")
 
 
-def test_gpus_that_cannot_reach_each_other_have_replicas_or_nothing(published: Publish) -> None:
+def test_gpus_without_peer_access_serve_replicas_or_fall_back_to_cpu(published: Publish) -> None:
     version = published(dtype="int8", sharding="row_wise", world_size=2)
     versions = {"m": version}
     whole = sum(version.plan.served_bytes_per_rank(version.manifest.tables, "cuda"))

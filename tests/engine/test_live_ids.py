@@ -46,7 +46,7 @@ from embedserve_store.ids.string_hashes import hash_strings
 MEMORY = 2 << 20
 UNDO = 6
 WAIT_S_MAX = 300
-ALWAYS = 20
+ALWAYS_CHANGED = 20
 """Number of ids of each table that every push changes."""
 TABLES = {"user": (400, 8), "taste": (500, 5), "word": (300, 12)}
 """(rows, dim) of each table. user and taste share a feature, and so their ids."""
@@ -116,14 +116,16 @@ class Training:
         for tables in (("user", "taste"), ("word",)):
             values = after[tables[0]]
             known, unknown = np.flatnonzero(values), np.flatnonzero(values == 0)
-            gone = self._random.choice(known[known >= ALWAYS], 20, replace=False)
+            removed_ids = self._random.choice(known[known >= ALWAYS_CHANGED], 20, replace=False)
             new = self._random.choice(unknown, 22, replace=False)
-            kept = np.setdiff1d(known, gone)
-            some = np.union1d(np.arange(ALWAYS), self._random.choice(kept, 30, replace=False))
+            kept = np.setdiff1d(known, removed_ids)
+            some = np.union1d(
+                np.arange(ALWAYS_CHANGED), self._random.choice(kept, 30, replace=False)
+            )
             changed = np.concatenate([some, new])
-            removed[tables[0]] = names_of(tables[0], gone)
+            removed[tables[0]] = names_of(tables[0], removed_ids)
             for table in tables:
-                after[table][changed], after[table][gone] = 1000.0 * seq + len(table), 0
+                after[table][changed], after[table][removed_ids] = 1000.0 * seq + len(table), 0
                 pushed = np.repeat(after[table][changed, None], TABLES[table][1], 1)
                 rows[table] = names_of(table, changed), pushed.astype(np.float32)
         self.at[seq] = after
@@ -224,7 +226,9 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 
 @devices
-def test_ids_come_and_go(compiled_once: CompiledOnce, training: Training, device: str) -> None:
+def test_lookups_follow_added_and_removed_ids(
+    compiled_once: CompiledOnce, training: Training, device: str
+) -> None:
     """Checks that other ids reuse the rows of removed ids, and that removed ids can return.
 
     The result is that of a compacted version, also after undos from memory and from the store.
@@ -249,7 +253,7 @@ def test_ids_come_and_go(compiled_once: CompiledOnce, training: Training, device
 
 @devices
 @pytest.mark.parametrize("kept", ["memory", "store"])
-def test_an_alias_goes_to_a_delta_and_back(
+def test_alias_moves_between_deltas_while_another_alias_follows_all(
     compiled_once: CompiledOnce, training: Training, device: str, kept: str
 ) -> None:
     """Checks an alias that moves between deltas while another name of the version follows all."""
@@ -270,7 +274,7 @@ def test_an_alias_goes_to_a_delta_and_back(
 
 
 @devices
-def test_every_lookup_has_the_ids_of_its_seq(
+def test_concurrent_lookups_return_the_ids_of_their_seq(
     compiled_once: CompiledOnce, training: Training, device: str
 ) -> None:
     """Checks threads that look up while ids change, an alias moves and rows are uploaded."""
@@ -278,17 +282,17 @@ def test_every_lookup_has_the_ids_of_its_seq(
     random = np.random.default_rng(5)
     found: list[set[int]] = [set() for _ in range(3)]
 
-    def look_up_always(seqs: set[int]) -> None:
+    def look_up_repeatedly(seqs: set[int]) -> None:
         while not ended.wait(0.001):  # leaves the deltas some time between lookups
             seqs.add(served.look_up())
 
-    def upload_always() -> None:
+    def upload_repeatedly() -> None:
         while not ended.wait(0.001):
             served.reader.advance()
 
     with ThreadPoolExecutor(4) as threads:
-        running = [threads.submit(look_up_always, seqs) for seqs in found]
-        uploads = threads.submit(upload_always)
+        running = [threads.submit(look_up_repeatedly, seqs) for seqs in found]
+        uploads = threads.submit(upload_repeatedly)
         try:
             for step in range(1000):
                 is_enough = step >= 60 and all(len(seqs) > 10 for seqs in found)
@@ -309,7 +313,7 @@ def test_every_lookup_has_the_ids_of_its_seq(
 
 
 @devices
-def test_two_aliases_of_a_version_are_served(
+def test_server_serves_two_aliases_bound_to_different_deltas(
     training: Training, device: str, tmp_path: Path
 ) -> None:
     """Checks an alias that goes back to a delta: from memory, and from the store.
@@ -357,9 +361,9 @@ def test_two_aliases_of_a_version_are_served(
             set_alias(training.store, "m", "stable", 1, at_seq=bound)
             until("m@stable", training.writer.seq if bound is None else bound)
             until("m@canary", training.writer.seq)
-    said = log.read_text()
-    assert "m@stable: goes back to delta 1, the last that it may have" in said
-    assert "Traceback" not in said
+    logged = log.read_text()
+    assert "m@stable: goes back to delta 1, the last that it may have" in logged
+    assert "Traceback" not in logged
 
 
 def kill_applier(server: Running) -> None:

@@ -5,24 +5,32 @@ torchrec's lookup runs eagerly.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from compiled_once import CompiledOnce
-from pooled import Tables, collection
+from engine.live_stores import (
+    GPU,
+    MEMORY,
+    PUSHES,
+    apply_line,
+    churn,
+    compacted,
+    look_up,
+    pooled_store,
+    push_and_compact,
+    reader_of,
+    replay,
+)
+from pooled import collection
 from torchrec import PoolingType
 from unpooled import unpooled_collection
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.live_rows import IDLE, LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens
@@ -31,24 +39,15 @@ from embedserve.engine.compile import KINDS
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
 from embedserve.errors import NotReadyError
-from embedserve_store import DeltaWriter, ModelStore, ModelVersion, compact_deltas, publish
-from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store import DeltaWriter, ModelStore, publish
 from embedserve_store.errors import GoldensError
-from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_goldens import DeltaGoldens
-from embedserve_store.format.table_spec import DTYPES, TableSpec
+from embedserve_store.format.table_spec import DTYPES
 from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.reference_pooling import RowsOf
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
-MEMORY = 2 << 20
-WAIT_S_MAX = 300.0
-PUSHES = 3
-GPU = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-)
 TABLES = [
     ("movie", 1001, 6, ["history", "candidate"], PoolingType.MEAN),
     ("genre", 3, 16, ["genres"], PoolingType.SUM),
@@ -111,97 +110,6 @@ def unpooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-def pooled_store(
-    store: Path,
-    tables: Tables,
-    sharding: str | Mapping[str, str],
-    dtypes: Sequence[str] = DTYPES,
-) -> Path:
-    torch.manual_seed(7)
-    source = collection(tables)
-    for dtype in dtypes:
-        publish(source, store, model=dtype, dtype=dtype, sharding=sharding, world_size=2)
-        push_and_compact(store, dtype)
-    return store
-
-
-def push_and_compact(store: Path, model: str) -> None:
-    random = np.random.default_rng(1)
-    tables = ModelStore(store).load(model, 1).manifest.tables
-    with DeltaWriter(store, model=model) as writer:
-        for _ in range(PUSHES):
-            changes = {}
-            for table in tables:
-                count = max(2, table.num_embeddings // 3)
-                numbers = np.sort(random.choice(table.num_embeddings, count, replace=False))
-                values = random.normal(size=(count, table.embedding_dim)).astype(np.float32)
-                changes[table.name] = (numbers, values)
-            writer.push_rows(changes)
-    compact_deltas(store, model)
-
-
-def replay(store: Path, model: str) -> LiveRows:
-    live = LiveRows(ModelStore(store).load(model, 1), MEMORY, readers=1)
-    apply_line(store, live, RowsWriter(live))
-    return live
-
-
-def apply_line(store: Path, live: LiveRows, writer: RowsWriter) -> None:
-    """Applies the deltas of the line after the last seq."""
-    line = DeltaLine(ModelStore(store), live.version.manifest)
-    first = live.seq
-    for delta, _ in line.deltas():
-        writer.apply(first + delta.seq, [one for file in line.rows(delta) for one in file])
-
-
-def churn(live: LiveRows, writer: RowsWriter) -> None:
-    """Applies and undoes deltas of the first rows until spare rows are reused.
-
-    The last delta has the published rows.
-    """
-    random = np.random.default_rng(3)
-    written = 0
-    for seq in range(1, 30):
-        changes = []
-        for table in live.version.manifest.tables:
-            rows = min(100, table.num_embeddings)
-            numbers = np.sort(random.choice(rows, rows // 3, replace=False))
-            values = live.tables.rows(table.name)[random.permutation(numbers)]
-            changes.append(ChangedRows(table, numbers, values))
-        writer.apply(2 * seq, changes)
-        written += max(len(change.numbers) for change in changes)
-        if not seq % 6:
-            assert writer.revert(2 * seq - 4, 2 * seq + 1)
-            writer.finish_undo()
-    assert live.peaks.sum() < written
-    published = []
-    for table in live.version.manifest.tables:
-        numbers = np.arange(min(100, table.num_embeddings))
-        published.append(ChangedRows(table, numbers, live.tables.rows(table.name)[numbers]))
-    writer.apply(live.seq + 1, published)
-
-
-def look_up(engine: Engine, live: LiveRows | None, weighted: bool) -> np.ndarray:
-    random = np.random.default_rng(5)
-    rows = engine.manifest.rows_per_feature
-    lengths = random.integers(0, 5, (len(rows), 200)).astype(np.int32)
-    counts = lengths.sum(axis=1, dtype=np.int64)
-    ids = np.concatenate([random.integers(0, *one) for one in zip(rows, counts, strict=True)])
-    weights = random.normal(size=len(ids)).astype(np.float32) if weighted else None
-    if live is None:
-        return engine.lookup(ids, lengths.reshape(-1), weights)
-    reader = reader_of(live, engine)
-    view, _ = reader.begin()
-    found = engine.lookup(reader.newest(ids, counts, view), lengths.reshape(-1), weights)
-    reader.end(view)
-    return found
-
-
-def reader_of(live: LiveRows, engine: Engine) -> RowsReader:
-    upload = None if engine.spare_rows is None else engine.spare_rows.upload
-    return RowsReader(live, 0, engine.plan, upload)
-
-
 def with_goldens(
     compiled_once: CompiledOnce,
     store: Path,
@@ -217,9 +125,9 @@ def with_goldens(
     followed = SharedDeltaState(live, DeltaStatus(live.start))
     manifest = live.version.manifest
     bags = sample_bags(replace(manifest, is_weighted=weighted), {})
-    same = restore(compacted(store, model), devices, is_eager=True)
-    answers = same.lookup(bags.ids, bags.lengths.reshape(-1), bags.weights)
-    goldens = DeltaGoldens(bags.ids, bags.lengths, bags.weights, answers, "float32")
+    reference = restore(compacted(store, model), devices, is_eager=True)
+    results = reference.lookup(bags.ids, bags.lengths.reshape(-1), bags.weights)
+    goldens = DeltaGoldens(bags.ids, bags.lengths, bags.weights, results, "float32")
 
     def check(rows_of: RowsOf) -> None:
         bounds = check_rows(goldens, manifest, rows_of, "delta 4")
@@ -232,23 +140,19 @@ def with_goldens(
     return followed, engine
 
 
-def compacted(store: Path, model: str) -> ModelVersion:
-    return ModelStore(store).load(model, 2)
-
-
 @pytest.mark.parametrize(
     ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
 )
-def test_changed_rows_are_those_of_the_compacted_version(
+def test_live_lookups_equal_the_compacted_version(
     compiled_once: CompiledOnce, pooled: Path, dtype: str, ranks: int
 ) -> None:
     live = replay(pooled, dtype)
     stored = compacted(pooled, dtype).plan.tables["shop"]
     assert (stored.sharding_type, len(stored.shards)) == ("column_wise", 2)
     engine = compiled_once.restore(live.version, f"cpu:{ranks}")
-    same = restore(compacted(pooled, dtype), f"cpu:{ranks}", is_eager=True)
+    reference = restore(compacted(pooled, dtype), f"cpu:{ranks}", is_eager=True)
     for weighted in (False, True):
-        expected = look_up(same, None, weighted)
+        expected = look_up(reference, None, weighted)
         assert np.array_equal(look_up(engine, live, weighted), expected)
         assert not np.array_equal(look_up(engine, None, weighted), expected)
     engine.check()  # the published rows are unchanged
@@ -256,7 +160,7 @@ def test_changed_rows_are_those_of_the_compacted_version(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_goldens_of_the_last_delta_are_compared(
+def test_check_compares_goldens_of_the_last_delta(
     compiled_once: CompiledOnce, pooled: Path, dtype: str, weighted: bool
 ) -> None:
     followed, engine = with_goldens(compiled_once, pooled, dtype, weighted)
@@ -270,7 +174,9 @@ def test_goldens_of_the_last_delta_are_compared(
     engine.check()  # the rows belong to a later delta
 
 
-def test_goldens_of_unpooled_rows_are_compared(compiled_once: CompiledOnce, unpooled: Path) -> None:
+def test_check_compares_goldens_of_unpooled_rows(
+    compiled_once: CompiledOnce, unpooled: Path
+) -> None:
     followed, engine = with_goldens(compiled_once, unpooled, "rows", devices="cpu:3")
     engine.check()
     followed.live.rows["genre"][...] ^= 0x21
@@ -278,7 +184,7 @@ def test_goldens_of_unpooled_rows_are_compared(compiled_once: CompiledOnce, unpo
         engine.check()
 
 
-async def test_a_server_whose_goldens_get_other_results_is_not_ready(
+async def test_server_with_golden_mismatch_is_not_ready(
     compiled_once: CompiledOnce, pooled: Path
 ) -> None:
     from embedserve.processes.server import build_pipeline  # needs more than a GPU host has
@@ -300,7 +206,7 @@ async def test_a_server_whose_goldens_get_other_results_is_not_ready(
 @pytest.mark.parametrize(
     ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
 )
-def test_features_of_several_tables(
+def test_features_of_several_tables_equal_the_compacted_version(
     request: pytest.FixtureRequest, sharding: str, ranks: int, dtype: str
 ) -> None:
     """Checks lookups after spare rows were reused, and after all deltas were undone.
@@ -316,12 +222,12 @@ def test_features_of_several_tables(
     writer = RowsWriter(live)
     churn(live, writer)
     engine = restore(live.version, f"cpu:{ranks}", is_eager=is_eager)
-    same = restore(compacted(store, dtype), f"cpu:{ranks}", is_eager=True)
+    reference = restore(compacted(store, dtype), f"cpu:{ranks}", is_eager=True)
     before = look_up(engine, live, weighted=False)
     seq = live.seq
     apply_line(store, live, writer)
     for weighted in (False, True):
-        expected = look_up(same, None, weighted)
+        expected = look_up(reference, None, weighted)
         assert np.array_equal(look_up(engine, live, weighted), expected)
     assert writer.revert(seq, live.seq + 1)
     assert np.array_equal(look_up(engine, live, weighted=False), before)
@@ -329,19 +235,21 @@ def test_features_of_several_tables(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
-def test_resident_rows(compiled_once: CompiledOnce, pooled: Path, dtype: str) -> None:
+def test_live_lookups_of_resident_rows_equal_the_compacted_version(
+    compiled_once: CompiledOnce, pooled: Path, dtype: str
+) -> None:
     live = LiveRows(ModelStore(pooled).load(dtype, 1), MEMORY, readers=1)
     engine = compiled_once.restore(live.make_resident(), "cpu:2")
     apply_line(pooled, live, RowsWriter(live))
-    same = restore(compacted(pooled, dtype), "cpu:2", is_eager=True)
+    reference = restore(compacted(pooled, dtype), "cpu:2", is_eager=True)
     for weighted in (False, True):
-        expected = look_up(same, None, weighted)
+        expected = look_up(reference, None, weighted)
         assert np.array_equal(look_up(engine, live, weighted), expected)
     engine.check()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_tables_of_a_group_that_are_sharded_differently_are_served_whole(
+def test_grouped_tables_with_different_sharding_are_served_table_wise(
     mixed: Path, ranks: int
 ) -> None:
     live = replay(mixed, "float32")
@@ -353,13 +261,15 @@ def test_tables_of_a_group_that_are_sharded_differently_are_served_whole(
         "table_wise",
     ]
     engine = restore(live.version, f"cpu:{ranks}", is_eager=ranks != 2)
-    same = restore(replace(compacted(mixed, "float32"), plan=plan), f"cpu:{ranks}", is_eager=True)
+    reference = restore(
+        replace(compacted(mixed, "float32"), plan=plan), f"cpu:{ranks}", is_eager=True
+    )
     for weighted in (False, True):
-        expected = look_up(same, None, weighted)
+        expected = look_up(reference, None, weighted)
         assert np.array_equal(look_up(engine, live, weighted), expected)
 
 
-def test_a_table_with_unequal_ranges_of_rows_is_served_whole(tmp_path: Path) -> None:
+def test_table_with_unequal_row_ranges_is_served_table_wise(tmp_path: Path) -> None:
     """Uses a plan made by hand, as the planner's ranges have equal lengths."""
     dim = 8
     shards = Shard(0, 0, 10, 0, dim), Shard(1, 10, 40, 0, dim)
@@ -380,31 +290,33 @@ def test_a_table_with_unequal_ranges_of_rows_is_served_whole(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("model", ["rows", "grouped"])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_unpooled_rows_on_three_ranks(
+def test_unpooled_live_lookups_equal_the_compacted_version(
     compiled_once: CompiledOnce, unpooled: Path, model: str, is_eager: bool
 ) -> None:
     live = replay(unpooled, model)
     engine = compiled_once.restore(live.version, "cpu:3", is_eager=is_eager)
     assert engine.lookup_kind in KINDS
-    same = restore(compacted(unpooled, model), "cpu:3", is_eager=True)
-    expected = look_up(same, None, False)
+    reference = restore(compacted(unpooled, model), "cpu:3", is_eager=True)
+    expected = look_up(reference, None, False)
     assert np.array_equal(look_up(engine, live, False), expected)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(one, marks=GPU) for one in DTYPES])
-def test_changed_rows_on_a_gpu(pooled: Path, dtype: str) -> None:
+def test_gpu_live_lookups_equal_the_compacted_version(pooled: Path, dtype: str) -> None:
     live = replay(pooled, dtype)
     engine = restore(live.version, "cuda", live=live)
-    same = restore(compacted(pooled, dtype), "cuda")
+    reference = restore(compacted(pooled, dtype), "cuda")
     for weighted in (False, True):
-        expected = look_up(same, None, weighted)
+        expected = look_up(reference, None, weighted)
         assert np.array_equal(look_up(engine, live, weighted), expected)
         assert not np.array_equal(look_up(engine, None, weighted), expected)
     engine.check()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(one, marks=GPU) for one in DTYPES])
-def test_features_of_several_tables_on_a_gpu(table_wise: Path, dtype: str) -> None:
+def test_gpu_features_of_several_tables_equal_the_compacted_version(
+    table_wise: Path, dtype: str
+) -> None:
     live = LiveRows(ModelStore(table_wise).load(dtype, 1), MEMORY, readers=1, undo=PUSHES + 1)
     writer = RowsWriter(live)
     churn(live, writer)
@@ -412,101 +324,19 @@ def test_features_of_several_tables_on_a_gpu(table_wise: Path, dtype: str) -> No
     before = look_up(engine, live, weighted=False)
     seq = live.seq
     apply_line(table_wise, live, writer)
-    same = restore(compacted(table_wise, dtype), "cuda")
+    reference = restore(compacted(table_wise, dtype), "cuda")
     for weighted in (False, True):
-        assert np.array_equal(look_up(engine, live, weighted), look_up(same, None, weighted))
+        assert np.array_equal(look_up(engine, live, weighted), look_up(reference, None, weighted))
     assert writer.revert(seq, live.seq + 1)
     assert np.array_equal(look_up(engine, live, weighted=False), before)
 
 
 @pytest.mark.parametrize("devices", [pytest.param("cuda", marks=GPU)])
-def test_unpooled_rows_on_a_gpu(unpooled: Path, devices: str) -> None:
+def test_gpu_unpooled_live_lookups_equal_the_compacted_version(
+    unpooled: Path, devices: str
+) -> None:
     live = replay(unpooled, "rows")
     engine = restore(live.version, devices, live=live)
-    same = restore(compacted(unpooled, "rows"), devices)
-    expected = look_up(same, None, False)
+    reference = restore(compacted(unpooled, "rows"), devices)
+    expected = look_up(reference, None, False)
     assert np.array_equal(look_up(engine, live, False), expected)
-
-
-@pytest.mark.parametrize("devices", ["cpu:1", pytest.param("cuda", marks=GPU)])
-def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> None:
-    """Checks threads that look up while a writer applies and undoes deltas.
-
-    Spare rows are reused many times.
-    """
-    rows, dim = 5000, 8
-    source = collection([(name, rows, dim, [name], PoolingType.SUM) for name in "ab"])
-    publish(source, tmp_path, model="m", dtype="float32")
-    version = ModelStore(tmp_path).load("m")
-    live = LiveRows(version, 2 << 20, readers=1, undo=4)
-    engine = restore(live.version, devices, live=live)
-    reader = reader_of(live, engine)
-    always, ended = np.arange(200), threading.Event()
-    value_of = {0: np.nan}
-    found: list[set[int]] = [set() for _ in range(3)]
-
-    def look_up_always(seqs: set[int]) -> None:
-        random = np.random.default_rng()
-        while not ended.is_set():
-            ids = np.concatenate([random.choice(always, 300) for _ in "ab"])
-            view, seq = reader.begin()
-            try:
-                numbers = reader.newest(ids, np.array([300, 300]), view)
-                values = engine.lookup(numbers, np.ones(600, np.int32))
-            finally:
-                reader.end(view)
-            if seq:
-                assert np.unique(values).tolist() == [value_of[seq]]
-            seqs.add(seq)
-
-    def upload_always() -> None:
-        while not ended.wait(0.001):
-            reader.advance()
-
-    writer, random = RowsWriter(live), np.random.default_rng(3)
-    with ThreadPoolExecutor(4) as threads:
-        running = [threads.submit(look_up_always, seqs) for seqs in found]
-        uploads = threads.submit(upload_always)
-        try:
-            for seq in range(1, 10_000):
-                is_enough = seq >= 400 and all(len(seqs) > 20 for seqs in found)
-                if is_enough or any(one.done() for one in running):
-                    break
-                target = seq - int(random.integers(1, 4))
-                if seq % 7 == 0 and target >= 1:
-                    value_of[seq] = value_of[target]
-                    if writer.revert(target, seq):
-                        writer.finish_undo()
-                        continue
-                value_of[seq] = float(seq)
-                rows_of = [changed(t, seq, always, random) for t in version.manifest.tables]
-                apply_when_there_is_room(writer, seq, rows_of)
-        finally:
-            ended.set()
-        for one in (*running, uploads):
-            one.result()
-    assert all(len(seqs) > 20 for seqs in found)
-    assert 0 < live.peaks.sum() < 100_000  # more than 300,000 rows were written
-
-
-def apply_when_there_is_room(writer: RowsWriter, seq: int, changes: Sequence[ChangedRows]) -> None:
-    """Applies changes like a follower does: retries while a slow lookup keeps older rows."""
-    ends_s = time.monotonic() + WAIT_S_MAX
-    while True:
-        try:
-            writer.apply(seq, changes)
-        except RowsFullError:
-            assert time.monotonic() < ends_s
-            time.sleep(0.001)
-        else:
-            return
-
-
-def changed(
-    table: TableSpec, seq: int, always: np.ndarray, random: np.random.Generator
-) -> ChangedRows:
-    """Returns rows of ``table`` whose values are all ``seq``; they include those of ``always``."""
-    some = random.choice(table.num_embeddings, int(random.integers(1, 500)))
-    numbers = np.unique(np.concatenate([always, some]))
-    values = np.full((len(numbers), table.row_bytes // 4), seq, np.float32)
-    return ChangedRows(table, numbers, values.view(np.uint8))

@@ -51,11 +51,11 @@ def check(engine: Engine, version: ModelVersion) -> None:
     if version.manifest.is_pooled:
         weights = {f: [[0.5] * len(bag) for bag in bags[f]] for f in bags}
         halves = np.full(ids.size, 0.5, np.float32)
-        answer = engine.lookup(ids, lengths, halves)
-        assert_same(answer, expected(rows, version.manifest, bags, weights))
+        result = engine.lookup(ids, lengths, halves)
+        assert_same(result, expected(rows, version.manifest, bags, weights))
 
 
-def sharded_anew(*args: object, **options: object) -> None:
+def fail_if_sharded(*args: object, **options: object) -> None:
     raise AssertionError("was sharded anew")
 
 
@@ -64,12 +64,12 @@ def sharded_anew(*args: object, **options: object) -> None:
     [(TABLES, {}), (GROWN, {"dtype": "int8"}), (GROWN, {"sharding": "table_wise"})],
     ids=["as large", "with more rows, int8", "with more rows, table-wise"],
 )
-def test_a_version_of_the_same_layout_needs_nothing_compiled(
+def test_version_with_same_layout_reuses_compiled_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: Tables, options: dict[str, str]
 ) -> None:
     versions = [publish_next(tmp_path, one, **options) for one in (TABLES, tables)]
     first = restore(versions[0], "cpu:1")
-    monkeypatch.setattr("embedserve.engine.restore.shard_without_rows", sharded_anew)
+    monkeypatch.setattr("embedserve.engine.restore.shard_without_rows", fail_if_sharded)
     second = restore(versions[1], "cpu:1", programs=Programs([first]))
     assert (first.lookup_kind, second.lookup_kind) == (TRACED, TRACED)
     for engine, version in zip((first, second), versions, strict=True):
@@ -86,7 +86,7 @@ def test_a_version_of_the_same_layout_needs_nothing_compiled(
     ],
     ids=["dims", "features", "order", "more"],
 )
-def test_a_version_of_another_layout_is_sharded_anew(tmp_path: Path, changed: Tables) -> None:
+def test_version_with_changed_layout_serves_its_own_rows(tmp_path: Path, changed: Tables) -> None:
     versions = [publish_next(tmp_path, tables) for tables in (TABLES, changed)]
     first = restore(versions[0], "cpu:1")
     second = restore(versions[1], "cpu:1", programs=Programs([first]))
@@ -100,7 +100,7 @@ def test_a_version_of_another_layout_is_sharded_anew(tmp_path: Path, changed: Ta
     [("cpu:2", {}), ("cpu:1", {"dtype": "float16"}), ("cpu:2", {"sharding": "column_wise"})],
     ids=str,
 )
-def test_so_is_one_that_is_placed_or_stored_otherwise(
+def test_version_with_changed_devices_dtype_or_sharding_serves_its_own_rows(
     tmp_path: Path, devices: str, options: dict[str, str]
 ) -> None:
     first = restore(publish_next(tmp_path, TABLES), "cpu:1")
@@ -108,7 +108,7 @@ def test_so_is_one_that_is_placed_or_stored_otherwise(
     check(restore(version, devices, programs=Programs([first])), version)
 
 
-def test_it_is_compared_with_its_goldens_as_any_other(tmp_path: Path) -> None:
+def test_restore_with_reused_program_compares_goldens(tmp_path: Path) -> None:
     first, second = (publish_next(tmp_path, TABLES) for _ in range(2))
     engine = restore(first, "cpu:1")
     with pytest.raises(StoreError, match="are not the published ones"):
@@ -128,7 +128,7 @@ SHARED: Tables = (*TABLES, ("also", 20, 8, ["history"], SUM))
     ],
     ids=["a feature on two tables", "rows on two ranks", "tables on two ranks"],
 )
-def test_what_is_scripted_is_used_again_where_tables_are_as_large(
+def test_scripted_program_is_reused_only_for_tables_of_equal_size(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     tables: Tables,
@@ -145,7 +145,7 @@ def test_what_is_scripted_is_used_again_where_tables_are_as_large(
     grown = publish_next(tmp_path, [GROWN[0], *tables[1:]], **options)
     first = restore(versions[0], devices)
     with monkeypatch.context() as patched:
-        patched.setattr("embedserve.engine.restore.shard_without_rows", sharded_anew)
+        patched.setattr("embedserve.engine.restore.shard_without_rows", fail_if_sharded)
         second = restore(versions[1], devices, programs=Programs([first]))
         with pytest.raises(AssertionError, match="sharded anew"):
             restore(grown, devices, programs=Programs([first]))
@@ -157,7 +157,7 @@ def test_what_is_scripted_is_used_again_where_tables_are_as_large(
         check(engine, version)
 
 
-def test_versions_with_room_for_changed_rows_share_a_program_of_their_own(tmp_path: Path) -> None:
+def test_versions_with_spare_rows_share_a_separate_program(tmp_path: Path) -> None:
     """Checks versions with spare rows, whose tables are further apart than without them."""
     versions = [publish_next(tmp_path, SHARED) for _ in range(2)]
     live = [LiveRows(version, 1 << 20, 1, 1).version for version in versions]
@@ -169,12 +169,12 @@ def test_versions_with_room_for_changed_rows_share_a_program_of_their_own(tmp_pa
     assert compiled == [True, False, True, False]
 
 
-@pytest.mark.parametrize("rows_of_the_next", [50, 60])
-def test_an_unpooled_model_moves_on_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_of_the_next: int
+@pytest.mark.parametrize("next_rows", [50, 60])
+def test_next_version_of_unpooled_model_serves_its_own_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_rows: int
 ) -> None:
     versions = []
-    for rows in (50, rows_of_the_next):
+    for rows in (50, next_rows):
         source = EmbeddingCollection(
             tables=[
                 EmbeddingConfig(
@@ -185,8 +185,10 @@ def test_an_unpooled_model_moves_on_too(
         published = publish(source, tmp_path, model="u", layout_changed=True)
         versions.append(ModelStore(tmp_path).load("u", published.version))
     first = restore(versions[0], "cpu:1")
-    if rows_of_the_next == 50:
-        monkeypatch.setattr("embedserve.engine.restore.shard_unpooled_without_rows", sharded_anew)
+    if next_rows == 50:
+        monkeypatch.setattr(
+            "embedserve.engine.restore.shard_unpooled_without_rows", fail_if_sharded
+        )
     second = restore(versions[1], "cpu:1", programs=Programs([first]))
     ids, lengths = np.arange(6), np.array([1, 2, 3, 0], np.int32)
     for engine, version in zip((first, second), versions, strict=True):
@@ -202,9 +204,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
-def test_a_version_that_is_dropped_lets_go_of_its_rows_at_once(
-    tmp_path: Path, devices: str
-) -> None:
+def test_dropped_version_is_unmapped_immediately(tmp_path: Path, devices: str) -> None:
     """Checks that a dropped engine releases its rows and its modules without a garbage collection.
 
     Modules that refer to each other stay until they are collected, which never happens to frozen
@@ -226,7 +226,7 @@ def test_a_version_that_is_dropped_lets_go_of_its_rows_at_once(
     assert not is_mapped(2)
 
 
-def test_kernels_of_one_feature_are_told_apart(tmp_path: Path) -> None:
+def test_kernels_with_one_feature_each_are_distinguished(tmp_path: Path) -> None:
     """Checks kernels on two ranks, whose placeholder rows must differ from other constants."""
     tables: Tables = (("a", 30, 16, ["a"], SUM), ("b", 30, 16, ["b"], SUM))
     options = {"sharding": "table_wise", "world_size": 2}
@@ -248,7 +248,7 @@ LAYOUTS: dict[str, tuple[Tables, dict[str, Any]]] = {
 }
 
 
-def test_a_layout_that_was_served_before_needs_nothing_compiled(
+def test_previously_served_layout_reuses_compiled_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs, kinds = Programs(), {}
@@ -259,7 +259,7 @@ def test_a_layout_that_was_served_before_needs_nothing_compiled(
         assert programs.add(engine)
         kinds[name] = engine.lookup_kind
     assert set(kinds.values()) == {TRACED, SCRIPTED}
-    monkeypatch.setattr("embedserve.engine.restore.shard_without_rows", sharded_anew)
+    monkeypatch.setattr("embedserve.engine.restore.shard_without_rows", fail_if_sharded)
     for name, (tables, options) in [*LAYOUTS.items(), *reversed(LAYOUTS.items())]:
         version = publish_next(tmp_path, tables, **options)
         engine = restore(version, f"cpu:{options['world_size']}", programs=programs)
@@ -271,7 +271,7 @@ def test_a_layout_that_was_served_before_needs_nothing_compiled(
 @pytest.mark.parametrize(
     ("bound", "ranks", "kind"), [("LAYOUTS_MAX", 1, TRACED), ("SCRIPTED_MAX", 2, SCRIPTED)]
 )
-def test_the_layout_that_was_used_longest_ago_goes(
+def test_least_recently_used_layout_is_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, ranks: int, kind: str
 ) -> None:
     """Checks that the least recently used layout is removed once no engine uses it."""
@@ -283,16 +283,16 @@ def test_the_layout_that_was_used_longest_ago_goes(
     plans = [engine.plan for engine in engines]
     programs = Programs(engines[:2])
 
-    def are_found() -> list[bool]:
+    def are_cached() -> list[bool]:
         found = zip(versions, plans, strict=True)
         return [programs.find(one, plan) is not None for one, plan in found]
 
     assert not programs.add(engines[0])  # becomes the last used
     assert programs.add(engines[2])
-    assert are_found() == [True, True, True]
+    assert are_cached() == [True, True, True]
     engines.clear()
     gc.collect()
-    assert are_found() == [True, False, True]
+    assert are_cached() == [True, False, True]
 
 
 CHANGES = """
@@ -334,7 +334,7 @@ def memory_after_changes(store: Path, versions: int, changes: int) -> list[int]:
     return used
 
 
-def test_memory_is_flat_while_two_scripted_layouts_take_turns(tmp_path: Path) -> None:
+def test_memory_is_flat_while_two_scripted_layouts_alternate(tmp_path: Path) -> None:
     """Checks the last third of 60 changes between rows over four ranks and rows on one rank."""
     for ranks in (4, 1):
         publish_next(tmp_path / "store", TABLES, world_size=ranks)
@@ -342,7 +342,7 @@ def test_memory_is_flat_while_two_scripted_layouts_take_turns(tmp_path: Path) ->
     assert max(used[40:]) <= 1.02 * used[39], used
 
 
-def test_memory_is_bounded_while_each_version_is_scripted_anew(tmp_path: Path) -> None:
+def test_memory_is_bounded_while_every_version_has_a_new_scripted_layout(tmp_path: Path) -> None:
     """Checks versions whose tables grow, so that each has another layout.
 
     Memory is flat once the maximum number of layouts is kept. The compilation unit of the process
@@ -356,7 +356,7 @@ def test_memory_is_bounded_while_each_version_is_scripted_anew(tmp_path: Path) -
     assert max(used[SCRIPTED_MAX + 2 :]) <= used[SCRIPTED_MAX + 1] + GROWN_KIB_MAX, used
 
 
-def test_what_was_column_wise_is_sharded_anew(tmp_path: Path) -> None:
+def test_column_wise_version_with_fewer_ranks_serves_its_own_rows(tmp_path: Path) -> None:
     tables: Tables = (("a", 30, 128, ["a"], SUM),)
     before = publish_next(tmp_path, tables, sharding="column_wise", world_size=2)
     after = publish_next(tmp_path, tables, sharding="column_wise", world_size=1)
@@ -364,7 +364,7 @@ def test_what_was_column_wise_is_sharded_anew(tmp_path: Path) -> None:
     check(restore(after, "cpu:1", programs=Programs([first])), after)
 
 
-def test_nothing_is_compiled_beside_lookups_that_run_modules(tmp_path: Path) -> None:
+def test_restore_without_compilation_reuses_programs_or_fails(tmp_path: Path) -> None:
     first = restore(publish_next(tmp_path, TABLES), "cpu:1")
     same, other = publish_next(tmp_path, TABLES), publish_next(tmp_path, TABLES[:2])
     check(restore(same, "cpu:1", programs=Programs([first]), may_compile=False), same)

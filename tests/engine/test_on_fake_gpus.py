@@ -67,7 +67,7 @@ class Operators(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Called(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Counts the operators that are called.
 
     Attributes:
@@ -134,7 +134,7 @@ def check_held(kernels: Any, version: ModelVersion, first_gpu: int = 0) -> None:
         ("data_parallel", "int8", 2),
     ],
 )
-def test_each_gpu_is_given_its_shards(
+def test_each_gpu_holds_its_shards(
     published: Publish, sharding: str, dtype: str, world_size: int
 ) -> None:
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
@@ -152,7 +152,9 @@ def test_each_gpu_is_given_its_shards(
 @pytest.mark.parametrize(
     ("sharding", "world_size"), [("table_wise", 1), ("row_wise", 2), ("data_parallel", 2)]
 )
-def test_rows_that_are_not_pooled_too(tmp_path: Path, sharding: str, world_size: int) -> None:
+def test_each_gpu_holds_its_shards_of_unpooled_tables(
+    tmp_path: Path, sharding: str, world_size: int
+) -> None:
     version = write_version(
         tmp_path, unpooled_source(), dtype="int8", sharding=sharding, world_size=world_size
     )
@@ -162,7 +164,7 @@ def test_rows_that_are_not_pooled_too(tmp_path: Path, sharding: str, world_size:
     check_held(sharded.module.tbes_configs(), version)
 
 
-def tensors_of(module: Any) -> set[torch.device]:
+def tensor_devices(module: Any) -> set[torch.device]:
     """Returns the devices of all tensors of ``module``."""
     own = [one for part in module.modules() for one in vars(part).values()]
     held = [one for one in own if isinstance(one, torch.Tensor)]
@@ -170,31 +172,31 @@ def tensors_of(module: Any) -> set[torch.device]:
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
-def test_a_replica_has_all_it_needs_on_its_own_gpu(published: Publish, sharding: str) -> None:
+def test_replica_holds_all_its_tensors_on_its_own_gpu(published: Publish, sharding: str) -> None:
     """Checks a replica whose rows are copied from the GPU of the first replica."""
     version = published(dtype="int8", sharding=sharding, world_size=1)
     with fake_gpus():
         first = shard_without_rows(version, version.plan, "cuda", is_weighted=False)
         gpu_copies(first.module, version)
-        with Called() as called:
+        with OperatorCounter() as counter:
             replica, weighted = (
                 shard_without_rows(version, version.plan, "cuda", is_weighted=one, first_gpu=1)
                 for one in (False, True)
             )
             share_rows(replica.module, first.module)
         share_rows(weighted.module, replica.module)
-    assert tensors_of(first.module) == {torch.device("cuda:0")}
+    assert tensor_devices(first.module) == {torch.device("cuda:0")}
     kernels = list(replica.module.tbes_configs())
-    assert called.between["cuda:0", "cuda:1"] == 2 * len(kernels)  # rows, none from a host
-    assert not called.between["cuda:1", "cuda:0"]
+    assert counter.between["cuda:0", "cuda:1"] == 2 * len(kernels)  # rows, none from a host
+    assert not counter.between["cuda:1", "cuda:0"]
     for one in (replica, weighted):
-        assert tensors_of(one.module) == {torch.device("cuda:1")}
+        assert tensor_devices(one.module) == {torch.device("cuda:1")}
         check_held(one.module.tbes_configs(), version, first_gpu=1)
     for kernel, twin in zip(kernels, weighted.module.tbes_configs(), strict=True):
         assert twin.weights_dev is kernel.weights_dev
 
 
-def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
+def look_up_empty_bags(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, OperatorCounter]:
     """Returns the result of a batch of empty bags, as float16, and the second batch's operators.
 
     The replica on ``gpu`` looks them up.
@@ -219,34 +221,32 @@ def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
         bags = EXAMPLES * len(manifest.features)
         packed = torch.zeros(bags + 1, dtype=torch.int32)
         batches.on_device(packed, bags, 0, as_float16=True)
-        with Called() as called:
-            answer = batches.on_device(packed, bags, 0, as_float16=True)
-    return answer, called
+        with OperatorCounter() as counter:
+            result_tensor = batches.on_device(packed, bags, 0, as_float16=True)
+    return result_tensor, counter
 
 
 @pytest.mark.parametrize(
     ("sharding", "gpu"), [("table_wise", 0), ("row_wise", 1), ("column_wise", 1)]
 )
-def test_one_gpu_is_sent_one_buffer_and_asked_about_no_other(
+def test_single_gpu_lookup_copies_one_buffer_without_querying_gpu_links(
     published: Publish, sharding: str, gpu: int
 ) -> None:
     """Checks that one GPU divides sums for means and rounds the result itself."""
     version = published(dtype="int8", sharding=sharding, world_size=1)
-    answer, called = ask(version, gpu)
-    assert (answer.device, answer.dtype) == (torch.device("cuda", gpu), torch.float16)
-    assert tuple(answer.shape) == (EXAMPLES, sum(version.manifest.length_per_key))
-    assert called.between == {("cpu", f"cuda:{gpu}"): 1}
-    assert called.counts["fbgemm.int_nbit_split_embedding_codegen_lookup_function"] >= 1
-    assert not any(called.counts[name] for name in TO_ONE_GPU)
+    result_tensor, counter = look_up_empty_bags(version, gpu)
+    assert (result_tensor.device, result_tensor.dtype) == (torch.device("cuda", gpu), torch.float16)
+    assert tuple(result_tensor.shape) == (EXAMPLES, sum(version.manifest.length_per_key))
+    assert counter.between == {("cpu", f"cuda:{gpu}"): 1}
+    assert counter.counts["fbgemm.int_nbit_split_embedding_codegen_lookup_function"] >= 1
+    assert not any(counter.counts[name] for name in TO_ONE_GPU)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("gpu", [0, 1])
-def test_one_gpu_is_asked_about_no_other_for_rows_that_are_not_pooled(
-    tmp_path: Path, gpu: int
-) -> None:
+def test_unpooled_single_gpu_lookup_does_not_query_gpu_links(tmp_path: Path, gpu: int) -> None:
     version = write_version(tmp_path, unpooled_source(), sharding="table_wise", world_size=1)
-    answer, called = ask(version, gpu)
-    assert (answer.device, answer.dtype) == (torch.device("cuda", gpu), torch.float16)
-    assert called.between == {("cpu", f"cuda:{gpu}"): 1}
-    assert not any(called.counts[name] for name in TO_ONE_GPU)
+    result_tensor, counter = look_up_empty_bags(version, gpu)
+    assert (result_tensor.device, result_tensor.dtype) == (torch.device("cuda", gpu), torch.float16)
+    assert counter.between == {("cpu", f"cuda:{gpu}"): 1}
+    assert not any(counter.counts[name] for name in TO_ONE_GPU)

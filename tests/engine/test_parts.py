@@ -51,9 +51,7 @@ def load(store: Path, model: str, number: int) -> ModelVersion:
 
 @pytest.mark.parametrize("number", range(PARTS))
 @pytest.mark.parametrize("model", ["weighted", "ranks"])
-def test_kernels_give_the_results_of_the_rows_of_the_part(
-    store: Path, model: str, number: int
-) -> None:
+def test_kernels_of_a_part_return_results_of_its_rows(store: Path, model: str, number: int) -> None:
     """Compiles lookups of the second part, whose rows start within the rows of the version."""
     engine = restore(load(store, model, number), "cpu", is_eager=number == 0)
     assert engine.lookup_kind == (SCRIPTED if number else EAGER)
@@ -63,15 +61,15 @@ def test_kernels_give_the_results_of_the_rows_of_the_part(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("number", range(PARTS))
 @pytest.mark.parametrize("model", ["weighted", "ranks"])
-def test_a_part_on_a_gpu(store: Path, model: str, number: int) -> None:
+def test_part_is_restored_on_a_gpu(store: Path, model: str, number: int) -> None:
     restore(load(store, model, number), "cuda")
 
 
-def test_another_number_of_ranks_and_resident_rows(store: Path) -> None:
+def test_resident_part_is_restored_on_another_number_of_ranks(store: Path) -> None:
     restore(make_resident(load(store, "weighted", 1)), "cpu:3", is_eager=True)
 
 
-def test_other_rows_than_those_of_the_goldens_are_found(
+def test_golden_mismatch_of_a_part_fails_the_restore(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version, other = load(store, "weighted", 1), load(store, "weighted", 0)
@@ -83,9 +81,7 @@ def test_other_rows_than_those_of_the_goldens_are_found(
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_a_program_is_not_reused_where_tables_lie_elsewhere_in_the_file(
-    tmp_path: Path, is_pooled: bool
-) -> None:
+def test_program_is_not_reused_if_table_offsets_differ(tmp_path: Path, is_pooled: bool) -> None:
     """Checks a program whose tables move in the file. Table c is in the other part.
 
     Restoring compares goldens.

@@ -21,13 +21,13 @@ Publish = Callable[..., ModelVersion]
 WAIT_S = 60.0
 
 
-class Held:
+class BlockingReplica:
     """A replica that blocks a lookup until the test allows a result: the ids, or an error."""
 
-    def __init__(self, came: SimpleQueue[Held]) -> None:
-        self.may_answer = Event()
+    def __init__(self, started: SimpleQueue[BlockingReplica]) -> None:
+        self.may_return = Event()
         self.failure: Exception | None = None
-        self._came = came
+        self._started = started
 
     def lookup(
         self,
@@ -36,66 +36,67 @@ class Held:
         weights: np.ndarray | None = None,
         as_float16: bool = False,
     ) -> np.ndarray:
-        self._came.put(self)
-        assert self.may_answer.wait(WAIT_S)
+        self._started.put(self)
+        assert self.may_return.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure
         return ids
 
 
-class Asked:
+class BlockingReplicas:
     """Replicas that block their lookups; each batch runs in a thread."""
 
     def __init__(self, replicas: int, threads: ThreadPoolExecutor) -> None:
-        self._came: SimpleQueue[Held] = SimpleQueue()
-        self.each = [Held(self._came) for _ in range(replicas)]
+        self._started: SimpleQueue[BlockingReplica] = SimpleQueue()
+        self.each = [BlockingReplica(self._started) for _ in range(replicas)]
         self._replicas = Replicas(self.each)
         self._threads = threads
 
-    def ask(self, ids: int) -> tuple[int, Future[np.ndarray]]:
+    def submit(self, ids: int) -> tuple[int, Future[np.ndarray]]:
         """Submits one bag of ``ids`` ids; returns the chosen replica's number and the result."""
         bag = np.zeros(ids, np.int64), np.full(1, ids, np.int32)
-        asked = self._threads.submit(self._replicas.lookup, *bag)
-        return self.each.index(self._came.get(timeout=WAIT_S)), asked
+        pending = self._threads.submit(self._replicas.lookup, *bag)
+        return self.each.index(self._started.get(timeout=WAIT_S)), pending
 
-    def answer(self) -> None:
+    def unblock_all(self) -> None:
         for one in self.each:
-            one.may_answer.set()
+            one.may_return.set()
 
 
-def test_a_batch_goes_where_least_is_under_way_and_equals_take_turns() -> None:
+def test_batch_goes_to_the_replica_with_least_work_in_flight() -> None:
     with ThreadPoolExecutor(8) as threads:
-        asked = Asked(3, threads)
+        blocking = BlockingReplicas(3, threads)
         try:
-            first = [asked.ask(ids) for ids in (100, 10, 50)]
+            first = [blocking.submit(ids) for ids in (100, 10, 50)]
             assert [chosen for chosen, _ in first] == [0, 1, 2]
-            assert [asked.ask(ids)[0] for ids in (30, 20, 9)] == [1, 1, 2]  # next to 10, 41 and 50
-            asked.each[0].may_answer.set()
+            # next to 10, 41 and 50
+            assert [blocking.submit(ids)[0] for ids in (30, 20, 9)] == [1, 1, 2]
+            blocking.each[0].may_return.set()
             first[0][1].result(WAIT_S)
-            assert asked.ask(1)[0] == 0
+            assert blocking.submit(1)[0] == 0
         finally:
-            asked.answer()
+            blocking.unblock_all()
 
 
-def test_what_failed_is_not_under_way() -> None:
+def test_failed_batches_do_not_count_as_in_flight() -> None:
     with ThreadPoolExecutor(2) as threads:
-        asked = Asked(2, threads)
-        asked.each[0].failure = ValueError("no")
-        chosen, failed = asked.ask(100)
+        blocking = BlockingReplicas(2, threads)
+        blocking.each[0].failure = ValueError("no")
+        chosen, failed = blocking.submit(100)
         assert chosen == 0
-        asked.answer()
+        blocking.unblock_all()
         with pytest.raises(ValueError, match="no"):
             failed.result(WAIT_S)
-        asked.each[0].failure = None
-        went = []
+        blocking.each[0].failure = None
+        chosen_replicas = []
         for _ in range(4):
-            chosen, answered = asked.ask(1)
-            answered.result(WAIT_S)
-            went.append(chosen)
-        assert went == [1, 0, 1, 0]
+            chosen, result = blocking.submit(1)
+            result.result(WAIT_S)
+            chosen_replicas.append(chosen)
+        assert chosen_replicas == [1, 0, 1, 0]
 
 
-class OfTwo(Engine):
+class TwoReplicaEngine(Engine):
     """An engine whose second replica adds ``error`` to its results."""
 
     error = 0.0
@@ -104,9 +105,9 @@ class OfTwo(Engine):
         return [self.lookup, lambda *batch: self.lookup(*batch) + self.error]
 
 
-def test_the_goldens_of_each_are_compared_at_the_start_and_later(published: Publish) -> None:
+def test_goldens_of_every_replica_are_compared_at_start_and_later(published: Publish) -> None:
     version = published(sharding="table_wise")
-    engine = OfTwo(version, version.plan, "cpu", [restore(version).compiled])
+    engine = TwoReplicaEngine(version, version.plan, "cpu", [restore(version).compiled])
     engine.warm_up()
     engine.check()
     engine.error = 1.0
@@ -116,7 +117,7 @@ def test_the_goldens_of_each_are_compared_at_the_start_and_later(published: Publ
         engine.warm_up()
 
 
-def test_each_answers_as_one_alone_would_to_many_at_once(published: Publish) -> None:
+def test_concurrent_lookups_on_replicas_equal_those_of_one_engine(published: Publish) -> None:
     version = published(dtype="int8", sharding="table_wise")
     engines = [restore(version), restore(version)]
     replicas = Replicas(engines)

@@ -39,7 +39,7 @@ class Sums(nn.Module):
         return values.sum()
 
 
-def test_what_is_the_same_for_every_batch_is_traced() -> None:
+def test_batch_independent_module_is_traced() -> None:
     traced = trace(Sums(by_slices=False), 2, CPU, is_weighted=False)
     assert traced is not None
     assert traced(torch.arange(5), torch.tensor([2, 3])) == 10
@@ -53,26 +53,26 @@ def test_weights_are_an_input_of_the_trace() -> None:
     assert traced(torch.tensor([4, 1]), torch.tensor([1, 1]), weights) == 4
 
 
-def test_what_depends_on_the_batch_is_not() -> None:
+def test_batch_dependent_module_is_not_traced() -> None:
     assert trace(Sums(by_slices=True), 2, CPU, is_weighted=False) is None
 
 
-def test_what_cannot_be_traced_is_not() -> None:
-    class Refusing(nn.Module):
+def test_module_that_fails_to_trace_is_not_traced() -> None:
+    class UntraceableModule(nn.Module):
         def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("unsupported output type")
 
-    assert trace(Refusing(), 2, CPU, is_weighted=False) is None
+    assert trace(UntraceableModule(), 2, CPU, is_weighted=False) is None
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
-def test_tables_on_one_rank_are_looked_up_by_a_trace(
+def test_tables_on_one_rank_use_a_traced_lookup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str
 ) -> None:
-    def refuse(*args: object, **options: object) -> None:
+    def fail_if_scripted(*args: object, **options: object) -> None:
         raise AssertionError("was scripted")
 
-    monkeypatch.setattr(Tracer, "trace", refuse)
+    monkeypatch.setattr(Tracer, "trace", fail_if_scripted)
     tables = [
         EmbeddingBagConfig(
             name=name,
@@ -90,5 +90,5 @@ def test_tables_on_one_rank_are_looked_up_by_a_trace(
     for batch_size in (1, 2, 64, 301):
         bags = sample(version, batch_size)
         ids, lengths = to_kjt(bags, version.manifest.features)
-        answer = engine.lookup(ids, lengths)
-        assert_same(answer, expected(stored_rows(version), version.manifest, bags))
+        result = engine.lookup(ids, lengths)
+        assert_same(result, expected(stored_rows(version), version.manifest, bags))

@@ -91,7 +91,7 @@ def test_float32_equals_the_source_collection(
 
 @pytest.mark.parametrize(("sharding", "world_size"), [("table_wise", 2), ("row_wise", 4)])
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
-def test_other_dtypes_equal_their_stored_rows(
+def test_float16_int8_and_int4_lookups_equal_stored_rows(
     write: Write, compiled_once: CompiledOnce, dtype: str, sharding: str, world_size: int
 ) -> None:
     """Compiles each dtype for one plan: compiling takes fifty times as long as restoring.
@@ -106,7 +106,7 @@ def test_other_dtypes_equal_their_stored_rows(
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-7)
 
 
-def test_int8_equals_dequantizing_by_hand(
+def test_int8_lookups_equal_dequantized_rows(
     ec: EmbeddingCollection, write: Write, compiled_once: CompiledOnce
 ) -> None:
     version = write(dtype="int8", sharding="row_wise", world_size=4)
@@ -118,7 +118,7 @@ def test_int8_equals_dequantizing_by_hand(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_table_its_own_dtype_and_sharding(
+def test_mixed_dtypes_and_sharding_return_stored_rows(
     write: Write, compiled_once: CompiledOnce, world_size: int
 ) -> None:
     version = write(dtype=MIXED_DTYPES, sharding=MIXED_SHARDING, world_size=world_size)
@@ -128,14 +128,14 @@ def test_every_table_its_own_dtype_and_sharding(
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-7)
 
 
-def test_a_table_on_every_rank_is_looked_up_once(ec: EmbeddingCollection, write: Write) -> None:
+def test_data_parallel_table_is_looked_up_once(ec: EmbeddingCollection, write: Write) -> None:
     version = write(sharding={**MIXED_SHARDING, "genre": "data_parallel"}, world_size=2)
     bags = jagged(version)
     expected = rows_of(source_rows(ec), version.manifest, bags)
     np.testing.assert_array_equal(lookup(restore(version), bags), expected)
 
 
-def test_a_feature_of_two_tables_has_the_rows_of_both(
+def test_feature_of_two_tables_returns_rows_of_both(
     ec: EmbeddingCollection, float32: tuple[Engine, ModelVersion]
 ) -> None:
     engine, version = float32
@@ -149,7 +149,9 @@ def test_a_feature_of_two_tables_has_the_rows_of_both(
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_where_each_feature_has_one_table_row_i_is_of_id_i(tmp_path: Path, sharding: str) -> None:
+def test_rows_are_in_order_of_ids_if_each_feature_has_one_table(
+    tmp_path: Path, sharding: str
+) -> None:
     ec = unpooled_collection([("a", 11, ["x", "y"]), ("b", 6, ["z"])])
     with torch.no_grad():
         for first, table in ((0, ec.embeddings["a"]), (100, ec.embeddings["b"])):
@@ -163,7 +165,7 @@ def test_where_each_feature_has_one_table_row_i_is_of_id_i(tmp_path: Path, shard
     assert values[:, 0].tolist() == [10, 0, 10, 3, 9, 105, 100, 105]
 
 
-def test_no_ids_are_no_rows(float32: tuple[Engine, ModelVersion]) -> None:
+def test_batch_without_ids_returns_no_rows(float32: tuple[Engine, ModelVersion]) -> None:
     engine, version = float32
     features = len(version.manifest.features)
     for batch_size in (1, 3):
@@ -172,7 +174,7 @@ def test_no_ids_are_no_rows(float32: tuple[Engine, ModelVersion]) -> None:
         assert values.dtype == np.float32
 
 
-def test_batches_of_every_size_follow_one_another(
+def test_consecutive_batches_of_different_sizes_return_stored_rows(
     write: Write, compiled_once: CompiledOnce
 ) -> None:
     """Checks that TorchScript's specialization for earlier batches does not affect later ones."""
@@ -198,7 +200,7 @@ def test_batches_of_every_size_follow_one_another(
         ({"sharding": MIXED_SHARDING, "world_size": 2}, False),
     ],
 )
-def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(
+def test_rows_already_in_key_order_are_not_copied(
     write: Write, options: dict[str, Any], is_whole: bool
 ) -> None:
     version = write(**options)
@@ -226,7 +228,9 @@ def test_tables_are_mapped_not_copied(float32: tuple[Engine, ModelVersion]) -> N
         assert {data.numel() for data, _ in compiled.rows} == {mapped.size}
 
 
-def test_another_number_of_ranks_is_planned_anew(ec: EmbeddingCollection, write: Write) -> None:
+def test_plan_is_recreated_for_another_number_of_ranks(
+    ec: EmbeddingCollection, write: Write
+) -> None:
     version = write(sharding="row_wise", world_size=2)
     engine = restore(version, "cpu:3", is_eager=True)
     assert engine.replanned
@@ -242,10 +246,10 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def refuse(*args: object, **options: object) -> None:
+    def fail_to_compile(*args: object, **options: object) -> None:
         raise RuntimeError("cannot be compiled")
 
-    monkeypatch.setattr(torch.jit, "script", refuse)
+    monkeypatch.setattr(torch.jit, "script", fail_to_compile)
     version = write(sharding=MIXED_SHARDING, world_size=2)
     with caplog.at_level(logging.WARNING):
         engine = restore(version)
@@ -256,26 +260,28 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(
     np.testing.assert_array_equal(lookup(engine, bags), expected)
 
 
-def test_rows_have_no_weights(write: Write) -> None:
+def test_weights_are_rejected_for_unpooled_tables(write: Write) -> None:
     engine = restore(write(), is_eager=True)
     with pytest.raises(ValueError, match="no weights"):
         engine.lookup(np.zeros(1, np.int64), np.array([1, 0, 0, 0], np.int32), np.ones(1))
 
 
-def test_wrong_rows_never_become_ready(compiled_once: CompiledOnce, write: Write) -> None:
-    class Changed(ModelVersion):
+def test_restore_rejects_rows_that_do_not_match_goldens(
+    compiled_once: CompiledOnce, write: Write
+) -> None:
+    class VersionWithOtherGoldens(ModelVersion):
         def goldens(self) -> Goldens:
             goldens = super().goldens()
-            answers = goldens.stored_answers.copy()
-            answers[-1] *= 1.01
-            return dataclasses.replace(goldens, stored_answers=answers)
+            results = goldens.stored_answers.copy()
+            results[-1] *= 1.01
+            return dataclasses.replace(goldens, stored_answers=results)
 
     version = write()
     fields = {field.name: getattr(version, field.name) for field in dataclasses.fields(version)}
     with pytest.raises(StoreError, match="'history@recent' are not the published ones"):
-        compiled_once.restore(Changed(**fields))
+        compiled_once.restore(VersionWithOtherGoldens(**fields))
 
 
-def test_a_column_wise_plan_is_refused_by_table_and_reason(write: Write) -> None:
+def test_column_wise_plan_is_rejected_for_unpooled_tables(write: Write) -> None:
     with pytest.raises(StoreError, match="column_wise is for pooled tables"):
         write(sharding={**MIXED_SHARDING, "movie": "column_wise"})

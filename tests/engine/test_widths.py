@@ -91,7 +91,7 @@ def source_rows(source: EmbeddingBagCollection) -> dict[str, np.ndarray]:
         *((dtype, *plan) for dtype in ("float16", "int8", "int4") for plan in FEW_PLANS),
     ],
 )
-def test_answers_are_as_wide_as_the_model(
+def test_results_have_table_widths_without_padding(
     ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str, sharding: str, world_size: int
 ) -> None:
     version = published(ebc, tmp_path, dtype=dtype, sharding=sharding, world_size=world_size)
@@ -104,13 +104,13 @@ def test_answers_are_as_wide_as_the_model(
     assert engine.lookup_kind == kind
     bags = sample(version)
     ids, lengths = to_kjt(bags, manifest.features)
-    answer = engine.lookup(ids, lengths)
-    assert answer.shape == (7, 36)
-    assert answer.flags.c_contiguous
-    assert_same(answer, expected(stored_rows(version), manifest, bags))
+    result = engine.lookup(ids, lengths)
+    assert result.shape == (7, 36)
+    assert result.flags.c_contiguous
+    assert_same(result, expected(stored_rows(version), manifest, bags))
     if dtype in BY_HAND:
         tables = {name: BY_HAND[dtype](rows) for name, rows in source_rows(ebc).items()}
-        assert_same(answer, expected(tables, manifest, bags))
+        assert_same(result, expected(tables, manifest, bags))
     weights = {f: [[0.5] * len(bag) for bag in bags[f]] for f in bags}
     halves = np.full(len(ids), 0.5, np.float32)
     weighted = engine.lookup(ids, lengths, halves)
@@ -118,7 +118,7 @@ def test_answers_are_as_wide_as_the_model(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_what_fills_a_row_up_leaves_its_scale(tmp_path: Path, dtype: str) -> None:
+def test_padding_does_not_change_row_scale(tmp_path: Path, dtype: str) -> None:
     """Checks that padding does not change a row's scale.
 
     A zero next to values around 100 would make each step many times as large.
@@ -131,8 +131,8 @@ def test_what_fills_a_row_up_leaves_its_scale(tmp_path: Path, dtype: str) -> Non
     steps = {"int8": 255, "int4": 15}[dtype]
     assert np.abs(stored_rows(version)["t"] - rows).max() < 0.5 / steps + 0.1  # float16 of 100
     ids = np.arange(50)
-    answer = restore(version).lookup(ids, np.ones(50, np.int32))
-    assert_same(answer, stored_rows(version)["t"])
+    result = restore(version).lookup(ids, np.ones(50, np.int32))
+    assert_same(result, stored_rows(version)["t"])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_fills_a_row_up_leaves_its_scale(tmp_path: Path, dtype: str) -> Non
         ("int4", "data_parallel", 2),
     ],
 )
-def test_rows_that_are_not_pooled_too(
+def test_unpooled_rows_have_table_width_without_padding(
     tmp_path: Path, dtype: str, sharding: str, world_size: int
 ) -> None:
     torch.manual_seed(12)
@@ -159,38 +159,36 @@ def test_rows_that_are_not_pooled_too(
     version = published(source, tmp_path, dtype=dtype, sharding=sharding, world_size=world_size)
     bags = sample(version)
     engine = restore(version, is_eager=dtype in ("float16", "int4"))
-    answer = engine.lookup(*to_kjt(bags, version.manifest.features))
-    assert answer.shape[1] == 10
-    assert answer.flags.c_contiguous
-    assert_same(answer, rows_of(stored_rows(version), version.manifest, bags))
+    result = engine.lookup(*to_kjt(bags, version.manifest.features))
+    assert result.shape[1] == 10
+    assert result.flags.c_contiguous
+    assert_same(result, rows_of(stored_rows(version), version.manifest, bags))
 
 
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:3"])
-def test_another_number_of_ranks_is_planned_anew(
+def test_lookups_on_another_number_of_ranks_equal_source_rows(
     ebc: EmbeddingBagCollection, tmp_path: Path, devices: str
 ) -> None:
     version = published(ebc, tmp_path, sharding="column_wise", world_size=2)
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
-    answer = restore(version, devices, is_eager=devices == "cpu:3").lookup(ids, lengths)
-    assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
+    result = restore(version, devices, is_eager=devices == "cpu:3").lookup(ids, lengths)
+    assert_same(result, expected(source_rows(ebc), version.manifest, bags))
 
 
-def test_the_next_version_needs_nothing_compiled(
-    ebc: EmbeddingBagCollection, tmp_path: Path
-) -> None:
+def test_next_version_reuses_compiled_program(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     before = restore(published(ebc, tmp_path))
     version = published(ebc, tmp_path)
     engine = restore(version, programs=Programs([before]))
     assert not Programs([before]).add(engine)
     bags = sample(version)
-    answer = engine.lookup(*to_kjt(bags, version.manifest.features))
-    assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
+    result = engine.lookup(*to_kjt(bags, version.manifest.features))
+    assert_same(result, expected(source_rows(ebc), version.manifest, bags))
 
 
-def test_eager_lookups_too(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+def test_eager_lookups_equal_source_rows(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     version = published(ebc, tmp_path, sharding="row_wise", world_size=2)
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
-    answer = restore(version, is_eager=True).lookup(ids, lengths)
-    assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
+    result = restore(version, is_eager=True).lookup(ids, lengths)
+    assert_same(result, expected(source_rows(ebc), version.manifest, bags))

@@ -37,7 +37,7 @@ class LocalShards:
     Attributes:
         replies: replies of parts that return no values, by part.
         changes: functions that change the response of a part, by part.
-        asked: called parts, in order.
+        called_parts: numbers of the called parts, in order.
         dtypes: dtype of the values of each response, in order.
         traced: call records of the last batch, by part.
     """
@@ -49,7 +49,7 @@ class LocalShards:
         self.budget = ValuesBudget()
         self.replies: dict[int, Reply] = {}
         self.changes: dict[int, Callable[[embedding_pb2.EmbedResponse], None]] = {}
-        self.asked: list[int] = []
+        self.called_parts: list[int] = []
         self.dtypes: list[str] = []
         self.traced: dict[int, CallTrace | None] = {}
         self.versions: list[ModelVersion] = [
@@ -64,7 +64,7 @@ class LocalShards:
         on_done: Callable[[Reply], None],
         calls: CallTrace | None,
     ) -> None:
-        self.asked.append(served.part)
+        self.called_parts.append(served.part)
         self.traced[served.part] = calls
         reply = self.replies.get(served.part) or self._answer(served, b"".join(message))
         assert self.loop is not None

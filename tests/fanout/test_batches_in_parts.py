@@ -20,7 +20,7 @@ Tables = dict[str, np.ndarray]
 
 
 @dataclass
-class Divided:
+class PartitionedModel:
     """A model with random rows, and the boundaries of its parts."""
 
     manifest: Manifest
@@ -34,16 +34,16 @@ class Divided:
         }
 
 
-def divided(tables: list[TableSpec], hosts: HostPlan, seed: int = 0) -> Divided:
+def partitioned_model(tables: list[TableSpec], hosts: HostPlan, seed: int = 0) -> PartitionedModel:
     random = np.random.default_rng(seed)
     rows = {
         table.name: random.standard_normal((table.num_embeddings, table.embedding_dim), np.float32)
         for table in tables
     }
-    return Divided(Manifest("m", 1, tuple(tables), False), hosts, rows)
+    return PartitionedModel(Manifest("m", 1, tuple(tables), False), hosts, rows)
 
 
-def answer(
+def whole_table_results(
     manifest: Manifest,
     rows: Tables,
     ids: np.ndarray,
@@ -69,9 +69,11 @@ def answer(
     return np.concatenate(blocks, axis=1 if manifest.is_pooled else 0)
 
 
-def ask(one: Divided, partition: Partition, lookups: list[PartLookup]) -> list[np.ndarray]:
+def part_results(
+    one: PartitionedModel, partition: Partition, lookups: list[PartLookup]
+) -> list[np.ndarray]:
     """Returns the results of the parts, whose feature order may differ from that of the ids."""
-    answers = []
+    part_values = []
     for lookup in lookups:
         part = partition.parts[lookup.part]
         sent = partition.sent_features(lookup.part)
@@ -83,10 +85,12 @@ def ask(one: Divided, partition: Partition, lookups: list[PartLookup]) -> list[n
         weights = lookup.weights
         if weights is not None:
             weights = np.concatenate([weights[span] for span in spans])
-        found = answer(part, one.part_rows(lookup.part), ids, lengths[order].reshape(-1), weights)
+        found = whole_table_results(
+            part, one.part_rows(lookup.part), ids, lengths[order].reshape(-1), weights
+        )
         assert found.shape == lookup.shape
-        answers.append(found)
-    return answers
+        part_values.append(found)
+    return part_values
 
 
 POOLED = [
@@ -130,10 +134,10 @@ COUNTS = st.integers(1, 6).flatmap(
 
 @settings(deadline=None)
 @given(COUNTS, st.integers(0, 2**32), st.booleans())
-def test_sums_of_parts_are_the_sums_of_whole_tables(
+def test_merged_part_sums_equal_sums_of_whole_tables(
     counts: list[list[int]], seed: int, is_weighted: bool
 ) -> None:
-    one = divided(POOLED, HOSTS)
+    one = partitioned_model(POOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     ids, lengths, weights = batch(one.manifest, counts, seed)
     given_weights = weights if is_weighted else None
@@ -145,10 +149,10 @@ def test_sums_of_parts_are_the_sums_of_whole_tables(
         assert lookup.lengths.size == partition.has_feature[lookup.part].sum() * lookup.shape[0]
         # Each feature's bags are packed: every example has an id of some feature.
         assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
-    for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):
+    for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
         found.add(lookup.part, values)
     merged = found.merge()
-    expected = answer(one.manifest, one.rows, ids, lengths, given_weights)
+    expected = whole_table_results(one.manifest, one.rows, ids, lengths, given_weights)
     assert merged.dtype == np.float32
     np.testing.assert_allclose(merged, expected, rtol=0, atol=1e-5)
 
@@ -163,8 +167,8 @@ UNPOOLED = [
 
 @settings(deadline=None)
 @given(COUNTS, st.integers(0, 2**32))
-def test_rows_of_parts_are_the_rows_of_whole_tables(counts: list[list[int]], seed: int) -> None:
-    one = divided(UNPOOLED, HOSTS)
+def test_merged_part_rows_equal_rows_of_whole_tables(counts: list[list[int]], seed: int) -> None:
+    one = partitioned_model(UNPOOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     ids, lengths, _ = batch(one.manifest, counts, seed)
     found = UnpooledBatch(partition, ids, lengths)
@@ -173,15 +177,15 @@ def test_rows_of_parts_are_the_rows_of_whole_tables(counts: list[list[int]], see
         ends = np.append(0, lookup.lengths.cumsum())
         for start, end in pairwise(ends.tolist()):
             assert len(set(lookup.ids[start:end].tolist())) == end - start
-    for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):
+    for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
         found.add(lookup.part, values)
     merged = found.merge()
-    assert np.array_equal(merged, answer(one.manifest, one.rows, ids, lengths, None))
+    assert np.array_equal(merged, whole_table_results(one.manifest, one.rows, ids, lengths, None))
 
 
 @pytest.mark.parametrize("tables", [POOLED, UNPOOLED])
-def test_the_ids_on_a_part_are_counted_by_feature_and_example(tables: list[TableSpec]) -> None:
-    one = divided(tables, HOSTS)
+def test_ids_on_a_part_are_counted_by_feature_and_example(tables: list[TableSpec]) -> None:
+    one = partitioned_model(tables, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     # history, candidate, genres, user; two examples
     lengths = np.array([1, 0, 0, 1, 0, 0, 0, 0], np.int32)
@@ -197,8 +201,8 @@ def test_the_ids_on_a_part_are_counted_by_feature_and_example(tables: list[Table
     assert counts == [[[1, 0], *nothing[1:]], nothing, [[0, 0], [0, 1], *nothing[2:]]]
 
 
-def test_skipped_ids_are_on_no_part() -> None:
-    one = divided(UNPOOLED, HOSTS)
+def test_skipped_ids_are_counted_on_no_part() -> None:
+    one = partitioned_model(UNPOOLED, HOSTS)
     lengths = np.array([2, 1, 0, 1, 0, 0, 0, 0], np.int32)
     found = UnpooledBatch(
         Partition(one.manifest, HOSTS), np.array([0, 19, 0, 40]), lengths, np.array([0, 2])
@@ -207,8 +211,8 @@ def test_skipped_ids_are_on_no_part() -> None:
     assert found.count_ids_on(2).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
 
 
-def test_the_same_batch_has_the_same_bits_in_any_order_of_answers() -> None:
-    one = divided(POOLED, HOSTS)
+def test_merged_sums_are_bitwise_equal_in_any_response_order() -> None:
+    one = partitioned_model(POOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     ids, lengths, weights = batch(one.manifest, [[9, 4, 7]] * 4, 5)
     results = set()
@@ -217,9 +221,9 @@ def test_the_same_batch_has_the_same_bits_in_any_order_of_answers() -> None:
             partition, PooledColumns(partition), partition.divide(ids, lengths, weights)
         )
         lookups = found.lookups()
-        answers = ask(one, partition, lookups)
+        part_values = part_results(one, partition, lookups)
         for i in order:
-            found.add(lookups[i].part, answers[i])
+            found.add(lookups[i].part, part_values[i])
         results.add(found.merge().tobytes())
     assert len(results) == 1
 
@@ -247,19 +251,19 @@ def test_vectors_of_any_width_are_added_in_few_chunks(dims: tuple[int, ...], wid
         TableSpec(f"t{i}", 60, dim, (f"f{i}",), "sum", "float32") for i, dim in enumerate(dims)
     ]
     hosts = HostPlan(3, {table.name: bounds for table in tables})
-    one = divided(tables, hosts)
+    one = partitioned_model(tables, hosts)
     partition = Partition(one.manifest, hosts)
     ids, lengths, _ = batch(one.manifest, counts, 3)
     found = PooledBatch(partition, PooledColumns(partition), partition.divide(ids, lengths))
     lookups = found.lookups()
-    for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):
+    for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
         found.add(lookup.part, values)
-    expected = answer(one.manifest, one.rows, ids, lengths, None)
+    expected = whole_table_results(one.manifest, one.rows, ids, lengths, None)
     np.testing.assert_allclose(found.merge(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_batch_without_ids_asks_nobody_and_is_zeros() -> None:
-    one = divided(POOLED, HOSTS)
+def test_batch_without_ids_calls_no_part_and_returns_zeros() -> None:
+    one = partitioned_model(POOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     divided_ids = partition.divide(np.empty(0, np.int64), np.zeros(8, np.int32))
     found = PooledBatch(partition, PooledColumns(partition), divided_ids)

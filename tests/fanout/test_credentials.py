@@ -20,7 +20,7 @@ def read(**files: Path) -> ShardCredentials:
     return ShardCredentials(settings(**files), lambda: None)
 
 
-def test_without_files_there_is_neither_tls_nor_a_token() -> None:
+def test_without_files_neither_tls_nor_a_token_is_used() -> None:
     credentials = read()
     assert credentials.options.ssl_context is None
     assert credentials.options.metadata == []
@@ -28,7 +28,7 @@ def test_without_files_there_is_neither_tls_nor_a_token() -> None:
     assert credentials.for_host("shard-0").server_hostname == "shard-0"
 
 
-async def test_a_token_that_changes_is_read_again(tmp_path: Path) -> None:
+async def test_changed_token_file_is_reloaded(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
     changes: list[None] = []
@@ -46,13 +46,13 @@ async def test_a_token_that_changes_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n", "two words", "a\nb", "x" * 4097, "\0"])
-def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_without_a_valid_token_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ValueError, match="token holds no token"):
         read(shard_token=tmp_path / "token")
 
 
-def test_damaged_certificates_are_refused(tmp_path: Path) -> None:
+def test_invalid_certificates_are_rejected(tmp_path: Path) -> None:
     authority = Authority()
     root, damaged = tmp_path / "ca.pem", tmp_path / "damaged.pem"
     root.write_bytes(authority.root)

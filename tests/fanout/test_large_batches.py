@@ -43,32 +43,32 @@ def array(values: np.ndarray | EmbedServeError) -> np.ndarray:
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_threads_divide_and_add_a_large_batch(
+def test_large_batches_are_divided_and_merged_in_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pooled: bool
 ) -> None:
     publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
     threads: dict[str, int] = {}
 
-    def note(kind: type, name: str) -> None:
+    def record_thread(kind: type, name: str) -> None:
         method = getattr(kind, name)
 
-        def noted(*arguments: object) -> object:
+        def recording_method(*arguments: object) -> object:
             threads[name] = threading.get_ident()
             return method(*arguments)
 
-        monkeypatch.setattr(kind, name, noted)
+        monkeypatch.setattr(kind, name, recording_method)
 
-    note(Partition, "divide")
-    note(PooledBatch if is_pooled else UnpooledBatch, "merge")
+    record_thread(Partition, "divide")
+    record_thread(PooledBatch if is_pooled else UnpooledBatch, "merge")
     found, used = [], []
     for inline_bytes_max in (1 << 30, 0):
         shards = LocalShards(tmp_path, "m", PARTS)
         with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max) as engine:
             assert shards.loop is not None
-            of_loop: Future[int] = Future()
-            shards.loop.call_soon_threadsafe(set_thread, of_loop)
+            loop_thread: Future[int] = Future()
+            shards.loop.call_soon_threadsafe(set_thread, loop_thread)
             found.append(array(batch_of(engine, *ids_of(engine))[1]))
-            used.append([thread == of_loop.result(60) for thread in threads.values()])
+            used.append([thread == loop_thread.result(60) for thread in threads.values()])
     assert np.array_equal(found[0], found[1])
     assert used == [[True, True], [False, False]]
 
@@ -81,7 +81,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0])
 @pytest.mark.parametrize("step", ["lookups", "add", "merge"])
-def test_a_step_that_fails_fails_the_batch_once_and_keeps_no_room(
+def test_failing_step_fails_the_batch_once_and_frees_its_budget(
     store: Path, monkeypatch: pytest.MonkeyPatch, step: str, inline_bytes_max: int
 ) -> None:
     def fail(*arguments: object) -> None:
@@ -101,7 +101,7 @@ def test_a_step_that_fails_fails_the_batch_once_and_keeps_no_room(
         assert used.result(60) == 0
 
 
-def test_batches_wait_for_room_for_the_values_of_their_parts(
+def test_batches_wait_for_the_memory_budget_of_part_values(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the budget of memory: without it, eight batches could take gigabytes.
@@ -114,13 +114,13 @@ def test_batches_wait_for_room_for_the_values_of_their_parts(
     with routed(shards, store, "m") as engine:
         ids, lengths = ids_of(engine)
         expected = engine.lookup(ids, lengths)
-        shards.asked.clear()
+        shards.called_parts.clear()
         ends: list[np.ndarray | EmbedServeError] = []
-        asked: list[list[int]] = []
+        called_parts: list[list[int]] = []
         is_done = threading.Event()
 
         def end(values: np.ndarray | EmbedServeError) -> None:
-            asked.append([*shards.asked])
+            called_parts.append([*shards.called_parts])
             ends.append(values)
             if len(ends) == 3:
                 is_done.set()
@@ -134,11 +134,11 @@ def test_batches_wait_for_room_for_the_values_of_their_parts(
         shards.loop.call_soon_threadsafe(begin)
         assert is_done.wait(60)
         assert all(np.array_equal(array(values), expected) for values in ends)
-        parts = len(set(shards.asked))
-        assert [len(one) for one in asked] == [parts, 2 * parts, 3 * parts]
+        parts = len(set(shards.called_parts))
+        assert [len(one) for one in called_parts] == [parts, 2 * parts, 3 * parts]
 
 
-async def test_a_batch_of_any_size_begins_alone_and_small_ones_at_once(
+async def test_oversized_batch_begins_alone_and_small_batches_immediately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 10)
@@ -161,7 +161,7 @@ async def test_a_batch_of_any_size_begins_alone_and_small_ones_at_once(
     assert begun[-1] == 5
 
 
-async def test_a_batch_waits_no_longer_than_until_its_deadline(
+async def test_waiting_batch_expires_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 10)
@@ -182,7 +182,7 @@ def never() -> None:
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled: bool) -> None:
+def test_estimate_of_part_values_is_a_close_upper_bound(tmp_path: Path, is_pooled: bool) -> None:
     """Checks the estimate from above, too.
 
     With a larger estimate, batches would wait and use threads needlessly.
@@ -197,7 +197,7 @@ def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled:
         assert most <= engine._parted.values_bytes(batch) <= 8 * most
 
 
-def test_the_event_loop_is_free_while_a_large_batch_is_divided(
+def test_event_loop_is_free_while_a_large_batch_is_divided(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that dividing runs in a thread, which waits for the event loop.
@@ -209,8 +209,8 @@ def test_the_event_loop_is_free_while_a_large_batch_is_divided(
 
     def divide_slowly(self: Partition, *arguments: np.ndarray) -> object:
         assert shards.loop is not None
-        turned = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), shards.loop)
-        turned.result(60)
+        iteration = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), shards.loop)
+        iteration.result(60)
         return divide(self, *arguments)
 
     with routed(shards, store, "m", inline_bytes_max=0) as engine:

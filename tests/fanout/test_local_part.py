@@ -30,7 +30,7 @@ from embedserve_store import ModelStore, StoreError, publish
 from embedserve_store.parts.part import LocalTables
 
 PARTS = 3
-ANY = LocalTables(1 << 40)
+UNLIMITED = LocalTables(1 << 40)
 
 
 def publish_small(
@@ -73,12 +73,14 @@ def programs() -> Programs:
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_it_answers_as_whole_tables_do(tmp_path: Path, is_pooled: bool) -> None:
+def test_results_with_local_tables_equal_those_of_whole_tables(
+    tmp_path: Path, is_pooled: bool
+) -> None:
     """Checks tables of four dtypes; other tests have local tables of float32."""
     dtypes = {"movie": "float32", "genre": "int8", "user": "int4", "recent": "float16"}
     publish_small(tmp_path, is_pooled=is_pooled, dtype=dtypes)
     shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m", local=ANY) as engine:
+    with routed(shards, tmp_path, "m", local=UNLIMITED) as engine:
         assert engine.local_tables == ("genre", "user", "recent")
         engine.warm_up()
         check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
@@ -103,7 +105,7 @@ def engine(
     published: Path, shards: LocalShards, programs: Programs, request: pytest.FixtureRequest
 ) -> Iterator[RouterEngine]:
     options: dict[str, Any] = {
-        "local": ANY,
+        "local": UNLIMITED,
         "inline_bytes_max": request.param,
         "programs": programs,
     }
@@ -118,29 +120,31 @@ MIXED = (np.array([2, 9000, 19, 3]), np.array([1, 0, 0, 1, 0, 0, 1, 0, 1, 0], np
 """(ids, lengths) where only the second example has an id of the large table."""
 
 
-def test_a_batch_of_small_tables_needs_no_shard(engine: RouterEngine, shards: LocalShards) -> None:
+def test_batch_with_only_local_ids_calls_no_shard(
+    engine: RouterEngine, shards: LocalShards
+) -> None:
     assert engine.manifest.features == FEATURES
     for part in range(PARTS):
         shards.replies[part] = Reply(UNAVAILABLE)
     batch, values = batch_of(engine, *SMALL)
     assert list(batch.failures) == []
-    assert shards.asked == []
+    assert shards.called_parts == []
     assert isinstance(values, np.ndarray)
     whole = LocalShards(shards_store(shards), "m", PARTS)
     with routed(whole, shards_store(shards), "m") as other:
         np.testing.assert_array_equal(values, other.lookup(*SMALL))
-    assert whole.asked
+    assert whole.called_parts
 
 
 def shards_store(shards: LocalShards) -> Path:
     return shards.versions[0].path.parent.parent
 
 
-def test_lost_shards_fail_only_examples_with_their_ids(
+def test_unavailable_shards_fail_only_examples_with_their_ids(
     engine: RouterEngine, shards: LocalShards
 ) -> None:
     expected = engine.lookup(*MIXED)
-    assert shards.asked == [2]
+    assert shards.called_parts == [2]
     shards.replies[2] = Reply(UNAVAILABLE)
     batch, values = batch_of(engine, *MIXED)
     [(examples, _)] = batch.failures
@@ -173,18 +177,18 @@ def test_all_tables_may_be_local(tmp_path: Path, is_pooled: bool) -> None:
     """Checks a router that holds all requested tables, so that the shards' parts have none."""
     publish_small(tmp_path, is_pooled=is_pooled, sharding="table_wise")
     shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m", local=ANY) as engine:
+    with routed(shards, tmp_path, "m", local=UNLIMITED) as engine:
         assert engine.local_tables == ("genre", "movie", "user", "recent")
         engine.warm_up()
         check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
-    assert shards.asked == []
+    assert shards.called_parts == []
 
 
-def test_a_later_version_of_the_layout_is_not_compiled(tmp_path: Path) -> None:
+def test_later_version_with_same_layout_reuses_compiled_programs(tmp_path: Path) -> None:
     parts, engines = LocalParts(0), []
     for seed in (5, 6):
         publish_small(tmp_path, seed=seed)
-        local = parts.open(ModelStore(tmp_path, holds=ANY).load("m"))
+        local = parts.open(ModelStore(tmp_path, holds=UNLIMITED).load("m"))
         assert local is not None
         engines.append(local._engine)
     first, second = ([one.program for one in engine.compiled] for engine in engines)
@@ -195,7 +199,7 @@ def test_a_later_version_of_the_layout_is_not_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_a_later_version_is_compiled_where_its_tables_lie_elsewhere_in_the_file(
+def test_later_version_with_other_table_offsets_matches_its_goldens(
     tmp_path: Path, is_pooled: bool
 ) -> None:
     """Checks local tables that move in the file behind a table that is not local.
@@ -205,7 +209,7 @@ def test_a_later_version_is_compiled_where_its_tables_lie_elsewhere_in_the_file(
     parts, offsets = LocalParts(0), []
     for movies in (9001, 9216):
         publish_small(tmp_path, is_pooled=is_pooled, movies=movies, layout_changed=True)
-        version = ModelStore(tmp_path, holds=ANY).load("m")
+        version = ModelStore(tmp_path, holds=UNLIMITED).load("m")
         local = parts.open(version)
         assert local is not None
         assert local._engine.lookup_kind == SCRIPTED
@@ -213,14 +217,14 @@ def test_a_later_version_is_compiled_where_its_tables_lie_elsewhere_in_the_file(
     assert offsets[0] != offsets[1]
 
 
-def test_without_bytes_no_table_is_local(published: Path, shards: LocalShards) -> None:
+def test_byte_limit_of_zero_keeps_no_table_local(published: Path, shards: LocalShards) -> None:
     with routed(shards, published, "m", local=LocalTables(0)) as engine:
         assert engine.local_tables == ()
         engine.lookup(*SMALL)
-    assert shards.asked
+    assert shards.called_parts
 
 
-def test_a_damaged_local_table_is_found_before_it_serves(published: Path, tmp_path: Path) -> None:
+def test_damaged_local_table_is_rejected_before_serving(published: Path, tmp_path: Path) -> None:
     store = writable(shutil.copytree(published, tmp_path / "store"))
     whole, path = ModelStore(store).load("m"), store / "m" / "1" / "tables.safetensors"
     data = bytearray(path.read_bytes())
@@ -228,17 +232,17 @@ def test_a_damaged_local_table_is_found_before_it_serves(published: Path, tmp_pa
     path.write_bytes(data)
     with (
         pytest.raises(StoreError, match="table 'user': sha256 is "),
-        routed(LocalShards(store, "m", PARTS), store, "m", local=ANY),
+        routed(LocalShards(store, "m", PARTS), store, "m", local=UNLIMITED),
     ):
         pass
 
 
-def test_rows_that_change_later_are_found(
+def test_check_detects_rows_changed_after_the_start(
     published: Path, tmp_path: Path, programs: Programs
 ) -> None:
     store = writable(shutil.copytree(published, tmp_path / "store"))
     shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", local=ANY, programs=programs) as engine:
+    with routed(shards, store, "m", local=UNLIMITED, programs=programs) as engine:
         engine.check()
         path = store / "m" / "1" / "tables.safetensors"
         path.write_bytes(path.read_bytes())
@@ -246,11 +250,11 @@ def test_rows_that_change_later_are_found(
             engine.check()
 
 
-def test_a_released_engine_is_freed_without_a_collection(
+def test_released_engine_is_freed_without_garbage_collection(
     published: Path, shards: LocalShards, programs: Programs
 ) -> None:
     """Checks references: objects of a server's start are never collected (gc.freeze)."""
-    with routed(shards, published, "m", local=ANY, programs=programs) as engine:
+    with routed(shards, published, "m", local=UNLIMITED, programs=programs) as engine:
         engine.warm_up()
         version = weakref.ref(engine._version)
         freed = weakref.ref(engine)

@@ -28,7 +28,7 @@ from embedserve_proto import embedding_pb2
 from embedserve_store import StoreError, publish
 
 PARTS, ROWS, FEATURES = 3, 30, 2
-ZEROS, GONE = MissingPolicy("zeros"), lost("no replica")
+ZEROS, NO_REPLICA = MissingPolicy("zeros"), lost("no replica")
 USER_FAILS = MissingPolicy("zeros", {"user": "fail"})
 # Rows 0 to 9 are on part 0, 10 to 19 on part 1, 20 to 29 on part 2. The requests have two examples
 # and one example. Their ids of user (sums) are [0, 10, 11], [12], [5]. Their ids of item (means)
@@ -54,7 +54,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def without(engine: RouterEngine, parts: list[int], weights: np.ndarray | None) -> np.ndarray:
+def values_without(
+    engine: RouterEngine, parts: list[int], weights: np.ndarray | None
+) -> np.ndarray:
     """Returns the values of the batch without the ids of ``parts``."""
     is_there = ~np.isin(IDS // 10, parts)
     bags = np.repeat(np.arange(LENGTHS.size), LENGTHS)[is_there]
@@ -64,14 +66,14 @@ def without(engine: RouterEngine, parts: list[int], weights: np.ndarray | None) 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("parts", [[1], [0, 1], [0, 1, 2]])
-def test_it_answers_as_if_the_ids_had_not_been_sent(
+def test_result_equals_a_request_without_the_missing_ids(
     store: Path, parts: list[int], weights: np.ndarray | None
 ) -> None:
     """Checks that a mean counts only the ids that were found."""
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=ZEROS) as engine:
-        expected = without(engine, parts, weights)
-        shards.replies = dict.fromkeys(parts, GONE)
+        expected = values_without(engine, parts, weights)
+        shards.replies = dict.fromkeys(parts, NO_REPLICA)
         batch, values = batch_of(engine, IDS, LENGTHS, weights, SIZES)
     assert isinstance(values, np.ndarray)
     np.testing.assert_array_equal(values, expected)
@@ -82,21 +84,21 @@ def test_it_answers_as_if_the_ids_had_not_been_sent(
     assert batch.missing_parts == [part for part in parts if part < 2]  # no id is on part 2
 
 
-def test_nothing_is_said_where_nothing_is_missing(store: Path) -> None:
+def test_complete_batch_reports_no_missing_parts(store: Path) -> None:
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=ZEROS) as engine:
-        shards.replies[2] = GONE
+        shards.replies[2] = NO_REPLICA
         batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
     assert batch.is_whole
     assert batch.missing_parts == ()
 
 
-def test_tables_may_differ(store: Path) -> None:
+def test_missing_rows_of_a_required_table_fail_the_request(store: Path) -> None:
     """Checks a request with missing rows of a table that must not be missing: it fails."""
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=USER_FAILS) as engine:
-        expected = without(engine, [1], None)
-        shards.replies[1] = GONE
+        expected = values_without(engine, [1], None)
+        shards.replies[1] = NO_REPLICA
         batch, values = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
         [(examples, error)] = batch.failures
         assert examples.tolist() == [0, 1]
@@ -126,7 +128,7 @@ def other_version(response: embedding_pb2.EmbedResponse) -> None:
         None,
     ],
 )
-def test_only_a_part_without_a_replica_is_missing(store: Path, reply: Reply | None) -> None:
+def test_only_parts_without_a_replica_count_as_missing(store: Path, reply: Reply | None) -> None:
     """Checks that a late, overloaded or wrong part is an ordinary error."""
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=ZEROS) as engine:
@@ -134,7 +136,7 @@ def test_only_a_part_without_a_replica_is_missing(store: Path, reply: Reply | No
             shards.changes[1] = other_version
         else:
             shards.replies[1] = reply
-        shards.replies[0] = GONE
+        shards.replies[0] = NO_REPLICA
         batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
     [(examples, error)] = batch.failures
     assert examples.tolist() == [0, 1, 2]
@@ -143,12 +145,12 @@ def test_only_a_part_without_a_replica_is_missing(store: Path, reply: Reply | No
     assert batch.missing_counts.tolist() == [[1, 2], [1, 0]]
 
 
-def test_goldens_lack_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goldens_fail_if_a_part_is_missing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_engine, "GOLDENS_RETRY_S_MAX", 0)
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=ZEROS) as engine:
         engine.warm_up()
-        shards.replies[1] = GONE
+        shards.replies[1] = NO_REPLICA
         with pytest.raises(StoreError, match="part 1 of 3 of 'm' version 1 is not available"):
             engine.warm_up()
         with pytest.raises(MissingPartError):
@@ -163,7 +165,7 @@ def test_missing_rows_of_an_unpooled_model_are_zeros(tmp_path: Path) -> None:
         ids = np.stack([np.zeros_like(rows), rows - 1], axis=1).reshape(-1)
         lengths = np.full(rows.size, 2, np.int32)
         expected = engine.lookup(ids, lengths)
-        shards.replies[PARTS - 1] = GONE
+        shards.replies[PARTS - 1] = NO_REPLICA
         batch, values = batch_of(engine, ids, lengths)
     assert isinstance(values, np.ndarray)
     assert batch.missing_counts is not None

@@ -43,7 +43,7 @@ PARTS = 3
 @pytest.mark.parametrize("parts", [2, 4, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_it_answers_as_whole_tables_do(
+def test_results_equal_those_of_whole_tables(
     tmp_path: Path, dtype: str, is_pooled: bool, parts: int
 ) -> None:
     source = pooled_source() if is_pooled else unpooled_source()
@@ -54,7 +54,7 @@ def test_it_answers_as_whole_tables_do(
         check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
 
 
-def test_two_runs_give_the_same_bits(tmp_path: Path) -> None:
+def test_repeated_lookups_are_bitwise_equal(tmp_path: Path) -> None:
     publish(pooled_source(), tmp_path, model="m", hosts=4)
     ids, lengths = np.tile(np.arange(20), 6), np.full(24, 5, np.int32)
     ids = ids % np.repeat(ModelStore(tmp_path).manifest("m").rows_per_feature, 30)
@@ -100,7 +100,7 @@ IDS, LENGTHS = np.array([0, 10, 11, 20]), np.array([1, 2, 1], np.int32)
         (Reply(INTERNAL, "a secret"), EngineError, "the server's log says why"),
     ],
 )
-def test_only_the_examples_of_a_part_that_fails_fail(
+def test_failing_part_fails_only_its_examples(
     engine: RouterEngine,
     shards: LocalShards,
     reply: Reply,
@@ -122,7 +122,7 @@ def test_only_the_examples_of_a_part_that_fails_fail(
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_partial_values_may_be_rounded(tmp_path: Path, is_pooled: bool) -> None:
+def test_partial_values_are_rounded_to_the_partial_dtype(tmp_path: Path, is_pooled: bool) -> None:
     source = pooled_source() if is_pooled else unpooled_source()
     publish(source, tmp_path, model="m", hosts=PARTS)
     answers = {}
@@ -144,7 +144,7 @@ def test_partial_values_may_be_rounded(tmp_path: Path, is_pooled: bool) -> None:
     assert 0 < np.abs(exact - rounded).max() < 2.0**-9 * np.abs(exact).max()
 
 
-class EndedShards(LocalShards):
+class StoppingShards(LocalShards):
     """Shards whose event loop ends during a lookup, as in a server after its last batch."""
 
     def call_part(self, *_: object) -> None:
@@ -152,17 +152,15 @@ class EndedShards(LocalShards):
         self.loop.stop()
 
 
-def test_a_lookup_ends_with_the_event_loop(store: Path) -> None:
+def test_lookup_fails_when_the_event_loop_ends(store: Path) -> None:
     with (
-        routed(EndedShards(store, "m", PARTS), store, "m") as engine,
+        routed(StoppingShards(store, "m", PARTS), store, "m") as engine,
         pytest.raises(EngineError, match="the event loop has ended"),
     ):
         engine.lookup(IDS, LENGTHS)
 
 
-def test_a_part_that_fails_leaves_the_rounded_values_of_the_others(
-    store: Path, shards: LocalShards
-) -> None:
+def test_failing_part_keeps_rounded_values_of_other_parts(store: Path, shards: LocalShards) -> None:
     with routed(shards, store, "m", "float16") as engine:
         expected = engine.lookup(IDS, LENGTHS)
         shards.replies[1] = Reply(UNAVAILABLE)
@@ -190,7 +188,7 @@ def other_dtype(response: embedding_pb2.EmbedResponse) -> None:
 
 
 @pytest.mark.parametrize("change", [other_version, other_model, fewer_values, other_dtype])
-def test_a_wrong_answer_is_no_answer(
+def test_invalid_part_response_fails_its_examples(
     engine: RouterEngine,
     shards: LocalShards,
     change: object,
@@ -204,7 +202,7 @@ def test_a_wrong_answer_is_no_answer(
     assert "part 2 of 3 of 'm' version 1 fails" in caplog.text
 
 
-def test_the_calls_to_all_parts_are_recorded_for_the_batch(
+def test_calls_to_all_parts_are_traced_for_the_batch(
     engine: RouterEngine, shards: LocalShards
 ) -> None:
     calls = CallTrace(TraceContext("a" * 32, "", True))
@@ -214,15 +212,15 @@ def test_the_calls_to_all_parts_are_recorded_for_the_batch(
     assert shards.traced == dict.fromkeys(range(PARTS))
 
 
-def test_parts_without_ids_are_not_asked(engine: RouterEngine, shards: LocalShards) -> None:
+def test_parts_without_ids_are_not_called(engine: RouterEngine, shards: LocalShards) -> None:
     engine.lookup(np.array([12, 13]), np.array([2, 0], np.int32))
-    assert shards.asked == [1]
+    assert shards.called_parts == [1]
     zeros = engine.lookup(np.empty(0, np.int64), np.zeros(2, np.int32))
-    assert shards.asked == [1]
+    assert shards.called_parts == [1]
     assert np.array_equal(zeros, np.zeros((2, 4), np.float32))
 
 
-def test_rows_that_are_not_the_published_ones_are_found(
+def test_warm_up_rejects_rows_that_do_not_match_goldens(
     engine: RouterEngine, shards: LocalShards
 ) -> None:
     engine.warm_up()
@@ -237,7 +235,7 @@ def test_rows_that_are_not_the_published_ones_are_found(
     assert type(raised.value) is StoreError
 
 
-def test_goldens_that_are_not_answered_are_looked_up_again(
+def test_failed_golden_lookups_are_retried(
     engine: RouterEngine, shards: LocalShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -261,7 +259,7 @@ def test_goldens_that_are_not_answered_are_looked_up_again(
         (Reply(RESOURCE_EXHAUSTED, "9 bytes, the limit is 8"), 600.0, "a request of this size"),
     ],
 )
-def test_goldens_are_not_looked_up_for_ever(
+def test_golden_lookups_are_not_retried_forever(
     engine: RouterEngine,
     shards: LocalShards,
     monkeypatch: pytest.MonkeyPatch,
@@ -273,4 +271,4 @@ def test_goldens_are_not_looked_up_for_ever(
     shards.replies[0] = reply
     with pytest.raises(UnopenedError, match=f"its goldens were not answered: .*{words}"):
         engine.warm_up()
-    assert shards.asked.count(0) == 1
+    assert shards.called_parts.count(0) == 1

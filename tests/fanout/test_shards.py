@@ -31,14 +31,14 @@ class FoundShards:
     """The shards of an address file, over fake connections.
 
     Attributes:
-        looks: number of polls for missing parts.
+        polls: number of polls for missing parts.
         token: file with the token that the shards receive.
         options: options of the newest connection of each part.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.connections: dict[int, FakeConnection] = {}  # by port, which is the number of the part
-        self.looks = 0
+        self.polls = 0
         addresses = folder / "shards.json"
         addresses.write_text(json.dumps({str(part): [f"a:{part + 1}"] for part in range(PARTS)}))
         monkeypatch.setattr(shards_module, "ShardConnection", self._connect)
@@ -52,10 +52,10 @@ class FoundShards:
             )
         )
         self._missing = self.shards._missing
-        monkeypatch.setattr(self.shards, "_missing", self._look)
+        monkeypatch.setattr(self.shards, "_missing", self._poll)
 
-    def _look(self, parts: list[ServedPart]) -> str:
-        self.looks += 1
+    def _poll(self, parts: list[ServedPart]) -> str:
+        self.polls += 1
         return self._missing(parts)
 
     def _connect(
@@ -70,10 +70,10 @@ class FoundShards:
         self.connections[part] = FakeConnection(FakeTime(), address, on_ready, on_end)
         return self.connections[part]
 
-    async def more_looks(self, opening: asyncio.Task[Any]) -> None:
+    async def wait_for_two_polls(self, opening: asyncio.Task[Any]) -> None:
         """Returns after two more polls, or once ``opening`` has ended."""
-        until_looks = self.looks + 2
-        await until(lambda: opening.done() or self.looks >= until_looks)
+        polls_min = self.polls + 2
+        await until(lambda: opening.done() or self.polls >= polls_min)
 
     def join(self, part: int, version: ModelVersion) -> None:
         manifest = version.whole
@@ -103,13 +103,13 @@ def found(tmp_path: Path, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
     return FoundShards(tmp_path, monkeypatch)
 
 
-async def test_it_opens_a_version_once_each_part_has_a_replica(
+async def test_version_opens_once_each_part_has_a_replica(
     found: FoundShards, version: ModelVersion
 ) -> None:
     async with found.shards._running():
         opening = asyncio.create_task(asyncio.to_thread(found.shards.open, version))
         for part in range(PARTS):
-            await found.more_looks(opening)
+            await found.wait_for_two_polls(opening)
             assert not opening.done()
             found.join(part, version)
         engine = await opening
@@ -117,7 +117,7 @@ async def test_it_opens_a_version_once_each_part_has_a_replica(
         assert found.shards.replicas("m", 1) == [1, 1]
 
 
-async def test_a_token_that_changes_is_sent_to_the_shards_on_new_connections(
+async def test_changed_token_is_sent_on_new_connections(
     found: FoundShards, version: ModelVersion
 ) -> None:
     async with found.shards._running():
@@ -137,7 +137,7 @@ async def test_a_token_that_changes_is_sent_to_the_shards_on_new_connections(
         del engine
 
 
-async def test_it_gives_up_after_a_time_and_says_what_is_missing(
+async def test_opening_times_out_and_names_the_missing_part(
     found: FoundShards, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards_module, "OPEN_S_MAX", 0.0)
@@ -146,7 +146,7 @@ async def test_it_gives_up_after_a_time_and_says_what_is_missing(
             await asyncio.to_thread(found.shards.open, version)
 
 
-async def test_it_waits_for_addresses_that_cannot_be_read(
+async def test_opening_waits_until_the_address_file_is_readable(
     found: FoundShards, version: ModelVersion, tmp_path: Path
 ) -> None:
     addresses = tmp_path / "shards.json"

@@ -117,15 +117,17 @@ class Neighbour:
 
     def begin(self) -> Seen:
         """Discards the previous measurements; returns the measurements of one new round."""
-        return self._ask(BEGIN)
+        return self._request(BEGIN)
 
     def seen(self) -> Seen:
         """Returns the measurements since `begin`, including a whole round that starts now."""
-        return self._ask(SEEN)
+        return self._request(SEEN)
 
-    def _ask(self, what: str) -> Seen:
+    def _request(self, what: str) -> Seen:
         self._channel.send(what)
-        assert self._channel.poll(ROUND_S_MAX), f"the neighbour has no answer for {ROUND_S_MAX:g} s"
+        assert self._channel.poll(ROUND_S_MAX), (
+            f"the canary client has no response for {ROUND_S_MAX:g} s"
+        )
         seen = self._channel.recv()
         assert isinstance(seen, Seen)
         return seen
@@ -140,7 +142,7 @@ def _run(
     channel: Connection[Seen, str],
 ) -> None:
     """Runs rounds until the channel closes. Replies to a request after a round that began later."""
-    seen, asked, pause_s = Seen(), "", REST_S
+    seen, requested, pause_s = Seen(), "", REST_S
     tls = ssl.create_default_context(cafile=root) if root else None
     for health_s, embed_s, failure in _rounds(http_port, grpc_port, pid, rows, tls):
         seen.rounds += 1
@@ -149,19 +151,19 @@ def _run(
         seen.anonymous_kib_max = max(seen.anonymous_kib_max, anonymous_kib(pid))
         if failure:
             seen.failures.append(f"{monotonic():.3f}: {failure}")
-        if asked:
-            if asked == BEGIN:
+        if requested:
+            if requested == BEGIN:
                 # Both connections are open at this point; they are reopened after other rounds.
                 seen.sockets = open_sockets(pid)
             channel.send(seen)
-            pause_s = PAUSE_S if asked == BEGIN else REST_S
-            asked = ""
+            pause_s = PAUSE_S if requested == BEGIN else REST_S
+            requested = ""
         try:
             if channel.poll(pause_s):
-                asked = channel.recv()
+                requested = channel.recv()
         except EOFError:
             return
-        if asked == BEGIN:
+        if requested == BEGIN:
             seen = Seen()
 
 
@@ -200,8 +202,8 @@ def _round(
 ) -> Round:
     start_s = uncrowded_s(pid)
     health.request("GET", "/health/live")
-    answer = health.getresponse()
-    live = answer.status, answer.read()
+    response = health.getresponse()
+    live = response.status, response.read()
     between_s = uncrowded_s(pid)
     ids = [number % len(rows), (number * 7) % len(rows)]
     peer.send(f.call(stream, embed_request(ids)))
@@ -216,9 +218,9 @@ def _round(
 
 def embedded(peer: Peer, stream: int) -> np.ndarray:
     """Returns the values in the response to a call, one row for each example."""
-    answer = peer.answer(stream)
-    assert answer.reset_code is None
-    assert answer.grpc_status == 0, answer.grpc_message
-    response = pb.EmbedResponse.FromString(answer.body[5:])
-    peer.answers.pop(stream)
-    return np.frombuffer(response.values, "<f4").reshape(response.batch_size, -1)
+    response = peer.response(stream)
+    assert response.reset_code is None
+    assert response.grpc_status == 0, response.grpc_message
+    message = pb.EmbedResponse.FromString(response.body[5:])
+    peer.responses.pop(stream)
+    return np.frombuffer(message.values, "<f4").reshape(message.batch_size, -1)

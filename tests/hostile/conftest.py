@@ -89,10 +89,10 @@ def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
             process.kill()
 
 
-def victim_and_neighbour(
+def victim_and_canary(
     *limits: str, has_tls: bool = False
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the fixtures ``victim`` and ``neighbour``: a server with these limits and its canary
+    """Returns the fixtures ``victim`` and ``canary``: a server with these limits and its canary
     client. A module that assigns both has a server of its own.
     """
 
@@ -108,15 +108,15 @@ def victim_and_neighbour(
             yield replace(victim, root=root)
 
     @pytest.fixture(scope="session")
-    def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
+    def canary(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
         ports = victim.http_port, victim.grpc_port
-        with Neighbour(*ports, victim.pid, rows, victim.root) as neighbour:
-            yield neighbour
+        with Neighbour(*ports, victim.pid, rows, victim.root) as canary:
+            yield canary
 
-    return victim, neighbour
+    return victim, canary
 
 
-victim, neighbour = victim_and_neighbour()
+victim, canary = victim_and_canary()
 
 
 @pytest.fixture(autouse=True)
@@ -132,18 +132,18 @@ class Bounds:
         peers: connections to close before the server is checked.
     """
 
-    def __init__(self, victim: Victim, neighbour: Neighbour, growth_kib_max: int) -> None:
+    def __init__(self, victim: Victim, canary: Neighbour, growth_kib_max: int) -> None:
         self.peers: list[Peer | socket.socket] = []
         self._victim = victim
-        self._neighbour = neighbour
+        self._canary = canary
         self._growth_kib_max = growth_kib_max
-        self._sockets = neighbour.begin().sockets
+        self._sockets = canary.begin().sockets
         self._before_kib = anonymous_kib(victim.pid)
         self._log_bytes = victim.log.stat().st_size
 
     def check(self) -> dict[str, float]:
         """Checks that the measurements are within the bounds, and returns them."""
-        seen = self._neighbour.seen()
+        seen = self._canary.seen()
         growth_kib = seen.anonymous_kib_max - self._before_kib
         assert seen.failures == []
         assert seen.slowest_s < SLOWEST_S_MAX
@@ -166,12 +166,10 @@ class Bounds:
 
 
 @pytest.fixture(autouse=True)
-def unharmed(
-    request: pytest.FixtureRequest, victim: Victim, neighbour: Neighbour
-) -> Iterator[Bounds]:
+def unharmed(request: pytest.FixtureRequest, victim: Victim, canary: Neighbour) -> Iterator[Bounds]:
     """Provides the bounds of every test; pytest_runtest_call checks them."""
     marker = request.node.get_closest_marker("growth")
-    bounds = Bounds(victim, neighbour, marker.args[0] if marker else GROWTH_KIB_MAX)
+    bounds = Bounds(victim, canary, marker.args[0] if marker else GROWTH_KIB_MAX)
     yield bounds
     bounds.close()
 
@@ -199,7 +197,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     if not lines:
         return
-    terminalreporter.section("the neighbour's slowest /health/live and embed, memory of the server")
+    terminalreporter.section(
+        "the canary client's slowest /health/live and embed, memory of the server"
+    )
     for health_ms, embed_ms, growth_mib, name in sorted(lines, reverse=True):
         terminalreporter.write_line(
             f"{health_ms:7.1f} ms {embed_ms:7.1f} ms {growth_mib:+8.1f} MiB  {name}"

@@ -92,10 +92,10 @@ class Nghttp2:
         trace: how the library read the client's bytes, and what it sent.
     """
 
-    def __init__(self, library: ctypes.CDLL, settings: Settings, answers: bool) -> None:
+    def __init__(self, library: ctypes.CDLL, settings: Settings, responds: bool) -> None:
         self.trace = Trace()
         self._library = library
-        self._answers = answers
+        self._responds = responds
         self._fields: dict[int, list[f.Header]] = {}
         self._chunks: dict[int, bytes] = {}
         self._has_failed = False
@@ -107,8 +107,8 @@ class Nghttp2:
         """Passes the client's next bytes to the library."""
         if self._has_failed:
             return
-        taken = self._library.nghttp2_session_mem_recv(self._session, data, len(data))
-        self._has_failed = taken != len(data)
+        read_bytes = self._library.nghttp2_session_mem_recv(self._session, data, len(data))
+        self._has_failed = read_bytes != len(data)
         self._send()
         self._has_failed |= not self._library.nghttp2_session_want_read(self._session)
 
@@ -183,8 +183,8 @@ class Nghttp2:
         elif kind == f.DATA:
             self.trace.data(stream, self._chunks.pop(stream, b""), ends)
         elif kind == f.RST_STREAM:
-            self.trace.reset(stream, self._answers)
-        if self._answers and ends and kind in (f.HEADERS, f.DATA):
+            self.trace.reset(stream, self._responds)
+        if self._responds and ends and kind in (f.HEADERS, f.DATA):
             fields = (NameValue * 1)(NameValue(b":status", b"204", 7, 3, NV_FLAG_NONE))
             self._library.nghttp2_submit_response(self._session, stream, fields, 1, None)
         return 0

@@ -30,7 +30,7 @@ GREETING = f.PREFACE + WIDE + WIDER
 
 
 @dataclass
-class Answer:
+class Response:
     """The response on one stream."""
 
     headers: dict[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Peer:
     """A connection, the responses on its streams, and how it ended.
 
     Attributes:
-        answers: responses received so far, by stream.
+        responses: responses received so far, by stream.
         goaway_code: code of the last GOAWAY; None before.
         is_closed: whether the server has closed the connection.
         others: other frames: SETTINGS, PING, WINDOW_UPDATE.
@@ -80,7 +80,7 @@ class Peer:
             self.sock.settimeout(WAIT_S_MAX)
             self.sock = tls.wrap_socket(self.sock, server_hostname="localhost")
         self.sock.setblocking(False)
-        self.answers: dict[int, Answer] = {}
+        self.responses: dict[int, Response] = {}
         self.others: list[Frame] = []
         self.goaway_code: int | None = None
         self.is_closed = False
@@ -106,9 +106,9 @@ class Peer:
         """
         rest, end = memoryview(sent), monotonic() + wait_s
         while rest and not self.is_closed:
-            wanted = [self.sock] if reads else []
+            readers = [self.sock] if reads else []
             readable, writable, _ = select.select(
-                wanted, [self.sock], [], max(end - monotonic(), 0)
+                readers, [self.sock], [], max(end - monotonic(), 0)
             )
             if not readable and not writable:
                 break
@@ -152,9 +152,9 @@ class Peer:
         if not is_done():
             raise AssertionError(f"no {what}: closed, GOAWAY {self.goaway_code}")
 
-    def answer(self, stream: int) -> Answer:
+    def response(self, stream: int) -> Response:
         """Returns the response on ``stream``, once it is complete or reset."""
-        found = self.answers.setdefault(stream, Answer())
+        found = self.responses.setdefault(stream, Response())
         self._wait_for(
             lambda: found.is_whole or found.reset_code is not None, f"answer on stream {stream}"
         )
@@ -162,7 +162,7 @@ class Peer:
 
     def body_of(self, stream: int, nbytes: int) -> bytes:
         """Returns the body received so far, once it has ``nbytes`` or more."""
-        found = self.answers.setdefault(stream, Answer())
+        found = self.responses.setdefault(stream, Response())
         self._wait_for(lambda: len(found.body) >= nbytes, f"{nbytes} bytes on stream {stream}")
         return found.body
 
@@ -209,26 +209,26 @@ class Peer:
             if one.flags & f.END_HEADERS:
                 self._take_headers(one)
         elif one.type == f.DATA:
-            self.answers.setdefault(one.stream, Answer()).body += one.payload
+            self.responses.setdefault(one.stream, Response()).body += one.payload
         elif one.type == f.RST_STREAM:
-            answer = self.answers.setdefault(one.stream, Answer())
+            response = self.responses.setdefault(one.stream, Response())
             (code,) = struct.unpack(">L", one.payload)
             # RFC 9113, 8.1: after an early response a server may send a reset with NO_ERROR, to say
             # that it reads no more of the request.
-            if not (answer.is_whole and code == f.NO_ERROR):
-                answer.reset_code = code
+            if not (response.is_whole and code == f.NO_ERROR):
+                response.reset_code = code
         elif one.type == f.GOAWAY:
             self.goaway_code = struct.unpack(">L", one.payload[4:8])[0]
         else:
             self.others.append(one)
         if one.ends_stream:
-            self.answers[one.stream].is_whole = True
+            self.responses[one.stream].is_whole = True
 
     def _take_headers(self, one: Frame) -> None:
         decoded = {str(name): str(value) for name, value in self._decoder.decode(self._block)}
         self._block = b""
-        answer = self.answers.setdefault(one.stream, Answer())
-        if answer.headers:
-            answer.trailers = decoded
+        response = self.responses.setdefault(one.stream, Response())
+        if response.headers:
+            response.trailers = decoded
         else:
-            answer.headers = decoded
+            response.headers = decoded

@@ -165,7 +165,7 @@ def drop(frames: list[bytes], at: int, _value: int) -> None:
     del frames[at]
 
 
-def double(frames: list[bytes], at: int, _value: int) -> None:
+def duplicate(frames: list[bytes], at: int, _value: int) -> None:
     frames.insert(at, frames[at])
 
 
@@ -194,14 +194,14 @@ def change_type(frames: list[bytes], at: int, value: int) -> None:
     frames[at] = frames[at][:3] + bytes([value % 11]) + frames[at][4:]
 
 
-def cut(frames: list[bytes], at: int, value: int) -> None:
+def truncate(frames: list[bytes], at: int, value: int) -> None:
     """Cuts off the payload's end, and sets the length accordingly."""
     one = frames[at]
     kept = one[9 : 9 + value % (len(one) - 8)]
     frames[at] = f.frame(one[3], one[4], int.from_bytes(one[5:9], "big"), kept)
 
 
-def lie(frames: list[bytes], at: int, value: int) -> None:
+def falsify_length(frames: list[bytes], at: int, value: int) -> None:
     """Sets the length to a number that differs from the bytes that follow."""
     frames[at] = (value % 64).to_bytes(3, "big") + frames[at][3:]
 
@@ -214,14 +214,14 @@ def insert(frames: list[bytes], at: int, value: int) -> None:
 Fault = Callable[[list[bytes], int, int], None]
 FAULTS: list[Fault] = [
     drop,
-    double,
+    duplicate,
     move,
     flip,
     change_flags,
     change_stream,
     change_type,
-    cut,
-    lie,
+    truncate,
+    falsify_length,
     insert,
 ]
 faults = st.lists(

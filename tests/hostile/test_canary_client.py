@@ -19,29 +19,29 @@ SPIN = "import os; os.sched_setaffinity(0, {%d}); print(flush=True)\nwhile True:
 
 
 @pytest.fixture
-def core() -> Iterator[int]:
+def busy_core() -> Iterator[int]:
     """Yields a core that other processes keep busy; the test runs on it."""
     before = os.sched_getaffinity(0)
-    core = min(before)
-    others = [
-        subprocess.Popen([sys.executable, "-c", SPIN % core], stdout=subprocess.PIPE)
+    busy_core = min(before)
+    busy_processes = [
+        subprocess.Popen([sys.executable, "-c", SPIN % busy_core], stdout=subprocess.PIPE)
         for _ in range(BUSY)
     ]
     try:
-        for other in others:
-            assert other.stdout is not None
-            other.stdout.readline()
-        os.sched_setaffinity(0, {core})
-        yield core
+        for process in busy_processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        os.sched_setaffinity(0, {busy_core})
+        yield busy_core
     finally:
         os.sched_setaffinity(0, before)
-        for other in others:
-            other.kill()
-            other.communicate()
+        for process in busy_processes:
+            process.kill()
+            process.communicate()
 
 
-@pytest.mark.usefixtures("core")
-def test_what_it_waits_for_a_core_does_not_count() -> None:
+@pytest.mark.usefixtures("busy_core")
+def test_time_waiting_for_a_core_is_not_counted() -> None:
     start_s, start_uncrowded_s = time.perf_counter(), uncrowded_s(os.getpid())
     while time.perf_counter() - start_s < BUSY_S:
         pass
@@ -54,15 +54,15 @@ def is_asleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
-def test_what_the_other_process_waits_for_otherwise_counts() -> None:
+def test_time_a_process_waits_for_input_is_counted() -> None:
     pipe = subprocess.PIPE
-    with subprocess.Popen(["cat"], stdin=pipe, stdout=pipe, bufsize=0) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        other.stdin.write(b"!")
-        other.stdout.read(1)
-        while not is_asleep(other.pid):  # ``cat`` waits for a core before it waits for more input
+    with subprocess.Popen(["cat"], stdin=pipe, stdout=pipe, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"!")
+        process.stdout.read(1)
+        while not is_asleep(process.pid):  # ``cat`` waits for a core before it waits for more input
             time.sleep(0.01)
-        start_s = uncrowded_s(other.pid)
+        start_s = uncrowded_s(process.pid)
         time.sleep(SLEPT_S)
-        assert uncrowded_s(other.pid) - start_s > SLEPT_S / 2
+        assert uncrowded_s(process.pid) - start_s > SLEPT_S / 2

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hostile import frames as f
-from hostile.conftest import MakePeer, Victim, victim_and_neighbour
+from hostile.conftest import MakePeer, Victim, victim_and_canary
 from hostile.peer import WAIT_S_MAX
 from hostile.target_server import ROWS
 from server.arrow_streams import ARROW, columns_of, stream_of
@@ -29,7 +29,7 @@ BODY_MIB = 30
 """MiB of a body, nearly the limit. The server rejects JSON of this size for its length alone."""
 
 
-victim, neighbour = victim_and_neighbour("defaults")
+victim, canary = victim_and_canary("defaults")
 
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -55,14 +55,14 @@ def post(
     try:
         with suppress(BrokenPipeError, ConnectionResetError):
             client.request("POST", url, body, {"Content-Type": kind, **headers})
-        answer = client.getresponse()
-        content = answer.read()
-        return answer.status, {} if answer.status == 200 else json.loads(content)["error"]
+        response = client.getresponse()
+        content = response.read()
+        return response.status, {} if response.status == 200 else json.loads(content)["error"]
     finally:
         client.close()
 
 
-def of(*features: bytes) -> bytes:
+def features_json(*features: bytes) -> bytes:
     return b'{"features": {%b}}' % b",".join(features)
 
 
@@ -99,12 +99,18 @@ def bags_of_no_bytes() -> bytes:
 
 Make = Callable[[], bytes]
 """Makes a body when it is sent, because all bodies together have half a gigabyte."""
-TOO_MUCH: dict[str, tuple[str, Make]] = {
-    "JSON, 15 million ids": (JSON, lambda: of(b'"user":[%b1]' % (b"1," * 15_000_000))),
-    "JSON, 4 million ids": (JSON, lambda: of(b'"user":[%b1]' % (b"1," * 4_000_000))),
-    "JSON, 2 million empty bags": (JSON, lambda: of(b'"user":[%b[]]' % (b"[]," * 2_000_000))),
+TOO_COSTLY: dict[str, tuple[str, Make]] = {
+    "JSON, 15 million ids": (JSON, lambda: features_json(b'"user":[%b1]' % (b"1," * 15_000_000))),
+    "JSON, 4 million ids": (JSON, lambda: features_json(b'"user":[%b1]' % (b"1," * 4_000_000))),
+    "JSON, 2 million empty bags": (
+        JSON,
+        lambda: features_json(b'"user":[%b[]]' % (b"[]," * 2_000_000)),
+    ),
     "JSON, 8 million brackets": (JSON, lambda: b"[" * 8_000_000),
-    "JSON, a string of 30 MB": (JSON, lambda: of(b'"user":["%b"]' % (b"a" * BODY_MIB * MIB))),
+    "JSON, a string of 30 MB": (
+        JSON,
+        lambda: features_json(b'"user":["%b"]' % (b"a" * BODY_MIB * MIB)),
+    ),
     "protobuf, 30 million packed ids": (
         PROTOBUF,
         lambda: USER + length_delimited(0x1A, b"\1" * BODY_MIB * MIB),
@@ -129,11 +135,11 @@ TOO_MUCH: dict[str, tuple[str, Make]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOO_MUCH)
+@pytest.mark.parametrize("name", TOO_COSTLY)
 @pytest.mark.growth(4 * BODY_MIB << 10)
-def test_what_costs_too_much_is_refused(victim: Victim, name: str) -> None:
+def test_requests_that_cost_too_much_are_rejected(victim: Victim, name: str) -> None:
     """Allows memory for the body, and as much again for its chunks, the sockets and its error."""
-    kind, make = TOO_MUCH[name]
+    kind, make = TOO_COSTLY[name]
     status, error = post(victim, make(), kind)
     assert (status, error["code"]) == (413, "RESOURCE_EXHAUSTED")
     assert "the limit is " in error["message"]
@@ -155,19 +161,23 @@ def one_id_a_bag(bags: int) -> bytes:
 
 
 ALLOWED: dict[str, tuple[str, Make, int]] = {
-    "JSON, as many ids as may be": (JSON, lambda: of(b'"user":[%b1]' % (b"1," * VALUES)), 200),
+    "JSON, as many ids as may be": (
+        JSON,
+        lambda: features_json(b'"user":[%b1]' % (b"1," * VALUES)),
+        200,
+    ),
     "JSON, as many bags as may be": (
         JSON,
-        lambda: of(b'"user":[%b[]]' % (b"[]," * (VALUES // 2))),
+        lambda: features_json(b'"user":[%b[]]' % (b"[]," * (VALUES // 2))),
         200,
     ),
     "JSON, wrong at its end": (
         JSON,
-        lambda: of(b'"user":[%b["a"]]' % (b"[1]," * (VALUES // 2 - 2))),
+        lambda: features_json(b'"user":[%b["a"]]' % (b"[1]," * (VALUES // 2 - 2))),
         400,
     ),
-    "JSON, strings": (JSON, lambda: of(b'"user":[%b"a"]' % (b'"a",' * VALUES)), 400),
-    "JSON, escapes": (JSON, lambda: of(b'"user":["%b"]' % (b"\\u00e9" * 690_000)), 400),
+    "JSON, strings": (JSON, lambda: features_json(b'"user":[%b"a"]' % (b'"a",' * VALUES)), 400),
+    "JSON, escapes": (JSON, lambda: features_json(b'"user":["%b"]' % (b"\\u00e9" * 690_000)), 400),
     "JSON, spaces": (JSON, lambda: b" " * (4 * MIB - 10) + b"x", 400),
     "protobuf, a million packed ids": (
         PROTOBUF,
@@ -213,7 +223,7 @@ ALLOWED: dict[str, tuple[str, Make, int]] = {
 
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.growth(96 << 10)
-def test_what_costs_as_much_as_it_may_stops_nobody(victim: Victim, name: str) -> None:
+def test_requests_at_the_cost_limit_do_not_block_other_clients(victim: Victim, name: str) -> None:
     kind, make, expected = ALLOWED[name]
     body = make()
     for _ in range(3):
@@ -225,7 +235,7 @@ def test_what_costs_as_much_as_it_may_stops_nobody(victim: Victim, name: str) ->
 
 
 @pytest.mark.growth(160 << 10)
-def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
+def test_requests_with_unknown_keys_are_not_cached(victim: Victim) -> None:
     """Checks that the memory for cached requests is bounded in bytes: ten requests of twice the
     size once took 400 MB.
     """
@@ -237,17 +247,17 @@ def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
 
 
 @pytest.mark.growth(96 << 10)
-def test_errors_that_quote_long_names_are_not_remembered(victim: Victim) -> None:
+def test_cached_errors_do_not_hold_long_names(victim: Victim) -> None:
     """Checks the cache of 16 responses per format: 190 MB, if errors quoted whole names."""
     for i in range(32):
         name = f"{i}{'x' * 3 * MIB}"
         message = pb.EmbedRequest(keys=[name], ids=[1], lengths=[1]).SerializeToString()
         assert post(victim, message, PROTOBUF)[0] == 400
-        assert post(victim, of(b'"%b":[1]' % name.encode()), JSON)[0] == 400
+        assert post(victim, features_json(b'"%b":[1]' % name.encode()), JSON)[0] == 400
 
 
 @pytest.mark.growth(96 << 10)
-def test_forms_that_are_always_others_are_not_remembered(
+def test_template_cache_is_bounded_when_every_request_differs(
     victim: Victim, grpc_peer: MakePeer
 ) -> None:
     """Sends Open Inference Protocol requests with new names and examples each time: the memory of
@@ -258,16 +268,18 @@ def test_forms_that_are_always_others_are_not_remembered(
     path = b"/inference.GRPCInferenceService/ModelInfer"
     for at in range(300):
         names = [f"{at}-{number}-{'x' * 30}" for number in range(40)]
-        asked = Asked(jagged({name: [[1]] * (at % 50 + 1) for name in names}))
-        body, headers = asked.binary_body()
+        inference_request = Asked(jagged({name: [[1]] * (at % 50 + 1) for name in names}))
+        body, headers = inference_request.binary_body()
         url = "/v2/models/m/infer"
         assert post(victim, body, "application/octet-stream", url=url, **headers)[0] == 400
         stream = 2 * at + 1
-        peer.send(f.call(stream, asked.message("m", is_raw=True).SerializeToString(), path))
-        assert peer.answer(stream).grpc_status == INVALID_ARGUMENT
+        peer.send(
+            f.call(stream, inference_request.message("m", is_raw=True).SerializeToString(), path)
+        )
+        assert peer.response(stream).grpc_status == INVALID_ARGUMENT
 
 
-def test_decoding_counts_for_the_deadline(victim: Victim) -> None:
+def test_decoding_time_counts_towards_the_deadline(victim: Victim) -> None:
     kind, make, _ = ALLOWED["JSON, as many ids as may be"]
     headers = {"X-Timeout-Ms": "1"}
     status, error = post(victim, make(), kind, **headers)
@@ -286,10 +298,10 @@ def test_one_connection_does_not_fill_the_queue(grpc_peer: MakePeer) -> None:
     for _ in range(ROUNDS_MAX):
         peer = grpc_peer()
         peer.send(b"".join(f.call(stream, message) for stream in range(1, 257, 2)))
-        codes = {peer.answer(stream).grpc_status for stream in range(1, 257, 2)}
+        codes = {peer.response(stream).grpc_status for stream in range(1, 257, 2)}
         assert codes in ({0}, {0, RESOURCE_EXHAUSTED})
         peer.close()
         full += RESOURCE_EXHAUSTED in codes
         if full == 3:
             return
-    pytest.fail(f"{full} of {ROUNDS_MAX} connections asked for more than their share")
+    pytest.fail(f"{full} of {ROUNDS_MAX} connections requested more than their share")

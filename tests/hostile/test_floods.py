@@ -24,7 +24,7 @@ def rapid_resets() -> bytes:
     return b"".join(f.get(stream) + f.rst_stream(stream) for stream in streams)
 
 
-def resets_before_the_end_of_requests() -> bytes:
+def resets_of_incomplete_requests() -> bytes:
     opened = f.head(b"POST", b"/embed")
     return b"".join(
         f.headers(stream, opened, end=False)
@@ -34,12 +34,12 @@ def resets_before_the_end_of_requests() -> bytes:
     )
 
 
-def own_errors() -> bytes:
+def stream_errors() -> bytes:
     """Returns streams that the client makes the server reset: MadeYouReset."""
     return b"".join(f.get(stream) + f.window_update(stream, 0) for stream in range(1, 20_000, 2))
 
 
-def bad_heads() -> bytes:
+def malformed_headers() -> bytes:
     """Returns streams that the server resets because their headers are malformed."""
     malformed = f.block([(b":method", b"GET")])
     return b"".join(f.headers(stream, malformed) for stream in range(1, 20_000, 2))
@@ -50,7 +50,7 @@ def small_continuations() -> bytes:
     return opened + f.frame(f.CONTINUATION, 0, 1, f.literal(b"a", b"b")) * FLOOD
 
 
-def continuations_of_a_byte() -> bytes:
+def one_byte_continuations() -> bytes:
     """Returns one-byte CONTINUATIONs, more than the limit on the bytes of a header block admits."""
     opened = f.frame(f.HEADERS, f.END_STREAM, 1, f.head(b"GET", b"/health/live"))
     return opened + f.frame(f.CONTINUATION, 0, 1, b"\x82") * FLOOD
@@ -93,11 +93,11 @@ def settings_acks() -> bytes:
     return f.settings_ack() * FLOOD
 
 
-def window_updates_of_the_connection() -> bytes:
+def connection_window_updates() -> bytes:
     return f.window_update(0, 1) * FLOOD
 
 
-def window_updates_of_a_stream() -> bytes:
+def stream_window_updates() -> bytes:
     opened = f.headers(1, f.head(b"POST", b"/embed"), end=False)
     return opened + f.window_update(1, 1) * FLOOD
 
@@ -133,11 +133,11 @@ def large_unknown_frames() -> bytes:
 Flood = Callable[[], bytes]
 FLOODS: list[Flood] = [
     rapid_resets,
-    resets_before_the_end_of_requests,
-    own_errors,
-    bad_heads,
+    resets_of_incomplete_requests,
+    stream_errors,
+    malformed_headers,
     small_continuations,
-    continuations_of_a_byte,
+    one_byte_continuations,
     empty_continuations,
     large_continuations,
     settings,
@@ -146,8 +146,8 @@ FLOODS: list[Flood] = [
     pings,
     ping_acks,
     settings_acks,
-    window_updates_of_the_connection,
-    window_updates_of_a_stream,
+    connection_window_updates,
+    stream_window_updates,
     empty_data,
     padded_empty_data,
     priorities,
@@ -158,7 +158,7 @@ FLOODS: list[Flood] = [
 
 
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.__name__)
-def test_a_flood_ends_its_connection(flood: Flood, rest_peer: MakePeer) -> None:
+def test_flood_ends_its_connection(flood: Flood, rest_peer: MakePeer) -> None:
     frames = flood()
     for _ in range(ROUNDS):
         peer = rest_peer(greeting=PLAIN)
@@ -167,7 +167,7 @@ def test_a_flood_ends_its_connection(flood: Flood, rest_peer: MakePeer) -> None:
         peer.close()
 
 
-AFTER_A_RESET = f.headers(1, f.block([(b":method", b"GET")]), end=False)
+MALFORMED_REQUEST = f.headers(1, f.block([(b":method", b"GET")]), end=False)
 """A malformed request, which the server resets while more of its frames may be in flight."""
 
 
@@ -176,15 +176,15 @@ AFTER_A_RESET = f.headers(1, f.block([(b":method", b"GET")]), end=False)
     [f.headers(1, f.integer(19, 7, 0x80) * 1000), f.data(1, b"", end=False)],
     ids=["HEADERS", "empty DATA"],
 )
-def test_a_flood_on_a_stream_that_was_reset(frame: bytes, rest_peer: MakePeer) -> None:
+def test_flood_on_a_reset_stream_ends_the_connection(frame: bytes, rest_peer: MakePeer) -> None:
     peer = rest_peer(greeting=PLAIN)
-    peer.send(AFTER_A_RESET + frame * 1500)
+    peer.send(MALFORMED_REQUEST + frame * 1500)
     with contextlib.suppress(AssertionError):
         peer.pong()
     assert peer.goaway_code == ENHANCE_YOUR_CALM
 
 
-def test_settings_that_change_many_windows(rest_peer: MakePeer) -> None:
+def test_settings_that_change_many_windows_end_the_connection(rest_peer: MakePeer) -> None:
     """Sends SETTINGS of 2,600 values; each value changes the window of 128 streams. 1 MB in all."""
     opened = f.head(b"POST", b"/embed")
     streams = b"".join(f.headers(stream, opened, end=False) for stream in range(1, 257, 2))
@@ -198,7 +198,7 @@ def test_settings_that_change_many_windows(rest_peer: MakePeer) -> None:
     assert [peer.ending() for peer in peers] == [ENHANCE_YOUR_CALM] * 4
 
 
-def test_a_flood_ends_in_the_midst_of_answers(grpc_peer: MakePeer) -> None:
+def test_flood_ends_the_connection_with_a_call_in_flight(grpc_peer: MakePeer) -> None:
     """Floods the gRPC port too, with a call in flight."""
     peer = grpc_peer()
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + pings())
@@ -206,7 +206,7 @@ def test_a_flood_ends_in_the_midst_of_answers(grpc_peer: MakePeer) -> None:
 
 
 @pytest.mark.parametrize("flood", [pings, settings], ids=lambda flood: flood.__name__)
-def test_a_flood_whose_acks_nobody_reads(flood: Flood, rest_peer: MakePeer) -> None:
+def test_flood_with_unread_acks_is_stopped(flood: Flood, rest_peer: MakePeer) -> None:
     """Checks that acknowledgements do not pile up. The server stops reading frames, or sends GOAWAY
     and discards them.
     """
@@ -219,7 +219,7 @@ def test_a_flood_whose_acks_nobody_reads(flood: Flood, rest_peer: MakePeer) -> N
         assert peer.ending() == ENHANCE_YOUR_CALM
 
 
-def test_what_is_within_the_allowance_is_no_flood(rest_peer: MakePeer) -> None:
+def test_frames_within_the_token_bucket_are_allowed(rest_peer: MakePeer) -> None:
     """Checks that a connection may ping, reset and update its windows as real clients do."""
     peer = rest_peer(greeting=PLAIN)
     resets = b"".join(f.get(stream) + f.rst_stream(stream) for stream in range(1, 201, 2))
@@ -227,18 +227,18 @@ def test_what_is_within_the_allowance_is_no_flood(rest_peer: MakePeer) -> None:
     for number in range(100):
         peer.pong(number)
     peer.send(f.get(301))
-    assert peer.answer(301).status == 200
+    assert peer.response(301).status == 200
     assert peer.goaway_code is None
 
 
 @pytest.mark.growth(8 << 10)
-def test_answered_streams_are_forgotten(grpc_peer: MakePeer) -> None:
+def test_answered_streams_leave_no_memory_behind(grpc_peer: MakePeer) -> None:
     """Checks that 10,000 calls on one connection leave nothing behind."""
     peer = grpc_peer()
     request = embed_request([1])
     for first in range(1, 20_000, 200):
         batch = range(first, first + 200, 2)
         peer.send(b"".join(f.call(stream, request) for stream in batch))
-        assert [peer.answer(stream).grpc_status for stream in batch] == [0] * 100
-        peer.answers.clear()
+        assert [peer.response(stream).grpc_status for stream in batch] == [0] * 100
+        peer.responses.clear()
     assert peer.goaway_code is None

@@ -12,23 +12,23 @@ from hostile.frames import (
 )
 
 
-def test_goaway_and_then_more(rest_peer: MakePeer) -> None:
+def test_client_goaway_does_not_stop_responses_in_flight(rest_peer: MakePeer) -> None:
     """Checks that a client's GOAWAY, which concerns streams that the server opens, does not stop
     responses on the client's own streams.
     """
     peer = rest_peer()
     peer.send(f.get(1) + f.goaway() + f.get(3))
-    assert peer.answer(1).status == 200
+    assert peer.response(1).status == 200
     peer.read_for(0.2)
     peer.send(f.goaway() * 50 + f.get(5))
-    peer.read_until(lambda: 5 in peer.answers and peer.answers[5].is_whole, "answer or end")
-    assert peer.is_closed or peer.answers[5].status == 200
+    peer.read_until(lambda: 5 in peer.responses and peer.responses[5].is_whole, "answer or end")
+    assert peer.is_closed or peer.responses[5].status == 200
 
 
-def test_garbage_after_a_good_start(rest_peer: MakePeer) -> None:
+def test_garbage_after_a_valid_request_ends_the_connection(rest_peer: MakePeer) -> None:
     peer = rest_peer()
     peer.send(f.get(1))
-    assert peer.answer(1).status == 200
+    assert peer.response(1).status == 200
     peer.send(bytes(i * 37 & 0xFF for i in range(100_000)))
     assert peer.ending() in (FRAME_SIZE_ERROR, PROTOCOL_ERROR)
 
@@ -43,13 +43,13 @@ def test_garbage_after_a_good_start(rest_peer: MakePeer) -> None:
     ],
     ids=["not SM", "one byte wrong", "another path", "zeros"],
 )
-def test_a_preface_gone_wrong(greeting: bytes, rest_peer: MakePeer) -> None:
+def test_invalid_preface_closes_the_connection(greeting: bytes, rest_peer: MakePeer) -> None:
     """Checks that the bytes count as invalid HTTP/1.1: a response 400 at most, then a close."""
     peer = rest_peer(greeting=greeting + b"\r\n\r\n", acknowledges=False)
     peer.ending()
 
 
-def test_a_preface_that_never_ends(rest_peer: MakePeer) -> None:
+def test_endless_preface_is_not_read_without_bound(rest_peer: MakePeer) -> None:
     """Checks that the memory for an HTTP/1.1 header section without end is bounded."""
     peer = rest_peer(greeting=b"PRI * HTTP/1.1\r\n", acknowledges=False)
     line = b"a: " + b"b" * 1000 + b"\r\n"
@@ -58,16 +58,16 @@ def test_a_preface_that_never_ends(rest_peer: MakePeer) -> None:
     assert peer.send(endless) < len(endless)
 
 
-def test_a_request_byte_for_byte(rest_peer: MakePeer) -> None:
+def test_request_sent_byte_by_byte_is_answered(rest_peer: MakePeer) -> None:
     """Sends each byte as a segment of its own, as far as the client can control that."""
     peer = rest_peer(greeting=b"", acknowledges=False)
     for byte in f.PREFACE + f.settings() + f.get(1):
         peer.send(bytes([byte]))
         peer.read_for(0.001)
-    assert peer.answer(1).status == 200
+    assert peer.response(1).status == 200
 
 
-def test_partial_prefaces_and_silence_hold_little(rest_peer: MakePeer) -> None:
+def test_partial_prefaces_hold_little_memory(rest_peer: MakePeer) -> None:
     """Opens 300 connections that send half a preface and nothing more."""
     for i in range(300):
         rest_peer(greeting=f.PREFACE[: i % 24], acknowledges=False)
@@ -77,13 +77,13 @@ def test_partial_prefaces_and_silence_hold_little(rest_peer: MakePeer) -> None:
 @pytest.mark.parametrize(
     "greeting", [b"", f.PREFACE[:20], b"GET / HTTP/1.1\r\nHost: a"], ids=["nothing", "PRI", "GET"]
 )
-def test_half_a_start_is_not_waited_for(greeting: bytes, rest_peer: MakePeer) -> None:
+def test_incomplete_start_of_a_connection_times_out(greeting: bytes, rest_peer: MakePeer) -> None:
     """Checks that the server closes the connection after 10 s."""
     peer = rest_peer(greeting=greeting, acknowledges=False)
     assert peer.ending() is None
 
 
 @pytest.mark.soak
-def test_settings_are_not_waited_for(rest_peer: MakePeer) -> None:
+def test_connection_without_settings_times_out(rest_peer: MakePeer) -> None:
     peer = rest_peer(greeting=f.PREFACE, acknowledges=False)
     assert peer.ending() == SETTINGS_TIMEOUT

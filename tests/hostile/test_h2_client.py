@@ -37,12 +37,12 @@ class Planned:
     """A call as drawn by hypothesis.
 
     Attributes:
-        pieces: number of DATA frames of its message.
+        chunk_count: number of DATA frames of its message.
         resets_at: the chunk before which the client resets the call; None: the call completes.
     """
 
     ids: list[int]
-    pieces: int
+    chunk_count: int
     resets_at: int | None
 
 
@@ -54,7 +54,8 @@ class Plan:
         turns: indexes of the calls to continue, repeated until all calls have been sent.
         pings: turns before which the client sends a PING.
         windows: new initial windows, by turn.
-        given_late: whether the client returns window only when no response would arrive otherwise.
+        returns_window_late: whether the client returns window only when no response would
+            arrive otherwise.
     """
 
     window: int
@@ -62,13 +63,13 @@ class Plan:
     turns: list[int]
     pings: set[int]
     windows: dict[int, int]
-    given_late: bool
+    returns_window_late: bool
 
 
 planned_calls = st.builds(
     Planned,
     ids=st.lists(st.integers(0, 499), min_size=1, max_size=8),
-    pieces=st.integers(1, 5),
+    chunk_count=st.integers(1, 5),
     resets_at=st.none() | st.none() | st.integers(0, 5),
 )
 plans = st.builds(
@@ -78,7 +79,7 @@ plans = st.builds(
     turns=st.lists(st.integers(0, 11), max_size=60),
     pings=st.sets(st.integers(0, 60), max_size=3),
     windows=st.dictionaries(st.integers(0, 60), st.sampled_from([500, 70_000]), max_size=3),
-    given_late=st.booleans(),
+    returns_window_late=st.booleans(),
 )
 
 
@@ -87,17 +88,17 @@ class Call:
     """A call in flight, and its response so far."""
 
     stream: int
-    parts: list[bytes]
+    chunks: list[bytes]
     planned: Planned
     sent: int = 0
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     has_ended: bool = False
-    is_given_up: bool = False
+    is_cancelled: bool = False
 
     @property
-    def is_made(self) -> bool:
-        return self.is_given_up or self.sent == len(self.parts)
+    def is_sent(self) -> bool:
+        return self.is_cancelled or self.sent == len(self.chunks)
 
 
 class Client:
@@ -122,25 +123,25 @@ class Client:
     def start(self, planned: Planned) -> Call:
         stream = self._h2.get_next_available_stream_id()
         message = f.message(embed_request(planned.ids))
-        size = -(-len(message) // planned.pieces)
-        parts = [message[i : i + size] for i in range(0, len(message), size)]
-        self.calls[stream] = Call(stream, parts, planned)
+        size = -(-len(message) // planned.chunk_count)
+        chunks = [message[i : i + size] for i in range(0, len(message), size)]
+        self.calls[stream] = Call(stream, chunks, planned)
         self._h2.send_headers(stream, CALL)
         self._flush()
         return self.calls[stream]
 
-    def go_on(self, call: Call) -> None:
+    def send_next(self, call: Call) -> None:
         """Sends the next chunk of ``call``, or its reset."""
         if call.planned.resets_at == call.sent:
-            call.is_given_up = True
+            call.is_cancelled = True
             self._h2.reset_stream(call.stream)
         else:
             call.sent += 1
-            is_last = call.sent == len(call.parts)
-            self._h2.send_data(call.stream, call.parts[call.sent - 1], end_stream=is_last)
+            is_last = call.sent == len(call.chunks)
+            self._h2.send_data(call.stream, call.chunks[call.sent - 1], end_stream=is_last)
         self._flush()
 
-    def do_between(self, turn: int) -> None:
+    def do_extra_operations(self, turn: int) -> None:
         if turn in self._plan.pings:
             self._h2.ping(turn.to_bytes(8, "big"))
         if turn in self._plan.windows:
@@ -158,8 +159,8 @@ class Client:
             return False
         assert received, "the server closed the connection"
         for one in self._h2.receive_data(received):
-            self._take(one)
-        if not self._plan.given_late:
+            self._handle_event(one)
+        if not self._plan.returns_window_late:
             self.give_windows()
         self._flush()
         return True
@@ -170,14 +171,14 @@ class Client:
             self._h2.acknowledge_received_data(nbytes, stream)
         self._flush()
 
-    def _take(self, one: h2.events.Event) -> None:
+    def _handle_event(self, one: h2.events.Event) -> None:
         assert not isinstance(one, h2.events.ConnectionTerminated), one
         if isinstance(one, h2.events.PingAckReceived):
             self.pongs += 1
         if isinstance(one, h2.events.SettingsAcknowledged):
             self._has_settled = True
         call = self.calls.get(getattr(one, "stream_id", 0) or 0)
-        if call is None or call.is_given_up:
+        if call is None or call.is_cancelled:
             return
         assert not isinstance(one, h2.events.StreamReset), one
         if isinstance(one, h2.events.ResponseReceived | h2.events.TrailersReceived):
@@ -195,7 +196,7 @@ class Client:
     def finish(self) -> None:
         """Reads until every call that was sent whole has its response."""
         end = monotonic() + ANSWER_S_MAX
-        while any(not (call.has_ended or call.is_given_up) for call in self.calls.values()):
+        while any(not (call.has_ended or call.is_cancelled) for call in self.calls.values()):
             assert monotonic() < end, self.calls
             if not self.read(wait_s=0.005 if self._owed else 1.0):
                 self.give_windows()
@@ -214,7 +215,7 @@ def connected(port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def check_answer(call: Call, rows: np.ndarray) -> None:
+def check_response(call: Call, rows: np.ndarray) -> None:
     assert call.headers["grpc-status"] == "0", call.headers
     (size,) = (int.from_bytes(call.body[1:5], "big"),)
     assert len(call.body) == 5 + size
@@ -230,27 +231,29 @@ def check_answer(call: Call, rows: np.ndarray) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(plan=plans)
-def test_any_interleaving_is_answered(plan: Plan, victim: Victim, rows: np.ndarray) -> None:
+def test_calls_in_any_interleaving_are_answered_exactly(
+    plan: Plan, victim: Victim, rows: np.ndarray
+) -> None:
     with connected(victim.grpc_port) as sock:
         client = Client(sock, plan)
         waiting = list(plan.calls)
-        under_way: list[Call] = []
+        in_flight: list[Call] = []
         turns = 0
-        while waiting or under_way:
-            client.do_between(turns)
+        while waiting or in_flight:
+            client.do_extra_operations(turns)
             which = plan.turns[turns % len(plan.turns)] if plan.turns else 0
-            if which >= len(under_way) and waiting:
-                under_way.append(client.start(waiting.pop(0)))
+            if which >= len(in_flight) and waiting:
+                in_flight.append(client.start(waiting.pop(0)))
             else:
-                client.go_on(under_way[which % len(under_way)])
-            under_way = [call for call in under_way if not call.is_made]
+                client.send_next(in_flight[which % len(in_flight)])
+            in_flight = [call for call in in_flight if not call.is_sent]
             turns += 1
         client.finish()
         for call in client.calls.values():
-            if not call.is_given_up:
-                check_answer(call, rows)
+            if not call.is_cancelled:
+                check_response(call, rows)
         last = client.start(Planned([1, 2, 3], 1, None))
-        client.go_on(last)
+        client.send_next(last)
         client.finish()
-        check_answer(last, rows)
+        check_response(last, rows)
         client.wait_for_pongs(len([turn for turn in plan.pings if turn < turns]))

@@ -43,9 +43,9 @@ def port(request: pytest.FixtureRequest, victim: Victim) -> int:
     return victim.http_port if request.param == "http" else victim.grpc_port
 
 
-def test_every_case_passes(port: int, tmp_path: Path) -> None:
+def test_every_h2spec_case_passes(port: int, tmp_path: Path) -> None:
     assert failures(port, tmp_path / "report.xml") == (CASES, set())
 
 
-def test_every_strict_case_passes(port: int, tmp_path: Path) -> None:
+def test_every_strict_h2spec_case_passes(port: int, tmp_path: Path) -> None:
     assert failures(port, tmp_path / "report.xml", "-S") == (STRICT_CASES, set())

@@ -29,10 +29,10 @@ def connected(victim: Victim, receive_buffer: int | None = None) -> Iterator[soc
         yield sock
 
 
-def send(sock: socket.socket, piece: bytes, nbytes_max: int) -> int:
-    """Sends ``piece`` over and over without reading; returns how many bytes the server takes."""
+def send(sock: socket.socket, chunk: bytes, nbytes_max: int) -> int:
+    """Sends ``chunk`` over and over without reading; returns how many bytes the server takes."""
     sent = 0
-    rest = memoryview(piece)
+    rest = memoryview(chunk)
     while sent < nbytes_max:
         if not select.select([], [sock], [], STUCK_S)[1]:
             break
@@ -41,7 +41,7 @@ def send(sock: socket.socket, piece: bytes, nbytes_max: int) -> int:
         except OSError:  # the server closed the connection
             break
         sent += count
-        rest = rest[count:] or memoryview(piece)
+        rest = rest[count:] or memoryview(chunk)
     return sent
 
 
@@ -66,7 +66,7 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("start", "piece"),
+    ("start", "chunk"),
     [
         (b"GET /health/live HTTP/1.1\r\nHost: h\r\nx: ", b"a" * 65536),
         (b"GET /health/live HTTP/1.1\r\nHost: h\r\n", b"x: 1\r\n" * 10_000),
@@ -75,7 +75,7 @@ def read_all(sock: socket.socket) -> bytes:
     ],
     ids=["a value", "lines", "a path", "a name"],
 )
-def test_a_head_of_64_mb(victim: Victim, start: bytes, piece: bytes) -> None:
+def test_endless_headers_are_rejected_with_431(victim: Victim, start: bytes, chunk: bytes) -> None:
     """Checks that the server stops at its limit on headers. The sockets take some more bytes, and
     so does the second in which the server discards input.
 
@@ -83,11 +83,13 @@ def test_a_head_of_64_mb(victim: Victim, start: bytes, piece: bytes) -> None:
     """
     with connected(victim) as sock:
         sock.send(start)
-        send(sock, piece, 64 * MIB)
-        answer = read_all(sock)
-    if answer:  # else the reset at the end of the discarding removed it
-        assert answer.startswith(b"HTTP/1.1 431 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "RESOURCE_EXHAUSTED"
+        send(sock, chunk, 64 * MIB)
+        response = read_all(sock)
+    if response:  # else the reset at the end of the discarding removed it
+        assert response.startswith(b"HTTP/1.1 431 ")
+        assert (
+            json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == "RESOURCE_EXHAUSTED"
+        )
 
 
 LONG_LINES = {
@@ -98,14 +100,14 @@ LONG_LINES = {
 
 
 @pytest.mark.parametrize("name", LONG_LINES)
-def test_a_head_that_is_slow_to_match(victim: Victim, name: str) -> None:
+def test_pathological_header_lines_do_not_stall_the_server(victim: Victim, name: str) -> None:
     """Checks for an immediate response, for other clients, too: one request once stopped all
     clients for seconds.
     """
-    head = b"POST /embed HTTP/1.1\r\nHost: h\r\n%b\r\nContent-Length: 2\r\n\r\n"
+    raw_request = b"POST /embed HTTP/1.1\r\nHost: h\r\n%b\r\nContent-Length: 2\r\n\r\n"
     with connected(victim) as sock:
         for _ in range(3):
-            sock.sendall(head % LONG_LINES[name] + b"{}")
+            sock.sendall(raw_request % LONG_LINES[name] + b"{}")
             assert read_some(sock).startswith(b"HTTP/1.1 400 ")
 
 
@@ -115,19 +117,19 @@ PIPELINES = {
     "metrics": b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n",
     "embeds": b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 31\r\n\r\n"
     b'{"features": {"user": [[1,2]]}}',
-    "refused embeds": b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\n{",
+    "rejected embeds": b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\n{",
     "upgrades": b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: upgrade\r\nUpgrade: any\r\n\r\n",
 }
 
 
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_a_pipeline_whose_answers_nobody_reads(victim: Victim, kind: str) -> None:
+def test_unread_responses_stop_the_reading_of_a_pipeline(victim: Victim, kind: str) -> None:
     """Checks that the server reads no further than it responds; it once read 3.9 GB in 25 s."""
     with connected(victim, receive_buffer=4096) as sock:
         assert send(sock, PIPELINES[kind] * 1000, 64 * MIB) < 64 * MIB
 
 
-def test_many_connections_ask_for_large_answers_and_do_not_read(victim: Victim) -> None:
+def test_connections_with_unread_large_responses_hold_bounded_memory(victim: Victim) -> None:
     """Checks that each connection holds one response, however many it requests."""
     body = json.dumps({"features": {"user": [[1]] * 500}}).encode()
     request = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -140,13 +142,13 @@ def test_many_connections_ask_for_large_answers_and_do_not_read(victim: Victim) 
         assert anonymous_kib(victim.pid) - before_kib < 30 * 2 * answer_kib
 
 
-def test_a_declared_body_that_is_too_large_is_refused_unread(victim: Victim) -> None:
+def test_declared_body_over_the_limit_is_rejected_unread(victim: Victim) -> None:
     with connected(victim) as sock:
         sock.send(b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 99999999999\r\n\r\n")
         assert read_all(sock).startswith(b"HTTP/1.1 413 ")
 
 
-def test_garbage(victim: Victim) -> None:
+def test_garbage_closes_the_connection(victim: Victim) -> None:
     for garbage in (
         b"\r\n" * 100,
         bytes(1000),

@@ -10,10 +10,10 @@ from contextlib import closing
 import pytest
 from hostile import frames as f
 from hostile.canary_client import embed_request
-from hostile.conftest import Victim, victim_and_neighbour
+from hostile.conftest import Victim, victim_and_canary
 from hostile.peer import GREETING
 from hostile.target_server import NARROW
-from hostile.test_cost import VALUES, Make, of, one_id_a_bag
+from hostile.test_cost import VALUES, Make, features_json, one_id_a_bag
 
 from embedserve.processes.memory_bounds import FREED_SHARE, memory_bytes_max
 from embedserve.wire.wire_server import CHECK_BYTES
@@ -25,7 +25,7 @@ ANSWER_S_MAX = 60.0
 BODY_BYTES = 30 << 20
 
 
-victim, neighbour = victim_and_neighbour("narrow")
+victim, canary = victim_and_canary("narrow")
 
 
 def post(body: bytes, kind: bytes, more: bytes = b"", nbytes: int | None = None) -> bytes:
@@ -36,7 +36,7 @@ def post(body: bytes, kind: bytes, more: bytes = b"", nbytes: int | None = None)
 
 
 JSON, PROTOBUF = b"application/json", b"application/x-protobuf"
-MANY_BAGS = of(b'"user":[%b[1]]' % (b"[]," * (VALUES // 2 - 1)))
+MANY_BAGS = features_json(b'"user":[%b[1]]' % (b"[]," * (VALUES // 2 - 1)))
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNK = b"10000\r\n" + b" " * 65536 + b"\r\n"
 STREAMS = range(1, 2 * 128, 2)
@@ -117,7 +117,7 @@ class Attack:
 
 @pytest.mark.growth(HELD_KIB)
 @pytest.mark.parametrize("kind", ["bodies that do not come whole", "chunks that do not come whole"])
-def test_what_is_received_is_bounded_within_a_turn_of_the_event_loop(
+def test_received_bytes_are_bounded_within_one_event_loop_iteration(
     victim: Victim, kind: str
 ) -> None:
     """Checks the memory although the server may read megabytes per connection in one iteration."""
@@ -126,7 +126,7 @@ def test_what_is_received_is_bounded_within_a_turn_of_the_event_loop(
 
 
 @pytest.mark.growth(BOUND_KIB)
-def test_what_connections_hold_is_bounded(victim: Victim) -> None:
+def test_memory_held_by_all_connections_is_bounded(victim: Victim) -> None:
     with closing(Attack(KINDS, victim.http_port)) as attack:
         attack.send()
         attack.wait()

@@ -25,7 +25,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 
-OURS: Settings = [
+OUR_SETTINGS: Settings = [
     (f.MAX_CONCURRENT_STREAMS, 128),
     (f.INITIAL_WINDOW_SIZE, STREAM_WINDOW),
     (f.MAX_HEADER_LIST_SIZE, 16_384),
@@ -38,19 +38,19 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no libnghttp2.
 
 
 class Recorder:
-    """The handler of one stream: records its events, and responds if it ``answers``."""
+    """The handler of one stream: records its events, and responds if ``responds`` is set."""
 
-    def __init__(self, trace: Trace, request: Request, stream: Stream, answers: bool) -> None:
+    def __init__(self, trace: Trace, request: Request, stream: Stream, responds: bool) -> None:
         self._trace = trace
         self._request = request
         self._stream = stream
-        self._answers = answers
+        self._responds = responds
 
     def receive(self, data: bytes, is_end: bool) -> None:
         self._request.body += data
         self._request.has_ended |= is_end
         self._stream.consumed(len(data))
-        if is_end and self._answers:
+        if is_end and self._responds:
             self._stream.send_head(NO_CONTENT, is_end=True)
 
     def reset(self) -> None:
@@ -70,9 +70,9 @@ class Recorder:
 class Ours:
     """The server's connection, with the interface of `Nghttp2`."""
 
-    def __init__(self, answers: bool) -> None:
+    def __init__(self, responds: bool) -> None:
         self.trace = Trace()
-        self._answers = answers
+        self._responds = responds
         uploads = UploadBudget(1 << 20, lambda: True)
         self._connection = Http2Connection(self._open_request, uploads, lambda: None)
         self._send()
@@ -83,8 +83,8 @@ class Ours:
             return request
 
         def open_recorder(stream: Stream) -> Recorder:
-            made = self.trace.requests[stream.id] = Request(fields)
-            return Recorder(self.trace, made, stream, self._answers)
+            recorded = self.trace.requests[stream.id] = Request(fields)
+            return Recorder(self.trace, recorded, stream, self._responds)
 
         return ResolvedRoute(open_recorder, request.content_length)
 
@@ -100,14 +100,14 @@ class Ours:
         self._connection.frame_writer.out.clear()
 
 
-def both(data: bytes, ends: list[int], answers: bool) -> tuple[Trace, Trace]:
+def run_both(data: bytes, ends: list[int], responds: bool) -> tuple[Trace, Trace]:
     """Returns the traces of the server and of the library for ``data``, cut at ``ends``.
 
     The library sends nothing while it processes its input. It gets one frame at a time, since its
     responses would otherwise come later than ours.
     """
     assert LIBRARY is not None
-    ours, theirs = Ours(answers), nghttp2.Nghttp2(LIBRARY, OURS, answers)
+    ours, theirs = Ours(responds), nghttp2.Nghttp2(LIBRARY, OUR_SETTINGS, responds)
     try:
         for packet in scripts.packets(data, ends):
             ours.receive(packet)
@@ -143,7 +143,7 @@ class Case:
         """The whole frames of the bytes."""
         return f.take_frames(bytearray(self.data[len(f.PREFACE) :]))
 
-    def ended_alone(self) -> str:
+    def only_one_ended(self) -> str:
         """Returns which implementation ended the connection, if only one did."""
         ends = self.ours.goaway_code is not None, self.theirs.goaway_code is not None
         return {(True, False): "ours", (False, True): "theirs"}.get(ends, "")
@@ -164,7 +164,7 @@ def goes_backwards(case: Case) -> bool:
     ignores it.
     """
     opened = [one.stream for one in case.frames if one.type == f.HEADERS]
-    return case.ended_alone() == "ours" and opened != sorted(opened)
+    return case.only_one_ended() == "ours" and opened != sorted(opened)
 
 
 def has_a_wrong_priority(case: Case) -> bool:
@@ -183,7 +183,7 @@ def has_settings_of_extensions(case: Case) -> bool:
         if one.type == f.SETTINGS
         for i in range(0, len(one.payload), 6)
     }
-    return not numbers.isdisjoint({8, 9}) and case.ended_alone() == "theirs"
+    return not numbers.isdisjoint({8, 9}) and case.only_one_ended() == "theirs"
 
 
 def has_no_authority(case: Case) -> bool:
@@ -215,7 +215,7 @@ def repeats_its_length(case: Case) -> bool:
     )
 
 
-CHOICES = [
+PERMITTED_DIFFERENCES = [
     is_cut_off,
     goes_backwards,
     has_a_wrong_priority,
@@ -230,7 +230,7 @@ CHOICES = [
 def check(data: bytes, ours: Trace, theirs: Trace) -> None:
     found = list(differences(ours, theirs))
     case = Case(data, ours, theirs)
-    if found and not any(is_choice(case) for is_choice in CHOICES):
+    if found and not any(is_permitted(case) for is_permitted in PERMITTED_DIFFERENCES):
         pytest.fail(f"{found} of {scripts.split_frames(data[len(f.PREFACE) :])}")
 
 
@@ -247,8 +247,8 @@ def differences(ours: Trace, theirs: Trace) -> Iterator[str]:
         for name in ("fields", "body", "has_ended", "was_reset"):
             values = getattr(one, name, None), getattr(other, name, None)
             # Our handler's `reset` is also called for our own resets.
-            is_told = name == "was_reset" and stream in ours.reset_codes
-            if values[0] != values[1] and not is_told:
+            is_own_reset = name == "was_reset" and stream in ours.reset_codes
+            if values[0] != values[1] and not is_own_reset:
                 yield f"{name}: {values[0]}, {values[1]}"
     for stream in sorted({*ours.reset_codes, *theirs.reset_codes}):
         codes = (kind_of(one.reset_codes.get(stream)) for one in (ours, theirs))
@@ -265,8 +265,8 @@ Operations = list[scripts.Operation]
 Faults = list[tuple[scripts.Fault, int, int]]
 
 
-def sent_by(operations: Operations, faults: Faults) -> bytes:
-    script = Script(f.settings(*OURS))
+def frames_sent_by(operations: Operations, faults: Faults) -> bytes:
+    script = Script(f.settings(*OUR_SETTINGS))
     for operation in operations:
         script.do(operation)
     for fault, at, value in faults:
@@ -291,31 +291,35 @@ cuts = st.lists(st.integers(0, 4000), max_size=6)
 
 
 @BOUNDED
-@given(operations=many_operations, ends=cuts, answers=st.booleans())
-def test_sound_clients(operations: Operations, ends: list[int], answers: bool) -> None:
+@given(operations=many_operations, ends=cuts, responds=st.booleans())
+def test_valid_frames_are_read_as_by_nghttp2(
+    operations: Operations, ends: list[int], responds: bool
+) -> None:
     """Checks that both implementations read valid clients alike, and reject none."""
-    data = sent_by(operations, [])
-    ours, theirs = both(data, ends, answers)
+    data = frames_sent_by(operations, [])
+    ours, theirs = run_both(data, ends, responds)
     event(f"{len(theirs.requests)} requests")
     assert list(differences(ours, theirs)) == []
     assert (ours.goaway_code, ours.reset_codes) == (None, {})
 
 
 @BOUNDED
-@given(operations=malformed_operations, ends=cuts, answers=st.booleans())
-def test_malformed_requests(operations: Operations, ends: list[int], answers: bool) -> None:
-    data = sent_by(operations, [])
-    ours, theirs = both(data, ends, answers)
+@given(operations=malformed_operations, ends=cuts, responds=st.booleans())
+def test_malformed_requests_are_handled_as_by_nghttp2(
+    operations: Operations, ends: list[int], responds: bool
+) -> None:
+    data = frames_sent_by(operations, [])
+    ours, theirs = run_both(data, ends, responds)
     event(f"resets {len(theirs.reset_codes)}")
     check(data, ours, theirs)
 
 
 @BOUNDED
-@given(operations=many_operations, faults=scripts.faults, ends=cuts, answers=st.booleans())
-def test_clients_with_faults(
-    operations: Operations, faults: Faults, ends: list[int], answers: bool
+@given(operations=many_operations, faults=scripts.faults, ends=cuts, responds=st.booleans())
+def test_faulty_frames_are_handled_as_by_nghttp2(
+    operations: Operations, faults: Faults, ends: list[int], responds: bool
 ) -> None:
-    data = sent_by(operations, faults)
-    ours, theirs = both(data, ends, answers)
+    data = frames_sent_by(operations, faults)
+    ours, theirs = run_both(data, ends, responds)
     event(f"GOAWAY {theirs.goaway_code}, resets {sorted(set(theirs.reset_codes.values()))}")
     check(data, ours, theirs)

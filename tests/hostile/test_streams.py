@@ -20,15 +20,15 @@ from embedserve_proto import embedding_pb2 as pb
 
 STREAMS_MAX = 128
 OPEN_POST = f.head(b"POST", b"/embed", (b"content-type", b"application/json"))
-STREAM_HEAD = f.grpc_head(b"EmbedStream")
+STREAM_HEADERS = f.grpc_head(b"EmbedStream")
 
 
-def opened(first: int, count: int, block: bytes) -> bytes:
+def incomplete_requests(first: int, count: int, block: bytes) -> bytes:
     """Returns the headers of requests whose bodies never arrive."""
     return b"".join(f.headers(first + 2 * i, block, end=False) for i in range(count))
 
 
-def test_the_limit_is_announced(rest_peer: MakePeer) -> None:
+def test_server_settings_announce_the_limits(rest_peer: MakePeer) -> None:
     (first, *_) = rest_peer().of_type(f.SETTINGS)
     pairs = [first.payload[i : i + 6] for i in range(0, len(first.payload), 6)]
     values = {int.from_bytes(p[:2], "big"): int.from_bytes(p[2:], "big") for p in pairs}
@@ -37,96 +37,98 @@ def test_the_limit_is_announced(rest_peer: MakePeer) -> None:
     assert values[f.MAX_HEADER_LIST_SIZE] == 16_384
 
 
-def test_streams_over_the_limit_are_refused(rest_peer: MakePeer) -> None:
+def test_streams_over_the_limit_are_rejected(rest_peer: MakePeer) -> None:
     """Checks also that as soon as an open stream ends, the next is accepted."""
     peer = rest_peer()
-    peer.send(opened(1, STREAMS_MAX + 5, OPEN_POST))
-    refused = [2 * i + 1 for i in range(STREAMS_MAX, STREAMS_MAX + 5)]
-    assert [peer.answer(stream).reset_code for stream in refused] == [REFUSED_STREAM] * 5
-    assert set(peer.answers) == set(refused)
+    peer.send(incomplete_requests(1, STREAMS_MAX + 5, OPEN_POST))
+    rejected = [2 * i + 1 for i in range(STREAMS_MAX, STREAMS_MAX + 5)]
+    assert [peer.response(stream).reset_code for stream in rejected] == [REFUSED_STREAM] * 5
+    assert set(peer.responses) == set(rejected)
     peer.send(f.data(1, b'{"features": {"user": [1]}}'))
-    assert peer.answer(1).status == 200
-    last = refused[-1] + 2
+    assert peer.response(1).status == 200
+    last = rejected[-1] + 2
     peer.send(f.get(last))
-    assert peer.answer(last).status == 200
+    assert peer.response(last).status == 200
 
 
-def test_streams_over_the_limit_without_end(rest_peer: MakePeer) -> None:
+def test_flood_of_streams_over_the_limit_is_rejected(rest_peer: MakePeer) -> None:
     """Opens 20,000 streams: each is rejected, or the connection ends; the server stores none."""
     peer = rest_peer()
-    peer.send(opened(1, 20_000, OPEN_POST))
+    peer.send(incomplete_requests(1, 20_000, OPEN_POST))
     last = 2 * 20_000 - 1
-    peer.read_until(lambda: peer.goaway_code is not None or last in peer.answers, "answer")
+    peer.read_until(lambda: peer.goaway_code is not None or last in peer.responses, "answer")
     if peer.goaway_code is None:
-        assert peer.answer(last).reset_code == REFUSED_STREAM
+        assert peer.response(last).reset_code == REFUSED_STREAM
     else:
         assert peer.ending() == ENHANCE_YOUR_CALM
 
 
-def test_header_tables_agree_after_a_refusal(rest_peer: MakePeer) -> None:
+def test_header_tables_agree_after_a_rejected_stream(rest_peer: MakePeer) -> None:
     """Checks that the server decodes a rejected stream's block nevertheless: the tables of both
     ends must agree.
     """
     peer = rest_peer()
-    peer.send(opened(1, STREAMS_MAX, OPEN_POST))
+    peer.send(incomplete_requests(1, STREAMS_MAX, OPEN_POST))
     entry = f.literal(b":path", b"/health/live", 0x40)
     start = f.block([(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"test")])
-    refused, after = 2 * STREAMS_MAX + 1, 2 * STREAMS_MAX + 3
-    peer.send(f.headers(refused, start + entry))
-    assert peer.answer(refused).reset_code == REFUSED_STREAM
+    rejected, after = 2 * STREAMS_MAX + 1, 2 * STREAMS_MAX + 3
+    peer.send(f.headers(rejected, start + entry))
+    assert peer.response(rejected).reset_code == REFUSED_STREAM
     peer.send(f.rst_stream(1) + f.headers(after, start + f.integer(62, 7, 0x80)))
-    assert peer.answer(after).status == 200
+    assert peer.response(after).status == 200
 
 
-def test_header_tables_agree_after_a_reset(rest_peer: MakePeer) -> None:
+def test_header_tables_agree_after_a_reset_stream(rest_peer: MakePeer) -> None:
     """Checks that the server decodes HEADERS for a reset stream: trailers may cross the reset."""
     peer = rest_peer()
     entry = f.literal(b":path", b"/health/live", 0x40)
     start = f.block([(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"test")])
     malformed = f.headers(1, f.block([(b":method", b"GET")]) + entry, end=False)
     peer.send(malformed + f.headers(3, start + f.integer(62, 7, 0x80)))
-    assert peer.answer(3).status == 200
+    assert peer.response(3).status == 200
 
 
-def test_bodies_that_never_end(rest_peer: MakePeer, grpc_peer: MakePeer) -> None:
+def test_incomplete_bodies_on_every_stream_do_no_harm(
+    rest_peer: MakePeer, grpc_peer: MakePeer
+) -> None:
     """Fills a connection with half requests, on both ports; the server still serves others."""
     for peer, block in ((rest_peer(), OPEN_POST), (grpc_peer(), f.grpc_head(b"Embed"))):
         numbers = range(1, 2 * STREAMS_MAX, 2)
-        peer.send(opened(1, STREAMS_MAX, block))
+        peer.send(incomplete_requests(1, STREAMS_MAX, block))
         peer.send(b"".join(f.data(stream, b"\0\0\0", end=False) for stream in numbers))
         peer.pong()
-        assert peer.answers == {}
+        assert peer.responses == {}
 
 
 @pytest.mark.growth(64 << 10)
-def test_bodies_that_stop_below_the_limit(rest_peer: MakePeer) -> None:
+def test_bodies_that_stop_within_the_window_hold_bounded_memory(rest_peer: MakePeer) -> None:
     """Sends 128 bodies in part, without their end: the connection has a window."""
     peer = rest_peer()
     numbers = range(1, 2 * STREAMS_MAX, 2)
-    peer.send(opened(1, STREAMS_MAX, OPEN_POST))
+    peer.send(incomplete_requests(1, STREAMS_MAX, OPEN_POST))
     for stream in numbers:
         peer.send(f.data(stream, bytes(8_000), end=False))
     peer.pong()
     assert peer.goaway_code is None
 
 
-def test_more_than_the_window_given(rest_peer: MakePeer) -> None:
+def test_body_beyond_the_stream_window_is_rejected(rest_peer: MakePeer) -> None:
     """Sends a body past the stream's window, without waiting for WINDOW_UPDATE."""
     peer = rest_peer()
-    peer.send(opened(1, 4, OPEN_POST))
+    peer.send(incomplete_requests(1, 4, OPEN_POST))
     sent = b"".join(f.data(stream, bytes(1 << 20), end=False) for stream in range(1, 9, 2))
     peer.send(sent * 2)
 
-    def is_refused() -> bool:
-        ended = {answer.reset_code for answer in peer.answers.values()} | {peer.goaway_code}
-        statuses = {a.headers[":status"] for a in peer.answers.values() if a.headers}
+    def is_rejected() -> bool:
+        ended = {response.reset_code for response in peer.responses.values()} | {peer.goaway_code}
+        statuses = {a.headers[":status"] for a in peer.responses.values() if a.headers}
         return f.FLOW_CONTROL_ERROR in ended or statuses == {"413"}
 
-    peer.read_until(is_refused, "refusal")
-    assert is_refused()
+    peer.read_until(is_rejected, "rejection")
+    assert is_rejected()
 
 
-def test_a_byte_now_and_then(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+def test_message_in_one_byte_frames_is_answered(grpc_peer: MakePeer, rows: np.ndarray) -> None:
     peer = grpc_peer()
     peer.send(f.headers(1, f.grpc_head(b"Embed"), end=False))
     for byte in f.message(embed_request([499])):
@@ -136,23 +138,25 @@ def test_a_byte_now_and_then(grpc_peer: MakePeer, rows: np.ndarray) -> None:
     np.testing.assert_array_equal(embedded(peer, 1), rows[[499]])
 
 
-def test_a_request_line_now_and_then(rest_peer: MakePeer) -> None:
+def test_headers_frame_sent_byte_by_byte_is_answered(rest_peer: MakePeer) -> None:
     """Sends a frame one byte at a time; other connections' responses must not wait."""
     peer = rest_peer()
     for byte in f.get(1):
         peer.send(bytes([byte]))
         peer.read_for(0.01)
-    assert peer.answer(1).status == 200
+    assert peer.response(1).status == 200
 
 
-def test_a_thousand_idle_streams_of_one_client(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+def test_thousand_idle_streams_do_not_block_other_calls(
+    grpc_peer: MakePeer, rows: np.ndarray
+) -> None:
     """Opens 1,000 EmbedStreams over 8 connections; each gets one response and is then idle."""
     message = f.message(embed_request([7]))
     connections: list[Peer] = []
     for _ in range(8):
         peer = grpc_peer()
         numbers = range(1, 251, 2)
-        peer.send(b"".join(f.headers(n, STREAM_HEAD, end=False) for n in numbers))
+        peer.send(b"".join(f.headers(n, STREAM_HEADERS, end=False) for n in numbers))
         peer.send(b"".join(f.data(n, message, end=False) for n in numbers))
         for n in numbers:
             body = peer.body_of(n, 5 + 4 * rows.shape[1])
@@ -164,16 +168,16 @@ def test_a_thousand_idle_streams_of_one_client(grpc_peer: MakePeer, rows: np.nda
     while time.monotonic() < end:
         peer = connections[number % 8]
         peer.send(f.get(number) + f.call(number + 2, embed_request([9])))
-        assert peer.answer(number).status == 200
+        assert peer.response(number).status == 200
         np.testing.assert_array_equal(embedded(peer, number + 2), rows[[9]])
         number += 4
     for peer in connections:
-        assert not any(answer.is_whole for n, answer in peer.answers.items() if n < 251)
+        assert not any(response.is_whole for n, response in peer.responses.items() if n < 251)
         peer.send(f.data(1))
-        assert peer.answer(1).grpc_status == 0
+        assert peer.response(1).grpc_status == 0
 
 
-def test_an_answer_is_never_two(rest_peer: MakePeer) -> None:
+def test_unread_body_does_not_cause_a_second_response(rest_peer: MakePeer) -> None:
     """Sends an unread body past every limit, while the response waits for window."""
     peer = rest_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
     peer.send(f.headers(1, f.head(b"GET", b"/health/live"), end=False))
@@ -182,17 +186,19 @@ def test_an_answer_is_never_two(rest_peer: MakePeer) -> None:
         peer.send(f.data(1, bytes(16_000), end=False))
     peer.pong()
     peer.send(f.window_update(1, 1000))
-    answer = peer.answer(1)
-    assert answer.reset_code is not None or answer.status in (200, 413)
-    assert answer.trailers == {}
+    response = peer.response(1)
+    assert response.reset_code is not None or response.status in (200, 413)
+    assert response.trailers == {}
 
 
-def test_an_answer_is_sent_though_another_waits(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+def test_response_is_sent_after_earlier_responses_waited_for_window(
+    grpc_peer: MakePeer, rows: np.ndarray
+) -> None:
     """Checks that later responses do not wait for more input, though earlier responses have
     waited for window while the server read.
     """
     peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
-    peer.send(f.headers(1, STREAM_HEAD, end=False))
+    peer.send(f.headers(1, STREAM_HEADERS, end=False))
     for _ in range(3):
         peer.send(f.data(1, f.message(b"\xff"), end=False))
         peer.pong()
@@ -202,36 +208,40 @@ def test_an_answer_is_sent_though_another_waits(grpc_peer: MakePeer, rows: np.nd
         np.testing.assert_array_equal(embedded(peer, stream), rows[[8]])
 
 
-def test_an_answer_is_sent_though_others_have_no_window(
+def test_response_is_sent_while_other_streams_have_no_window(
     grpc_peer: MakePeer, rows: np.ndarray
 ) -> None:
     peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
-    peer.send(f.headers(1, STREAM_HEAD, end=False))
+    peer.send(f.headers(1, STREAM_HEADERS, end=False))
     peer.send(f.data(1, f.message(b"\xff"), end=False))
     peer.pong()
     peer.send(f.data(1, f.message(b"\xff"), end=False))
     peer.read_for(0.1)
-    opened = f.headers(3, f.grpc_head(b"Embed"), end=False) + f.window_update(3, 10_000)
-    peer.send(opened + f.data(3, f.message(embed_request([8]))))
+    incomplete_requests = f.headers(3, f.grpc_head(b"Embed"), end=False) + f.window_update(
+        3, 10_000
+    )
+    peer.send(incomplete_requests + f.data(3, f.message(embed_request([8]))))
     assert peer.read_some(), "no answer, with nothing more sent"
     np.testing.assert_array_equal(embedded(peer, 3), rows[[8]])
 
 
-def given(peer: Peer, stream: int) -> int:
+def window_increments(peer: Peer, stream: int) -> int:
     """Returns the window received for ``stream``, also during sends; counts each update once."""
     updates = [one for one in peer.of_type(f.WINDOW_UPDATE) if one.stream == stream]
     peer.others.clear()
     return sum(int.from_bytes(one.payload, "big") for one in updates)
 
 
-def test_promises_leave_room_for_others(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+def test_promised_large_messages_leave_window_for_other_streams(
+    grpc_peer: MakePeer, rows: np.ndarray
+) -> None:
     """Opens streams that promise large messages and send one byte each: another stream's message
     still gets window.
     """
     promised = (LIMITS.body_bytes_max).to_bytes(4, "big")
     for _ in range(4):
         peer = grpc_peer()
-        peer.send(opened(1, STREAMS_MAX, STREAM_HEAD))
+        peer.send(incomplete_requests(1, STREAMS_MAX, STREAM_HEADERS))
         peer.send(
             b"".join(
                 f.data(stream, b"\0" + promised + b"x", end=False)
@@ -245,26 +255,26 @@ def test_promises_leave_room_for_others(grpc_peer: MakePeer, rows: np.ndarray) -
     peer.send(f.headers(1, f.grpc_head(b"Embed"), end=False))
     window, sent = STREAM_WINDOW, 0
     while sent < len(request):
-        part = request[sent : sent + window]
-        peer.send(f.data(1, part, end=sent + len(part) == len(request)))
-        sent += len(part)
-        while sent < len(request) and not (window := given(peer, 1)):
+        chunk = request[sent : sent + window]
+        peer.send(f.data(1, chunk, end=sent + len(chunk) == len(request)))
+        sent += len(chunk)
+        while sent < len(request) and not (window := window_increments(peer, 1)):
             assert peer.read_some(), "no more window for a message of 480 KB"
     np.testing.assert_array_equal(embedded(peer, 1), rows[ids])
 
 
-def test_a_reset_stream_is_given_up(grpc_peer: MakePeer) -> None:
+def test_no_more_bytes_arrive_on_a_reset_stream(grpc_peer: MakePeer) -> None:
     """Checks that after a reset only bytes that were already sent arrive on the stream."""
     peer = grpc_peer()
     for stream in range(1, 401, 2):
         peer.send(f.call(stream, embed_request([1])) + f.rst_stream(stream, CANCEL))
     peer.pong(1)
-    before = {stream: len(answer.body) for stream, answer in peer.answers.items()}
+    before = {stream: len(response.body) for stream, response in peer.responses.items()}
     peer.read_for(0.3)
-    assert {stream: len(answer.body) for stream, answer in peer.answers.items()} == before
+    assert {stream: len(response.body) for stream, response in peer.responses.items()} == before
 
 
-def test_clients_that_cut_their_connections(rest_peer: MakePeer) -> None:
+def test_connections_reset_by_clients_do_no_harm(rest_peer: MakePeer) -> None:
     """Resets connections while the server makes their responses; other connections get theirs."""
     requests = b"".join(f.get(stream) for stream in range(1, 41, 2))
     linger = struct.pack("ii", 1, 0)
@@ -275,7 +285,7 @@ def test_clients_that_cut_their_connections(rest_peer: MakePeer) -> None:
         peer.close()
 
 
-def test_connections_leave_nothing(rest_peer: MakePeer) -> None:
+def test_connections_closed_before_their_responses_do_no_harm(rest_peer: MakePeer) -> None:
     """Opens a connection, sends requests and closes it before the responses, 500 times."""
     for _ in range(500):
         peer = rest_peer(

@@ -18,11 +18,11 @@ from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import UNREAD_S_MAX, NullHandler
 
-ANSWER = bytes(200_000)
-HEAD = encode([(b":status", b"200")])
+RESPONSE_BODY = bytes(200_000)
+RESPONSE_HEADERS = encode([(b":status", b"200")])
 
 
-class Slow:
+class SlowClient:
     """A connection whose client requests large responses."""
 
     def __init__(self, *frames: bytes) -> None:
@@ -30,7 +30,7 @@ class Slow:
         self._start_s = perf_counter()
         uploads = UploadBudget(1 << 20, lambda: True)
         self.connection = Http2Connection(
-            lambda _: ResolvedRoute(_answer, None), uploads, lambda: None
+            lambda _: ResolvedRoute(_respond, None), uploads, lambda: None
         )
         self.receive(f.PREFACE + b"".join(frames))
 
@@ -50,19 +50,19 @@ class Slow:
         self._sent()
 
     def _sent(self) -> int:
-        sender, pieces = self.connection.frame_writer, []
+        sender, chunks = self.connection.frame_writer, []
         sender.pump()
         while sender.out:
-            pieces += sender.out
+            chunks += sender.out
             sender.out.clear()
             sender.pump()
-        data = b"".join(pieces)
+        data = b"".join(chunks)
         self.trace.sent(data)
         return len(data)
 
 
-def _answer(stream: Stream) -> NullHandler:
-    stream.answer(HEAD, (ANSWER,), len(ANSWER), b"")
+def _respond(stream: Stream) -> NullHandler:
+    stream.answer(RESPONSE_HEADERS, (RESPONSE_BODY,), len(RESPONSE_BODY), b"")
     return NullHandler()
 
 
@@ -70,33 +70,33 @@ def settings(window: int) -> bytes:
     return f.settings((INITIAL_WINDOW_SIZE, window))
 
 
-def test_a_stream_without_window_is_reset() -> None:
-    slow = Slow(settings(0), f.get(1))
-    slow.at_most(UNREAD_S_MAX - 1)
-    assert slow.trace.reset_codes == {}
-    slow.at_least(UNREAD_S_MAX + 1)
-    assert slow.trace.reset_codes == {1: CANCEL}
-    assert slow.connection.frame_writer.unsent_bytes == 0
+def test_stream_without_window_is_reset_after_the_timeout() -> None:
+    client = SlowClient(settings(0), f.get(1))
+    client.at_most(UNREAD_S_MAX - 1)
+    assert client.trace.reset_codes == {}
+    client.at_least(UNREAD_S_MAX + 1)
+    assert client.trace.reset_codes == {1: CANCEL}
+    assert client.connection.frame_writer.unsent_bytes == 0
 
 
-def test_a_byte_now_and_then_is_no_progress() -> None:
-    slow = Slow(settings(0), f.get(1))
+def test_one_byte_window_updates_do_not_prevent_the_reset() -> None:
+    client = SlowClient(settings(0), f.get(1))
     for _ in range(100):
-        slow.receive(f.window_update(1, 1))
-    slow.at_least(UNREAD_S_MAX + 1)
-    assert slow.trace.reset_codes == {1: CANCEL}
+        client.receive(f.window_update(1, 1))
+    client.at_least(UNREAD_S_MAX + 1)
+    assert client.trace.reset_codes == {1: CANCEL}
 
 
-def test_a_slow_reader_that_reads_is_left_alone() -> None:
-    slow = Slow(settings(0), f.window_update(0, 1 << 20), f.get(1))
-    slow.receive(f.window_update(1, 100_000))
-    slow.at_most(UNREAD_S_MAX - 1)
-    assert slow.trace.reset_codes == {}
-    assert slow.receive(f.window_update(1, 100_000)) >= 100_000
+def test_slow_reader_with_progress_is_not_reset() -> None:
+    client = SlowClient(settings(0), f.window_update(0, 1 << 20), f.get(1))
+    client.receive(f.window_update(1, 100_000))
+    client.at_most(UNREAD_S_MAX - 1)
+    assert client.trace.reset_codes == {}
+    assert client.receive(f.window_update(1, 100_000)) >= 100_000
 
 
-def test_a_connection_without_window_keeps_nothing() -> None:
-    slow = Slow(settings(f.WINDOW_MAX), *(f.get(stream) for stream in range(1, 101, 2)))
-    assert slow.connection.frame_writer.unsent_bytes > 9_000_000
-    slow.at_least(UNREAD_S_MAX + 1)
-    assert slow.connection.frame_writer.unsent_bytes == 0
+def test_connection_without_window_drops_its_unsent_bytes() -> None:
+    client = SlowClient(settings(f.WINDOW_MAX), *(f.get(stream) for stream in range(1, 101, 2)))
+    assert client.connection.frame_writer.unsent_bytes > 9_000_000
+    client.at_least(UNREAD_S_MAX + 1)
+    assert client.connection.frame_writer.unsent_bytes == 0

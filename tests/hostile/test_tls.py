@@ -10,14 +10,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
-from hostile.conftest import Bounds, Victim, victim_and_neighbour
+from hostile.conftest import Bounds, Victim, victim_and_canary
 from hostile.peer import WAIT_S_MAX
 from hostile.target_server import NARROW
 
 from embedserve.processes.memory_bounds import CONNECTION_BYTES, CONNECTION_TLS_BYTES, FREED_SHARE
 from embedserve.wire.tls.handshake import HANDSHAKE_BYTES
 
-victim, neighbour = victim_and_neighbour("narrow", has_tls=True)
+victim, canary = victim_and_canary("narrow", has_tls=True)
 
 CONNECTIONS = NARROW.connections_max - 100
 HANDSHAKES = 1000
@@ -51,7 +51,7 @@ def connect(victim: Victim, unharmed: Bounds) -> Connect:
     return connect
 
 
-def hello(tls: ssl.SSLContext) -> bytes:
+def client_hello(tls: ssl.SSLContext) -> bytes:
     outgoing = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
         tls.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
@@ -60,29 +60,31 @@ def hello(tls: ssl.SSLContext) -> bytes:
 
 def wait_for_end(sock: socket.socket) -> bytes:
     """Returns all bytes that arrive until the server ends the connection."""
-    parts = []
+    chunks = []
     try:
-        while part := sock.recv(1 << 16):
-            parts.append(part)
+        while chunk := sock.recv(1 << 16):
+            chunks.append(chunk)
     except ConnectionResetError:
         pass
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 @pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing", "half a hello", "a hello alone"])
-def test_handshakes_that_never_end(connect: Connect, tls: ssl.SSLContext, share: float) -> None:
+def test_incomplete_handshakes_hold_bounded_memory(
+    connect: Connect, tls: ssl.SSLContext, share: float
+) -> None:
     """Checks memory: the server computes keys and a signature for each whole ClientHello."""
     sockets = [connect() for _ in range(CONNECTIONS)]
     for sock in sockets:
-        data = hello(tls)
+        data = client_hello(tls)
         sock.sendall(data[: int(share * len(data))])
     if share == 1:
         for sock in sockets:
             assert sock.recv(1 << 16)
 
 
-def test_a_thousand_handshakes_in_a_row(victim: Victim, tls: ssl.SSLContext) -> None:
+def test_thousand_consecutive_handshakes_complete(victim: Victim, tls: ssl.SSLContext) -> None:
     """Completes handshakes and sends nothing more; connected clients get responses meanwhile."""
     for _ in range(HANDSHAKES):
         sock = socket.create_connection(("127.0.0.1", victim.http_port), WAIT_S_MAX)
@@ -91,9 +93,9 @@ def test_a_thousand_handshakes_in_a_row(victim: Victim, tls: ssl.SSLContext) -> 
 
 
 @pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
-def test_bursts_of_hellos(connect: Connect, tls: ssl.SSLContext) -> None:
+def test_bursts_of_client_hellos_are_answered(connect: Connect, tls: ssl.SSLContext) -> None:
     """Sends ClientHellos, which cost the client nothing and the server a signature."""
-    data = hello(tls)
+    data = client_hello(tls)
     for _ in range(BURSTS):
         sockets = [connect() for _ in range(CONNECTIONS)]
         for sock in sockets:
@@ -110,23 +112,27 @@ def test_bursts_of_hellos(connect: Connect, tls: ssl.SSLContext) -> None:
     [b"\x00" * 4096, b"\x16\x03\x03\x40\x00" + bytes(0x4000), b"\x17\x03\x03\x00\x10" + bytes(16)],
     ids=["zeros", "a handshake record", "a record that cannot be decrypted"],
 )
-def test_garbage_after_the_hello(connect: Connect, tls: ssl.SSLContext, more: bytes) -> None:
+def test_garbage_after_the_client_hello_ends_the_connection(
+    connect: Connect, tls: ssl.SSLContext, more: bytes
+) -> None:
     for _ in range(50):
         sock = connect()
-        sock.sendall(hello(tls) + more)
+        sock.sendall(client_hello(tls) + more)
         wait_for_end(sock)
 
 
-def test_half_closed_within_the_handshake(connect: Connect, tls: ssl.SSLContext) -> None:
+def test_half_closed_handshake_ends_the_connection(connect: Connect, tls: ssl.SSLContext) -> None:
     for _ in range(50):
         sock = connect()
-        sock.sendall(hello(tls))
+        sock.sendall(client_hello(tls))
         sock.shutdown(socket.SHUT_WR)
         wait_for_end(sock)
 
 
 @pytest.mark.growth(growth_kib(CONNECTION_BYTES + CONNECTION_TLS_BYTES))
-def test_connections_that_have_been_used_and_stay(connect: Connect, tls: ssl.SSLContext) -> None:
+def test_open_connections_hold_bounded_memory_after_large_records(
+    connect: Connect, tls: ssl.SSLContext
+) -> None:
     """Checks memory: OpenSSL keeps the buffers that a large record took."""
     body = b'{"features": {"user": [[1]]}}'.ljust(40_000)
     head = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
@@ -156,7 +162,7 @@ class Openssl:
         self.process.kill()
         self.process.communicate()
 
-    def say(self, letter: bytes) -> None:
+    def send_command(self, letter: bytes) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(letter + b"\n")
         self.process.stdin.flush()
@@ -169,19 +175,19 @@ class Openssl:
         raise AssertionError(f"openssl did not say {text!r}")
 
 
-def test_renegotiation_is_refused(victim: Victim) -> None:
+def test_renegotiation_is_rejected(victim: Victim) -> None:
     """Checks that a TLS 1.2 client cannot request handshake after handshake on one connection."""
     with Openssl(victim, "-tls1_2") as client:
         client.wait_for(b"Verify return code: 0")
-        client.say(b"R")
+        client.send_command(b"R")
         client.wait_for(b"RENEGOTIATING")
         client.wait_for(b"no renegotiation")
 
 
-def test_new_keys_over_and_over(victim: Victim) -> None:
+def test_repeated_key_updates_are_accepted(victim: Victim) -> None:
     """Requests many key updates: TLS 1.3 lets a client request new keys of both sides at will."""
     with Openssl(victim, "-tls1_3") as client:
         client.wait_for(b"Verify return code: 0")
         for _ in range(UPDATES):
-            client.say(b"K")
+            client.send_command(b"K")
             client.wait_for(b"KEYUPDATE")

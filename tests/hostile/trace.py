@@ -54,12 +54,12 @@ class Trace:
         self.requests[stream].body += payload
         self.requests[stream].has_ended |= ends
 
-    def reset(self, stream: int, answers: bool) -> None:
+    def reset(self, stream: int, responds: bool) -> None:
         """Records the client's reset. It does not count for a stream that the server itself had
-        reset, or that has its response already: a server that ``answers`` responds immediately.
+        reset, or that has its response already: a server that ``responds`` does so immediately.
         """
         request = self.requests.get(stream)
-        if request is None or stream in self.reset_codes or (answers and request.has_ended):
+        if request is None or stream in self.reset_codes or (responds and request.has_ended):
             return
         request.was_reset = True
 

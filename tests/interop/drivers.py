@@ -51,16 +51,16 @@ class Call:
     """
 
     method: str
-    asked: Sequence[Lookup] = ()
+    requested: Sequence[Lookup] = ()
     timeout_ms: float | None = None
     cancel: bool = False
     in_turns: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "method": self.method,
-            "requests": [base64.b64encode(one.body).decode() for one in self.asked],
+            "requests": [base64.b64encode(one.body).decode() for one in self.requested],
             "timeout_ms": self.timeout_ms,
             "cancel": self.cancel,
             "in_turns": self.in_turns,
@@ -78,7 +78,7 @@ class Ended:
     trailers: dict[str, str]
 
     @property
-    def answers(self) -> list[pb.EmbedResponse]:
+    def responses(self) -> list[pb.EmbedResponse]:
         return [pb.EmbedResponse.FromString(body) for body in self.bodies]
 
 
@@ -91,22 +91,24 @@ class Driver:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, target: str, *calls: Call, gzip: bool = False) -> list[Ended]:
-        told = json.dumps({"gzip": gzip, "calls": [call.told() for call in calls]})
+        request_json = json.dumps({"gzip": gzip, "calls": [call.to_json() for call in calls]})
         program, *before = self.command
-        said = run_tool(
+        result_json = run_tool(
             program,
             *before,
             target,
             *self.arguments,
-            stdin=told.encode(),
+            stdin=request_json.encode(),
             environment=self.environment,
         )
-        return [_ended(one) for one in json.loads(said)]
+        return [_ended(one) for one in json.loads(result_json)]
 
 
-def _ended(said: dict[str, Any]) -> Ended:
-    bodies = [base64.b64decode(body) for body in said["answers"] or ()]
-    return Ended(bodies, CODES[said["code"]], said["message"], said["trailers"])
+def _ended(result_json: dict[str, Any]) -> Ended:
+    bodies = [base64.b64decode(body) for body in result_json["answers"] or ()]
+    return Ended(
+        bodies, CODES[result_json["code"]], result_json["message"], result_json["trailers"]
+    )
 
 
 def node_driver() -> Driver:
@@ -147,22 +149,22 @@ def python_programs(name: str) -> Path:
     return made(name, [HERE / name / "requirements.txt"], _install_for_python) / "bin"
 
 
-def told_by_python(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def run_python_client(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """Runs client.py of folder ``name`` in its virtual environment, and returns its JSON output.
 
     Args:
-        given: JSON for its stdin: what to request.
+        parameters: JSON for its stdin: what to request.
     """
     done = subprocess.run(
         [str(python_programs(name) / "python"), str(HERE / name / "client.py")],
-        input=json.dumps(given),
+        input=json.dumps(parameters),
         capture_output=True,
         text=True,
         timeout=CLIENT_S_MAX,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answers: dict[str, Any] = json.loads(done.stdout)
-    return answers
+    responses: dict[str, Any] = json.loads(done.stdout)
+    return responses
 
 
 def _install_for_python(folder: Path, sources: Sequence[Path]) -> None:

@@ -86,7 +86,7 @@ class Lookup:
         }
 
     @cached_property
-    def answer(self) -> pb.EmbedResponse:
+    def response(self) -> pb.EmbedResponse:
         return pb.EmbedResponse(
             model=MODEL,
             version=1,
@@ -97,7 +97,7 @@ class Lookup:
         )
 
     @cached_property
-    def json_answer(self) -> dict[str, Any]:
+    def json_response(self) -> dict[str, Any]:
         return {
             "model": MODEL,
             "version": 1,
@@ -133,7 +133,7 @@ def lookups(count: int, first_seed: int = 0) -> list[Lookup]:
 
 
 @cache
-def large_answer() -> Lookup:
+def large_response() -> Lookup:
     """Returns a lookup whose response has 5.8 MB and whose request has 0.8 MB."""
     return lookup(1, 20_000, 4, is_raw=True)
 
@@ -147,17 +147,17 @@ def large_request() -> Lookup:
     return lookup(2, 500, 800, is_raw=True)
 
 
-WRONG = Lookup({"user": [[7], [ROWS["user"]]], "movie": [[], []]})
+INVALID = Lookup({"user": [[7], [ROWS["user"]]], "movie": [[], []]})
 """A lookup whose second example has an id past the table's end."""
-WRONG_FIELD = "features.user[1][0]"
+INVALID_FIELD = "features.user[1][0]"
 
 
-def assert_answers(bodies: Sequence[bytes], asked: Sequence[Lookup]) -> None:
+def assert_responses(bodies: Sequence[bytes], requested: Sequence[Lookup]) -> None:
     """Checks that each body is the response to its lookup. A failure shows only its start."""
-    assert len(bodies) == len(asked)
-    for number, (body, one) in enumerate(zip(bodies, asked, strict=True)):
-        is_right = pb.EmbedResponse.FromString(body) == one.answer
-        assert is_right, f"answer {number} of {len(asked)} is wrong: {body[:80]!r}"
+    assert len(bodies) == len(requested)
+    for number, (body, one) in enumerate(zip(bodies, requested, strict=True)):
+        is_right = pb.EmbedResponse.FromString(body) == one.response
+        assert is_right, f"response {number} of {len(requested)} is wrong: {body[:80]!r}"
 
 
 def assert_outputs(outputs: dict[str, Any], expected: dict[str, np.ndarray]) -> None:

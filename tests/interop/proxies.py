@@ -65,8 +65,8 @@ def configuration(
             replaced[form.format(old, theirs)] = form.format(new, ours)
     for old in replaced:
         assert old in text, f"{name} has no {old!r}"
-    wanted = re.compile("|".join(map(re.escape, replaced)))
-    return wanted.sub(lambda found: replaced[found[0]], text)
+    pattern = re.compile("|".join(map(re.escape, replaced)))
+    return pattern.sub(lambda found: replaced[found[0]], text)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from interop.lookups import large_answer, large_request, lookup, lookups
+from interop.lookups import large_request, large_response, lookup, lookups
 from server.channels import OWN_CONNECTION
 
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
@@ -23,54 +23,56 @@ async def stub(target: str) -> AsyncIterator[EmbeddingServiceStub]:
         yield EmbeddingServiceStub(channel)
 
 
-async def test_500_calls_at_once_over_one_connection(stub: EmbeddingServiceStub) -> None:
-    asked = lookups(500)
-    calls = [stub.Embed(one.request, timeout=ANSWER_S_MAX) for one in asked]
-    assert await asyncio.gather(*calls) == [one.answer for one in asked]
+async def test_500_concurrent_calls_over_one_connection_are_answered(
+    stub: EmbeddingServiceStub,
+) -> None:
+    requested = lookups(500)
+    calls = [stub.Embed(one.request, timeout=ANSWER_S_MAX) for one in requested]
+    assert await asyncio.gather(*calls) == [one.response for one in requested]
 
 
-async def test_large_messages_and_small_ones_at_once(stub: EmbeddingServiceStub) -> None:
-    asked = [large_answer(), *lookups(20), large_request(), *lookups(20, 20)]
-    calls = [stub.Embed(one.request, timeout=ANSWER_S_MAX) for one in asked]
-    assert await asyncio.gather(*calls) == [one.answer for one in asked]
+async def test_concurrent_large_and_small_messages_are_answered(stub: EmbeddingServiceStub) -> None:
+    requested = [large_response(), *lookups(20), large_request(), *lookups(20, 20)]
+    calls = [stub.Embed(one.request, timeout=ANSWER_S_MAX) for one in requested]
+    assert await asyncio.gather(*calls) == [one.response for one in requested]
 
 
-async def test_a_stream_in_turns(stub: EmbeddingServiceStub) -> None:
+async def test_turn_by_turn_stream_is_answered(stub: EmbeddingServiceStub) -> None:
     stream = stub.EmbedStream(timeout=ANSWER_S_MAX)
     for one in lookups(30):
         await stream.write(one.request)
-        assert await stream.read() == one.answer
+        assert await stream.read() == one.response
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
     assert await stream.code() is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-async def test_pipelined_streams_beside_each_other(
+async def test_concurrent_pipelined_streams_are_answered_in_order(
     stub: EmbeddingServiceStub, compression: grpc.Compression
 ) -> None:
-    async def ask(first_seed: int) -> None:
-        asked = lookups(200, first_seed)
-        requests = (one.request for one in asked)
+    async def check_stream(first_seed: int) -> None:
+        requested = lookups(200, first_seed)
+        requests = (one.request for one in requested)
         stream = stub.EmbedStream(requests, compression=compression, timeout=ANSWER_S_MAX)
-        assert [answer async for answer in stream] == [one.answer for one in asked]
+        assert [response async for response in stream] == [one.response for one in requested]
 
-    await asyncio.gather(*(ask(1000 * number) for number in range(8)))
+    await asyncio.gather(*(check_stream(1000 * number) for number in range(8)))
 
 
-async def test_cancelled_calls_and_streams_leave_the_server_to_the_others(
+async def test_cancelled_calls_and_streams_do_not_affect_other_calls(
     stub: EmbeddingServiceStub,
 ) -> None:
-    asked = lookups(100)
-    calls = [stub.Embed(one.request, timeout=ANSWER_S_MAX) for one in asked]
+    requested = lookups(100)
+    calls = [stub.Embed(one.request, timeout=ANSWER_S_MAX) for one in requested]
     stream = stub.EmbedStream()
-    await stream.write(asked[0].request)
-    assert await stream.read() == asked[0].answer
+    await stream.write(requested[0].request)
+    assert await stream.read() == requested[0].response
     stream.cancel()
     for call in calls[1::2]:
         call.cancel()
-    assert await asyncio.gather(*calls[::2]) == [one.answer for one in asked[::2]]
+    assert await asyncio.gather(*calls[::2]) == [one.response for one in requested[::2]]
     with pytest.raises(asyncio.CancelledError):
         await stream.read()
     assert await stream.code() is grpc.StatusCode.CANCELLED
-    assert await stub.Embed(lookup(1).request, timeout=ANSWER_S_MAX) == lookup(1).answer
+    assert await stub.Embed(lookup(1).request, timeout=ANSWER_S_MAX) == lookup(1).response

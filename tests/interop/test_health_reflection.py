@@ -32,38 +32,42 @@ def health(channel: grpc.Channel) -> health_pb2_grpc.HealthStub:
 
 
 @pytest.mark.parametrize("name", ["", SERVICE])
-def test_check(health: health_pb2_grpc.HealthStub, name: str) -> None:
+def test_health_check_returns_serving(health: health_pb2_grpc.HealthStub, name: str) -> None:
     request = health_pb2.HealthCheckRequest(service=name)
     assert health.Check(request, timeout=ANSWER_S_MAX).status == SERVING
 
 
-def test_check_of_an_unknown_service(health: health_pb2_grpc.HealthStub) -> None:
+def test_health_check_of_an_unknown_service_is_not_found(
+    health: health_pb2_grpc.HealthStub,
+) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=ANSWER_S_MAX)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(("name", "status"), [(SERVICE, SERVING), ("nothing", SERVICE_UNKNOWN)])
-def test_watch(health: health_pb2_grpc.HealthStub, name: str, status: int) -> None:
+def test_health_watch_returns_the_status(
+    health: health_pb2_grpc.HealthStub, name: str, status: int
+) -> None:
     watch = health.Watch(health_pb2.HealthCheckRequest(service=name), timeout=ANSWER_S_MAX)
     assert next(watch).status == status
     watch.cancel()
     assert watch.code() is grpc.StatusCode.CANCELLED
 
 
-def test_a_client_made_from_reflection_is_answered(channel: grpc.Channel) -> None:
+def test_client_generated_from_reflection_is_answered(channel: grpc.Channel) -> None:
     database = ProtoReflectionDescriptorDatabase(channel)
     assert {SERVICE, "grpc.health.v1.Health"} <= set(database.get_services())
     service = DescriptorPool(database).FindServiceByName(SERVICE)
     method = service.methods_by_name["Embed"]
-    request_class, answer_class = map(GetMessageClass, (method.input_type, method.output_type))
+    request_class, response_class = map(GetMessageClass, (method.input_type, method.output_type))
     embed = channel.unary_unary(
         f"/{service.full_name}/{method.name}",
         request_serializer=request_class.SerializeToString,
-        response_deserializer=answer_class.FromString,
+        response_deserializer=response_class.FromString,
     )
-    asked = lookup(1)
-    answer = embed(request_class.FromString(asked.body), timeout=ANSWER_S_MAX)
-    assert answer.SerializeToString(deterministic=True) == asked.answer.SerializeToString(
+    requested = lookup(1)
+    response = embed(request_class.FromString(requested.body), timeout=ANSWER_S_MAX)
+    assert response.SerializeToString(deterministic=True) == requested.response.SerializeToString(
         deterministic=True
     )

@@ -45,7 +45,7 @@ ANSWERS = 50
 """Number of responses that each client waits for before, while and after a pod is replaced."""
 CLIENTS = 2
 """Number of clients of each protocol."""
-TOO_LITTLE = "64Mi"
+INSUFFICIENT_MEMORY = "64Mi"
 """Memory limit below what Python and PyTorch take before they load a model."""
 IMAGE = f"localhost/embedserve:{__version__}-cpu"
 
@@ -80,10 +80,10 @@ def start(pods: ExitStack, folder: Path, name: str, host: int, **changes: object
 
 def assert_serves(pod: Pod) -> None:
     one = lookup(3)
-    answer = httpx.post(f"{pod.url}/embed", content=one.body, headers=PROTOBUF)
-    assert pb.EmbedResponse.FromString(answer.content) == one.answer
+    response = httpx.post(f"{pod.url}/embed", content=one.body, headers=PROTOBUF)
+    assert pb.EmbedResponse.FromString(response.content) == one.response
     with grpc.insecure_channel(f"{pod.address}:8001") as channel:
-        assert EmbeddingServiceStub(channel).Embed(one.request, timeout=30) == one.answer
+        assert EmbeddingServiceStub(channel).Embed(one.request, timeout=30) == one.response
 
 
 def wait_for_log(pod: Pod, text: str) -> None:
@@ -93,7 +93,7 @@ def wait_for_log(pod: Pod, text: str) -> None:
         time.sleep(0.2)
 
 
-def test_a_pod_is_what_its_manifest_says(pods: ExitStack, tmp_path: Path) -> None:
+def test_pod_runs_with_the_settings_of_its_manifest(pods: ExitStack, tmp_path: Path) -> None:
     begin = time.monotonic()
     pod = start(pods, tmp_path, "one", 11)
     while pod.probe("startupProbe") != 200:
@@ -116,7 +116,7 @@ def test_a_pod_is_what_its_manifest_says(pods: ExitStack, tmp_path: Path) -> Non
     podman("exec", pod.container, "sh", "-c", f"{writes} 2>/dev/null")
 
 
-def test_the_image_lists_its_packages() -> None:
+def test_image_contains_a_list_of_its_packages() -> None:
     path = "/opt/embedserve/sbom.cdx.json"
     command = ("--rm", "--network", "none", "--entrypoint", "cat", IMAGE, path)
     listed = json.loads(podman("run", *command))
@@ -147,43 +147,43 @@ def load(tmp_path: Path) -> Iterator[Load]:
         load.stop()
 
 
-def test_a_rolling_replacement_loses_nothing(pods: ExitStack, tmp_path: Path, load: Load) -> None:
+def test_rolling_replacement_loses_no_requests(pods: ExitStack, tmp_path: Path, load: Load) -> None:
     old = start(pods, tmp_path, "roll-0", 11)
     old.wait_until_ready()
     load.wait_until_answered()
     load.start()
     for number in range(1, ROLLS + 1):
-        load.until_each(ANSWERS, ANSWERED)
+        load.wait_for_each(ANSWERS, ANSWERED)
         new = start(pods, tmp_path, f"roll-{number}", 11 + number % 2)
         new.wait_until_ready()
-        load.until_each(ANSWERS, ANSWERED)
+        load.wait_for_each(ANSWERS, ANSWERED)
         assert old.stop() == 0
         assert "are cut" not in old.log()
         old.remove()
         old = new
-    load.until_each(ANSWERS, ANSWERED)
+    load.wait_for_each(ANSWERS, ANSWERED)
     load.stop()
-    for name, met in load.outcomes.items():
-        assert set(met) <= ANSWERED, (name, met)
+    for name, counts in load.outcomes.items():
+        assert set(counts) <= ANSWERED, (name, counts)
     print(f"\n{sum(met.total() for met in load.outcomes.values())} requests, none lost", end=" ")
 
 
-def test_a_pod_with_too_little_memory_is_killed_and_started_again(
+def test_pod_with_insufficient_memory_is_killed_and_restarted(
     pods: ExitStack, tmp_path: Path
 ) -> None:
-    pod = start(pods, tmp_path, "small", 11, memory=TOO_LITTLE)
+    pod = start(pods, tmp_path, "small", 11, memory=INSUFFICIENT_MEMORY)
     end = time.monotonic() + EXIT_S_MAX
     while pod.inspect()["RestartCount"] < 2:
         assert time.monotonic() < end, pod.inspect()["State"]
         time.sleep(0.2)
     assert pod.probe("readinessProbe") != 200
     pod.remove()
-    again = start(pods, tmp_path, "enough", 11)
-    again.wait_until_ready()
-    assert_serves(again)
+    restarted = start(pods, tmp_path, "enough", 11)
+    restarted.wait_until_ready()
+    assert_serves(restarted)
 
 
-def test_a_pod_that_is_killed_serves_again(pods: ExitStack, tmp_path: Path) -> None:
+def test_killed_pod_serves_again_after_its_restart(pods: ExitStack, tmp_path: Path) -> None:
     """Kills with the signal that the kernel sends when a container exceeds its memory."""
     pod = start(pods, tmp_path, "killed", 11)
     pod.wait_until_ready()
@@ -196,21 +196,21 @@ def test_a_pod_that_is_killed_serves_again(pods: ExitStack, tmp_path: Path) -> N
     assert_serves(pod)
 
 
-def test_a_half_written_secret_is_named(pods: ExitStack, tmp_path: Path) -> None:
+def test_truncated_secret_file_is_named_in_the_log(pods: ExitStack, tmp_path: Path) -> None:
     settings = {
         "EMBEDSERVE_TLS_CERT": "/secret/tls.crt",
         "EMBEDSERVE_TLS_KEY": "/secret/tls.key",
     }
     for kind in ("secret", "volume"):
         pods.callback(podman, kind, "rm", "embedserve-half-secret")
-    half = {"tls.crt": "-----BEGIN CERTIFICATE-----\nMIIB", "tls.key": ""}
-    pod = start(pods, tmp_path, "half", 11, settings=settings, secret=half)
+    truncated_files = {"tls.crt": "-----BEGIN CERTIFICATE-----\nMIIB", "tls.key": ""}
+    pod = start(pods, tmp_path, "half", 11, settings=settings, secret=truncated_files)
     wait_for_log(pod, "/secret/tls.")
     assert pod.probe("readinessProbe") == 0
     assert "Traceback" not in pod.log()
 
 
-def test_a_store_that_cannot_be_read_is_named(pods: ExitStack, tmp_path: Path, store: Path) -> None:
+def test_unreadable_store_is_named_in_the_log(pods: ExitStack, tmp_path: Path, store: Path) -> None:
     folder = fill_volume(f"{VOLUME}-closed", store)
     pods.callback(podman, "volume", "rm", "--force", f"{VOLUME}-closed")
     (folder / "shop").chmod(0)

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from interop.drivers import told_by_python
+from interop.drivers import run_python_client
 from interop.lookups import (
     DIMS,
+    INVALID,
+    INVALID_FIELD,
     MODEL,
-    WRONG,
-    WRONG_FIELD,
     Lookup,
     assert_outputs,
-    large_answer,
+    large_response,
     lookups,
 )
 from running_servers import Running
@@ -24,39 +24,39 @@ from running_servers import Running
 pytestmark = pytest.mark.soak
 
 
-def asked() -> list[Lookup]:
-    return [*lookups(6), large_answer()]
+def all_lookups() -> list[Lookup]:
+    return [*lookups(6), large_response()]
 
 
 @pytest.fixture(scope="module")
-def told(server: Running) -> dict[str, Any]:
+def received(server: Running) -> dict[str, Any]:
     """Runs KServe's clients once, and returns all that they received."""
-    given = {
+    parameters = {
         "http": server.http,
         "grpc": server.grpc,
         "model": MODEL,
-        "asked": [as_asked(one, at) for at, one in enumerate(asked())],
-        "wrong": as_asked(WRONG, 0),
+        "asked": [as_json(one, at) for at, one in enumerate(all_lookups())],
+        "wrong": as_json(INVALID, 0),
     }
-    return told_by_python("kserve", given)
+    return run_python_client("kserve", parameters)
 
 
-def as_asked(one: Lookup, at: int) -> dict[str, Any]:
+def as_json(one: Lookup, at: int) -> dict[str, Any]:
     return {"bags": one.bags, "id": f"request {at}"}
 
 
-@pytest.mark.parametrize("form", ["REST, JSON", "REST, binary", "gRPC, typed", "gRPC, raw"])
-def test_every_form_is_answered_as_embed_is(told: dict[str, Any], form: str) -> None:
-    answers = told[form.partition(",")[0]]["answers"][form]
-    for at, (answer, one) in enumerate(zip(answers, asked(), strict=True)):
-        version = "1" if form.startswith("gRPC") else None  # KServe's REST client drops it
-        assert (answer["model"], answer["version"]) == (MODEL, version)
-        assert answer["id"] == f"request {at}"
-        assert list(answer["outputs"]) == list(DIMS)
-        assert_outputs(answer["outputs"], one.by_feature)
+@pytest.mark.parametrize("kind", ["REST, JSON", "REST, binary", "gRPC, typed", "gRPC, raw"])
+def test_every_request_format_gets_the_result_of_embed(received: dict[str, Any], kind: str) -> None:
+    responses = received[kind.partition(",")[0]]["answers"][kind]
+    for at, (response, one) in enumerate(zip(responses, all_lookups(), strict=True)):
+        version = "1" if kind.startswith("gRPC") else None  # KServe's REST client drops it
+        assert (response["model"], response["version"]) == (MODEL, version)
+        assert response["id"] == f"request {at}"
+        assert list(response["outputs"]) == list(DIMS)
+        assert_outputs(response["outputs"], one.by_feature)
 
 
 @pytest.mark.parametrize("protocol", ["REST", "gRPC"])
-def test_readiness_and_errors(told: dict[str, Any], protocol: str) -> None:
-    assert told[protocol]["ready"] == [True, True, True, False]
-    assert WRONG_FIELD in told[protocol]["error"]
+def test_client_reads_readiness_and_errors(received: dict[str, Any], protocol: str) -> None:
+    assert received[protocol]["ready"] == [True, True, True, False]
+    assert INVALID_FIELD in received[protocol]["error"]

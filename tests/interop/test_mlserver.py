@@ -8,30 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from interop.drivers import told_by_python
+from interop.drivers import run_python_client
 from interop.lookups import DIMS, MODEL, assert_outputs, lookups
 from running_servers import Running
 
 pytestmark = pytest.mark.soak
-ASKED = {f"request {at}": one for at, one in enumerate(lookups(6))}
+LOOKUPS = {f"request {at}": one for at, one in enumerate(lookups(6))}
 
 
 @pytest.fixture(scope="module")
-def told(server: Running) -> dict[str, Any]:
+def received(server: Running) -> dict[str, Any]:
     """Runs MLServer's clients once, and returns all that they received."""
-    given = {
+    parameters = {
         "http": server.http.removeprefix("http://"),
         "grpc": server.grpc,
         "model": MODEL,
-        "asked": [{"bags": one.bags, "id": name} for name, one in ASKED.items()],
+        "asked": [{"bags": one.bags, "id": name} for name, one in LOOKUPS.items()],
     }
-    return told_by_python("mlserver", given)
+    return run_python_client("mlserver", parameters)
 
 
-@pytest.mark.parametrize("way", ["command", "stub"])
-def test_it_is_answered_as_embed_is(told: dict[str, Any], way: str) -> None:
-    assert {answer["id"] for answer in told[way]} == set(ASKED)
-    for answer in told[way]:
-        assert answer["model"] == MODEL
-        assert list(answer["outputs"]) == list(DIMS)
-        assert_outputs(answer["outputs"], ASKED[answer["id"]].by_feature)
+@pytest.mark.parametrize("client_kind", ["command", "stub"])
+def test_every_client_gets_the_result_of_embed(received: dict[str, Any], client_kind: str) -> None:
+    assert {response["id"] for response in received[client_kind]} == set(LOOKUPS)
+    for response in received[client_kind]:
+        assert response["model"] == MODEL
+        assert list(response["outputs"]) == list(DIMS)
+        assert_outputs(response["outputs"], LOOKUPS[response["id"]].by_feature)

@@ -10,9 +10,9 @@ import pytest
 from interop.lookups import (
     SERVICE,
     Lookup,
-    assert_answers,
-    large_answer,
+    assert_responses,
     large_request,
+    large_response,
     lookup,
     unframed,
 )
@@ -26,7 +26,7 @@ STREAM = f"/{SERVICE}/EmbedStream"
 REQUESTS = 3000
 TOO_LARGE_BYTES = (64 << 20) + 1
 """Bytes of a body: one more than serve's default limit."""
-WAYS = {
+OPTION_SETS = {
     "plain": (),
     "padded": ("--padding=255",),
     "with a trailer": ("--trailer", "x-end: yes"),
@@ -44,62 +44,70 @@ def nghttp(url: str, *options: object, body: bytes | None = None) -> bytes:
     return run_tool("nghttp", "--timeout=60s", *data, *options, url, stdin=body or b"")
 
 
-def test_frames_of_a_get(each_port: str) -> None:
-    said = nghttp(f"http://{each_port}/health/live", "--verbose", "--null-out").decode()
+def test_get_receives_settings_and_no_errors(each_port: str) -> None:
+    output = nghttp(f"http://{each_port}/health/live", "--verbose", "--null-out").decode()
     for line in ("recv SETTINGS frame", "SETTINGS_MAX_CONCURRENT_STREAMS", ":status: 200"):
-        assert line in said
-    assert "GOAWAY" not in said.split("; END_STREAM", 1)[1].split("send GOAWAY")[0]
-    assert "RST_STREAM" not in said
+        assert line in output
+    assert "GOAWAY" not in output.split("; END_STREAM", 1)[1].split("send GOAWAY")[0]
+    assert "RST_STREAM" not in output
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_requests_in_every_way_that_nghttp_knows(each_port: str, way: str) -> None:
-    for asked in (lookup(1), large_request(), large_answer()):
-        answer = nghttp(f"http://{each_port}/embed", *PROTOBUF, *WAYS[way], body=asked.body)
-        assert_answers([answer], [asked])
-    asked = lookup(2)
-    answer = nghttp(f"http://{each_port}/embed", *JSON, *WAYS[way], body=asked.json_body)
-    assert json.loads(answer) == asked.json_answer
+@pytest.mark.parametrize("option_set", list(OPTION_SETS))
+def test_rest_is_answered_with_every_nghttp_option_set(each_port: str, option_set: str) -> None:
+    for requested in (lookup(1), large_request(), large_response()):
+        response = nghttp(
+            f"http://{each_port}/embed", *PROTOBUF, *OPTION_SETS[option_set], body=requested.body
+        )
+        assert_responses([response], [requested])
+    requested = lookup(2)
+    response = nghttp(
+        f"http://{each_port}/embed", *JSON, *OPTION_SETS[option_set], body=requested.json_body
+    )
+    assert json.loads(response) == requested.json_response
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_grpc_in_every_way_that_nghttp_knows(each_port: str, way: str) -> None:
-    asked = [lookup(3), large_answer(), lookup(4)]
-    answer = nghttp(f"http://{each_port}{EMBED}", *GRPC, *WAYS[way], body=asked[1].framed)
-    assert_answers(unframed(answer), asked[1:2])
-    body = b"".join(one.framed for one in asked)
-    answer = nghttp(f"http://{each_port}{STREAM}", *GRPC, *WAYS[way], body=body)
-    assert_answers(unframed(answer), asked)
+@pytest.mark.parametrize("option_set", list(OPTION_SETS))
+def test_grpc_is_answered_with_every_nghttp_option_set(each_port: str, option_set: str) -> None:
+    requested = [lookup(3), large_response(), lookup(4)]
+    response = nghttp(
+        f"http://{each_port}{EMBED}", *GRPC, *OPTION_SETS[option_set], body=requested[1].framed
+    )
+    assert_responses(unframed(response), requested[1:2])
+    body = b"".join(one.framed for one in requested)
+    response = nghttp(f"http://{each_port}{STREAM}", *GRPC, *OPTION_SETS[option_set], body=body)
+    assert_responses(unframed(response), requested)
 
 
-def test_a_body_that_awaits_100_is_answered(each_port: str) -> None:
-    asked = lookup(5)
-    answer = nghttp(f"http://{each_port}/embed", *PROTOBUF, "--expect-continue", body=asked.body)
-    assert_answers([answer], [asked])
+def test_body_that_awaits_100_continue_is_answered(each_port: str) -> None:
+    requested = lookup(5)
+    response = nghttp(
+        f"http://{each_port}/embed", *PROTOBUF, "--expect-continue", body=requested.body
+    )
+    assert_responses([response], [requested])
 
 
-def test_the_same_request_many_times_over_one_connection(each_port: str, tmp_path: Path) -> None:
-    asked = lookup(5)
-    (tmp_path / "body").write_bytes(asked.framed)
+def test_repeated_requests_over_one_connection_are_answered(each_port: str, tmp_path: Path) -> None:
+    requested = lookup(5)
+    (tmp_path / "body").write_bytes(requested.framed)
     options = (*GRPC, f"--data={tmp_path}/body", "--multiply=90")
-    answer = nghttp(f"http://{each_port}{EMBED}", *options)
+    response = nghttp(f"http://{each_port}{EMBED}", *options)
     # Frames of the streams are interleaved.
-    message = asked.answer.SerializeToString()
+    message = requested.response.SerializeToString()
     framed = b"\0" + len(message).to_bytes(4, "big") + message
-    assert sorted(answer) == sorted(framed * 90)
+    assert sorted(response) == sorted(framed * 90)
 
 
-def test_grpc_ends_in_trailers(each_port: str) -> None:
-    said = nghttp(f"http://{each_port}{EMBED}", *GRPC, "-v", "-n", body=lookup(6).framed).decode()
-    assert re.search(r"recv \(stream_id=\d+\) grpc-status: 0\n", said)
-    assert re.search(r"recv \(stream_id=\d+\) content-type: application/grpc", said)
-    assert "RST_STREAM" not in said
+def test_grpc_response_ends_with_trailers(each_port: str) -> None:
+    output = nghttp(f"http://{each_port}{EMBED}", *GRPC, "-v", "-n", body=lookup(6).framed).decode()
+    assert re.search(r"recv \(stream_id=\d+\) grpc-status: 0\n", output)
+    assert re.search(r"recv \(stream_id=\d+\) content-type: application/grpc", output)
+    assert "RST_STREAM" not in output
 
 
-def test_a_header_block_past_the_limit_ends_the_connection(each_port: str) -> None:
+def test_header_block_over_the_limit_ends_the_connection(each_port: str) -> None:
     """Sends 18 KB of headers by nghttp's --continuation; the limit is 16 KiB."""
-    said = nghttp(f"http://{each_port}/health/live", "--continuation", "-v", "-n").decode()
-    assert "ENHANCE_YOUR_CALM" in said
+    output = nghttp(f"http://{each_port}/health/live", "--continuation", "-v", "-n").decode()
+    assert "ENHANCE_YOUR_CALM" in output
     assert nghttp(f"http://{each_port}/health/live")
 
 
@@ -111,20 +119,20 @@ def test_a_header_block_past_the_limit_ends_the_connection(each_port: str) -> No
         (1_000_000, ("-H", ":method: PUT"), 405),
     ],
 )
-def test_an_upload_is_answered_before_its_end(
+def test_rejected_upload_is_answered_before_its_end(
     each_port: str, tmp_path: Path, size: int, options: tuple[str, ...], status: int
 ) -> None:
     body = tmp_path / "body"
     with body.open("wb") as file:
         file.truncate(size)
-    said = nghttp(f"http://{each_port}/embed", *options, f"--data={body}", "-v", "-n").decode()
-    assert f":status: {status}\n" in said
-    assert sent_bytes(said) < 600_000
+    output = nghttp(f"http://{each_port}/embed", *options, f"--data={body}", "-v", "-n").decode()
+    assert f":status: {status}\n" in output
+    assert sent_bytes(output) < 600_000
 
 
-def sent_bytes(said: str) -> int:
+def sent_bytes(output: str) -> int:
     """Returns the bytes of the DATA frames that nghttp logs as sent."""
-    return sum(map(int, re.findall(r"send DATA frame <length=(\d+)", said)))
+    return sum(map(int, re.findall(r"send DATA frame <length=(\d+)", output)))
 
 
 def h2load(url: str, body: bytes, folder: Path, *headers: str) -> tuple[dict[str, int], int]:
@@ -134,49 +142,51 @@ def h2load(url: str, body: bytes, folder: Path, *headers: str) -> tuple[dict[str
     """
     (folder / "body").write_bytes(body)
     load = ("-n", REQUESTS, "-c", 4, "-m", 100, "-d", folder / "body")
-    said = run_tool("h2load", *load, *headers, url).decode()
-    counts = re.findall(r"(\d+) (total|succeeded|failed|errored|timeout|2xx|[345]xx)", said)
-    data = re.search(r"headers.*, [^()]*\((\d+)\) data", said)
-    assert data, said
+    output = run_tool("h2load", *load, *headers, url).decode()
+    counts = re.findall(r"(\d+) (total|succeeded|failed|errored|timeout|2xx|[345]xx)", output)
+    data = re.search(r"headers.*, [^()]*\((\d+)\) data", output)
+    assert data, output
     return {name: int(count) for count, name in counts}, int(data[1])
 
 
 ALL_ANSWERED = {"total": REQUESTS, "succeeded": REQUESTS, "2xx": REQUESTS}
-NONE_OTHER = dict.fromkeys(("failed", "errored", "timeout", "3xx", "4xx", "5xx"), 0)
+NO_OTHER_OUTCOMES = dict.fromkeys(("failed", "errored", "timeout", "3xx", "4xx", "5xx"), 0)
 
 
-def assert_all_answered(loaded: tuple[dict[str, int], int], answer_bytes: int) -> None:
+def assert_all_answered(loaded: tuple[dict[str, int], int], response_bytes: int) -> None:
     counts, data_bytes = loaded
-    assert counts == ALL_ANSWERED | NONE_OTHER
-    assert data_bytes == REQUESTS * answer_bytes
+    assert counts == ALL_ANSWERED | NO_OTHER_OUTCOMES
+    assert data_bytes == REQUESTS * response_bytes
 
 
-def rest_bytes(url: str, asked: Lookup) -> int:
+def rest_bytes(url: str, requested: Lookup) -> int:
     """Checks the JSON response, and returns its length."""
-    answer = nghttp(url, *JSON, body=asked.json_body)
-    assert json.loads(answer) == asked.json_answer
-    return len(answer)
+    response = nghttp(url, *JSON, body=requested.json_body)
+    assert json.loads(response) == requested.json_response
+    return len(response)
 
 
-def test_h2load_of_rest(each_port: str, tmp_path: Path) -> None:
-    asked, url = lookup(7), f"http://{each_port}/embed"
-    loaded = h2load(url, asked.json_body, tmp_path, *JSON)
-    assert_all_answered(loaded, rest_bytes(url, asked))
-    loaded = h2load(url, asked.body, tmp_path, *PROTOBUF)
-    assert_all_answered(loaded, asked.answer.ByteSize())
+def test_h2load_of_rest_loses_no_requests(each_port: str, tmp_path: Path) -> None:
+    requested, url = lookup(7), f"http://{each_port}/embed"
+    loaded = h2load(url, requested.json_body, tmp_path, *JSON)
+    assert_all_answered(loaded, rest_bytes(url, requested))
+    loaded = h2load(url, requested.body, tmp_path, *PROTOBUF)
+    assert_all_answered(loaded, requested.response.ByteSize())
 
 
-def test_h2load_of_grpc(each_port: str, tmp_path: Path) -> None:
+def test_h2load_of_grpc_loses_no_requests(each_port: str, tmp_path: Path) -> None:
     """Checks the bytes of DATA: an error would also have status 200, but no DATA."""
-    asked = lookup(8)
-    loaded = h2load(f"http://{each_port}{EMBED}", asked.framed, tmp_path, *GRPC)
-    assert_all_answered(loaded, 5 + asked.answer.ByteSize())
+    requested = lookup(8)
+    loaded = h2load(f"http://{each_port}{EMBED}", requested.framed, tmp_path, *GRPC)
+    assert_all_answered(loaded, 5 + requested.response.ByteSize())
 
 
-def test_h2load_of_grpc_over_many_connections(target: str, tmp_path: Path) -> None:
-    asked = lookup(9)
-    (tmp_path / "body").write_bytes(asked.framed)
+def test_h2load_of_grpc_over_many_connections_loses_no_requests(
+    target: str, tmp_path: Path
+) -> None:
+    requested = lookup(9)
+    (tmp_path / "body").write_bytes(requested.framed)
     load = ("-n", REQUESTS, "-c", 64, "-m", 1, "-d", tmp_path / "body", *GRPC)
-    said = run_tool("h2load", *load, f"http://{target}{EMBED}").decode()
-    assert f"{REQUESTS} succeeded, 0 failed, 0 errored, 0 timeout" in said
-    assert f"({REQUESTS * (5 + asked.answer.ByteSize())}) data" in said
+    output = run_tool("h2load", *load, f"http://{target}{EMBED}").decode()
+    assert f"{REQUESTS} succeeded, 0 failed, 0 errored, 0 timeout" in output
+    assert f"({REQUESTS * (5 + requested.response.ByteSize())}) data" in output

@@ -38,18 +38,18 @@ def run(program: Path, *arguments: object, folder: Path) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PROGRAM_S_MAX, cwd=folder
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-6000:]
-    return said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output
 
 
-def test_it_is_a_document_of_openapi(programs: Path, server: Running, tmp_path: Path) -> None:
+def test_openapi_document_is_valid(programs: Path, server: Running, tmp_path: Path) -> None:
     document = tmp_path / "openapi.json"
     document.write_bytes(httpx.get(f"{server.http}/openapi.json", timeout=ANSWER_S_MAX).content)
     assert "OK" in run(programs / "openapi-spec-validator", document, folder=tmp_path)
 
 
-def test_the_server_answers_what_the_document_says(
+def test_responses_conform_to_the_openapi_document(
     programs: Path, server: Running, tmp_path: Path
 ) -> None:
     """Sends requests that match the document, that nearly match it, and arbitrary ones."""
@@ -58,10 +58,10 @@ def test_the_server_answers_what_the_document_says(
     def generated(seconds: int) -> int:
         """Returns the number of requests that ran in time; all responses are as described."""
         arguments = ("--config-file", CONFIG, "run", url, *OPTIONS, f"--max-time={seconds}")
-        said = run(programs / "schemathesis", *arguments, folder=tmp_path)
-        told = re.search(r"(\d+) generated", said)
-        assert told is not None, said
-        return int(told[1])
+        output = run(programs / "schemathesis", *arguments, folder=tmp_path)
+        match = re.search(r"(\d+) generated", output)
+        assert match is not None, output
+        return int(match[1])
 
     assert any(generated(seconds) > REQUESTS_MIN for seconds in REQUESTS_S_MAX)
     ready = httpx.get(f"{server.http}/health/ready", timeout=ANSWER_S_MAX)

@@ -59,25 +59,41 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ways", [["http"], ["grpc"], ["grpc", "--streaming"]])
-def test_its_requests_are_answered_and_it_sees_where_their_time_went(
-    server: Running, perf_analyzer: list[str], data: Path, tmp_path: Path, ways: list[str]
+@pytest.mark.parametrize("protocol_options", [["http"], ["grpc"], ["grpc", "--streaming"]])
+def test_perf_analyzer_requests_succeed_and_server_times_are_reported(
+    server: Running,
+    perf_analyzer: list[str],
+    data: Path,
+    tmp_path: Path,
+    protocol_options: list[str],
 ) -> None:
-    url = server.grpc if ways[0] == "grpc" else server.http.removeprefix("http://")
-    asked = ["-m", MODEL, "-u", url, "-i", *ways, "--input-data", str(data), *MEASUREMENT]
+    url = server.grpc if protocol_options[0] == "grpc" else server.http.removeprefix("http://")
+    options = [
+        "-m",
+        MODEL,
+        "-u",
+        url,
+        "-i",
+        *protocol_options,
+        "--input-data",
+        str(data),
+        *MEASUREMENT,
+    ]
     done = subprocess.run(
-        [*perf_analyzer, *asked, "-f", str(tmp_path / "told.csv")],
+        [*perf_analyzer, *options, "-f", str(tmp_path / "report.csv")],
         capture_output=True,
         text=True,
         timeout=RUN_S_MAX,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    with (tmp_path / "told.csv").open() as file:
-        (told,) = csv.DictReader(file)
-    assert float(told["Inferences/Second"]) > 0
-    assert float(told["Server Queue"]) > 0
-    assert float(told["Server Compute Infer"]) > 0
+    with (tmp_path / "report.csv").open() as file:
+        (report,) = csv.DictReader(file)
+    assert float(report["Inferences/Second"]) > 0
+    assert float(report["Server Queue"]) > 0
+    assert float(report["Server Compute Infer"]) > 0
     metrics = httpx.get(f"{server.http}/metrics").text
-    counted = [line for line in metrics.splitlines() if line.startswith("embedserve_requests_t")]
-    assert counted
-    assert all('outcome="OK"' in line for line in counted), counted
+    counter_lines = [
+        line for line in metrics.splitlines() if line.startswith("embedserve_requests_t")
+    ]
+    assert counter_lines
+    assert all('outcome="OK"' in line for line in counter_lines), counter_lines

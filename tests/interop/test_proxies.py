@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 from interop.drivers import Call, go_driver
-from interop.lookups import WRONG, WRONG_FIELD, large_answer, large_request, lookup, lookups
+from interop.lookups import INVALID, INVALID_FIELD, large_request, large_response, lookup, lookups
 from interop.proxies import PROXIES, Ports, Proxy
 from interop.tools import run_tool
 from protocols.logs import fields_of
@@ -48,71 +48,73 @@ def stub(proxy: Proxy) -> Iterator[EmbeddingServiceStub]:
         yield EmbeddingServiceStub(channel)
 
 
-def test_unary_calls_one_by_one_and_at_once(stub: EmbeddingServiceStub) -> None:
-    asked = lookups(100)
-    for one in asked[:30]:
-        assert stub.Embed(one.request, timeout=ANSWER_S_MAX) == one.answer
-    calls = [stub.Embed.future(one.request, timeout=ANSWER_S_MAX) for one in asked]
-    assert [call.result() for call in calls] == [one.answer for one in asked]
+def test_sequential_and_concurrent_unary_calls_are_answered(stub: EmbeddingServiceStub) -> None:
+    requested = lookups(100)
+    for one in requested[:30]:
+        assert stub.Embed(one.request, timeout=ANSWER_S_MAX) == one.response
+    calls = [stub.Embed.future(one.request, timeout=ANSWER_S_MAX) for one in requested]
+    assert [call.result() for call in calls] == [one.response for one in requested]
 
 
-def test_large_messages(stub: EmbeddingServiceStub) -> None:
-    for one in (large_answer(), large_request()):
-        assert stub.Embed(one.request, timeout=ANSWER_S_MAX) == one.answer
+def test_large_messages_are_answered(stub: EmbeddingServiceStub) -> None:
+    for one in (large_response(), large_request()):
+        assert stub.Embed(one.request, timeout=ANSWER_S_MAX) == one.response
 
 
-def test_a_stream(stub: EmbeddingServiceStub) -> None:
-    asked = [*lookups(100), large_answer(), lookup(100)]
-    stream = stub.EmbedStream((one.request for one in asked), timeout=ANSWER_S_MAX)
-    assert list(stream) == [one.answer for one in asked]
+def test_stream_is_answered_in_order(stub: EmbeddingServiceStub) -> None:
+    requested = [*lookups(100), large_response(), lookup(100)]
+    stream = stub.EmbedStream((one.request for one in requested), timeout=ANSWER_S_MAX)
+    assert list(stream) == [one.response for one in requested]
     assert stream.code() is grpc.StatusCode.OK
 
 
-def test_a_grpc_error_keeps_its_status_and_field(stub: EmbeddingServiceStub) -> None:
+def test_grpc_error_keeps_its_status_and_field(stub: EmbeddingServiceStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Embed(WRONG.request, timeout=ANSWER_S_MAX)
+        stub.Embed(INVALID.request, timeout=ANSWER_S_MAX)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert dict(caught.value.trailing_metadata())["embedserve-field"] == WRONG_FIELD
+    assert dict(caught.value.trailing_metadata())["embedserve-field"] == INVALID_FIELD
 
 
-def test_grpc_go_behind_it(proxy: Proxy) -> None:
-    asked = lookups(100)
-    calls = [Call("EmbedStream", asked[:50], in_turns=True)]
-    calls += [Call("Embed", [one]) for one in asked]
+def test_grpc_go_calls_through_the_proxy_are_answered(proxy: Proxy) -> None:
+    requested = lookups(100)
+    calls = [Call("EmbedStream", requested[:50], in_turns=True)]
+    calls += [Call("Embed", [one]) for one in requested]
     stream, *unary = go_driver()(proxy.grpc, *calls, gzip=True)
-    assert stream.answers == [one.answer for one in asked[:50]]
-    assert [one.answers for one in unary] == [[one.answer] for one in asked]
+    assert stream.responses == [one.response for one in requested[:50]]
+    assert [one.responses for one in unary] == [[one.response] for one in requested]
 
 
-def test_rest(proxy: Proxy) -> None:
+def test_rest_requests_and_errors_pass_through_the_proxy(proxy: Proxy) -> None:
     with httpx.Client(base_url=proxy.http, timeout=ANSWER_S_MAX) as client:
-        for one in (*lookups(30), large_answer(), large_request()):
-            answer = client.post("/embed", content=one.body, headers=PROTOBUF)
-            assert answer.status_code == 200
-            assert pb.EmbedResponse.FromString(answer.content) == one.answer
-        answer = client.post("/embed", content=lookup(1).json_body)
-        assert answer.json() == lookup(1).json_answer
-        answer = client.post("/embed", content=WRONG.json_body)
-        assert (answer.status_code, answer.json()["error"]["field"]) == (400, WRONG_FIELD)
+        for one in (*lookups(30), large_response(), large_request()):
+            response = client.post("/embed", content=one.body, headers=PROTOBUF)
+            assert response.status_code == 200
+            assert pb.EmbedResponse.FromString(response.content) == one.response
+        response = client.post("/embed", content=lookup(1).json_body)
+        assert response.json() == lookup(1).json_response
+        response = client.post("/embed", content=INVALID.json_body)
+        assert (response.status_code, response.json()["error"]["field"]) == (400, INVALID_FIELD)
         assert client.get("/models").json()["models"][0]["model"] == "shop"
         assert client.get("/nothing").status_code == 404
 
 
-def test_h2load_behind_it(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_h2load_through_the_proxy_loses_no_requests(
+    proxy: Proxy, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Uses HTTP/2 for HAProxy's REST port, HTTP/1.1 for nginx's."""
-    asked, body = lookup(2), tmp_path_factory.mktemp("h2load") / "body"
-    body.write_bytes(asked.body)
+    requested, body = lookup(2), tmp_path_factory.mktemp("h2load") / "body"
+    body.write_bytes(requested.body)
     version = ("--h1",) if proxy.name == "nginx" else ()
     load = (*version, "-n", 2000, "-c", 4, "-m", 50, "-d", body)
-    said = run_tool(
+    output = run_tool(
         "h2load", *load, "-H", "content-type: application/x-protobuf", proxy.http + "/embed"
     )
-    assert b"2000 succeeded, 0 failed, 0 errored, 0 timeout" in said
-    assert b"status codes: 2000 2xx," in said
+    assert b"2000 succeeded, 0 failed, 0 errored, 0 timeout" in output
+    assert b"status codes: 2000 2xx," in output
 
 
 @pytest.mark.parametrize("name", PROXIES)
-async def test_the_log_has_the_clients_address_whatever_the_client_says(
+async def test_log_has_the_client_address_despite_forged_headers(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -130,14 +132,16 @@ async def test_the_log_has_the_clients_address_whatever_the_client_says(
                 transport = httpx.AsyncHTTPTransport(
                     http1=not http2, http2=http2, local_address=client
                 )
-                async with httpx.AsyncClient(transport=transport, timeout=ANSWER_S_MAX) as asking:
-                    await asking.post(url, content=body, headers={**headers, **forged})
-    told = [fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")]
-    assert told == [client] * 2
+                async with httpx.AsyncClient(
+                    transport=transport, timeout=ANSWER_S_MAX
+                ) as http_client:
+                    await http_client.post(url, content=body, headers={**headers, **forged})
+    logged = [fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")]
+    assert logged == [client] * 2
 
 
 @pytest.mark.parametrize("name", PROXIES)
-async def test_lookups_that_no_server_can_answer_yet_leave_the_others_answered(
+async def test_503_for_a_future_min_seq_does_not_affect_other_lookups(
     name: str, tmp_path: Path
 ) -> None:
     """Checks a min_seq ahead of the rows: each server's 503 does not make it unhealthy."""
@@ -149,9 +153,9 @@ async def test_lookups_that_no_server_can_answer_yet_leave_the_others_answered(
         client = await open_.enter_async_context(
             httpx.AsyncClient(base_url=proxy.http, timeout=ANSWER_S_MAX)
         )
-        answered = {"features": {"user": [[1]]}}
+        available = {"features": {"user": [[1]]}}
         codes = [
             (await client.post("/embed", json=body)).status_code
-            for body in (answered, {**answered, "min_seq": 9}) * 10
+            for body in (available, {**available, "min_seq": 9}) * 10
         ]
     assert codes == [200, 503] * 10

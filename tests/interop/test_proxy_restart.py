@@ -37,7 +37,7 @@ ANSWERS = 50
 STREAM_REQUESTS = 5
 OPTIONS = (*OWN_CONNECTION, ("grpc.max_reconnect_backoff_ms", 200))
 """Options of a channel that reconnects soon after the server is back."""
-Ask = Callable[[Lookup], str]
+SendRequest = Callable[[Lookup], str]
 
 
 class Load:
@@ -48,19 +48,19 @@ class Load:
         self.changed = threading.Condition()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._asks: list[Ask] = []
+        self._asks: list[SendRequest] = []
 
-    def add(self, name: str, ask: Ask) -> None:
+    def add(self, name: str, send_request: SendRequest) -> None:
         self.outcomes[name] = Counter()
-        self._asks.append(ask)
-        self._threads.append(threading.Thread(target=self._run, args=(name, ask)))
+        self._asks.append(send_request)
+        self._threads.append(threading.Thread(target=self._run, args=(name, send_request)))
 
-    def _run(self, name: str, ask: Ask) -> None:
-        asked = lookups(20)
+    def _run(self, name: str, send_request: SendRequest) -> None:
+        requested = lookups(20)
         while not self._stop.wait(PAUSE_S):
-            for one in asked:
+            for one in requested:
                 try:
-                    outcome = ask(one)
+                    outcome = send_request(one)
                 except Exception as error:  # any error counts as a loss
                     outcome = repr(error)
                 with self.changed:
@@ -69,12 +69,17 @@ class Load:
                 if self._stop.wait(PAUSE_S):
                     return
 
-    def until_each(self, count: int, outcomes: set[str]) -> None:
+    def wait_for_each(self, count: int, outcomes: set[str]) -> None:
         """Waits until each client has ``count`` further outcomes of ``outcomes``."""
         with self.changed:
-            wanted = {name: met + count for name, met in self._met(outcomes).items()}
+            expected = {
+                name: seen_counts + count for name, seen_counts in self._met(outcomes).items()
+            }
             is_done = self.changed.wait_for(
-                lambda: all(met >= wanted[name] for name, met in self._met(outcomes).items()),
+                lambda: all(
+                    seen_counts >= expected[name]
+                    for name, seen_counts in self._met(outcomes).items()
+                ),
                 timeout=STEP_S_MAX,
             )
         assert is_done, (outcomes, self.outcomes)
@@ -91,8 +96,8 @@ class Load:
         A proxy with health checks sends nothing to a server before a check has succeeded.
         """
         end = time.monotonic() + STEP_S_MAX
-        for ask in self._asks:
-            while ask(lookups(1)[0]) not in ANSWERED:
+        for send_request in self._asks:
+            while send_request(lookups(1)[0]) not in ANSWERED:
                 assert time.monotonic() < end
                 time.sleep(PAUSE_S)
 
@@ -106,39 +111,39 @@ class Load:
             thread.join(timeout=STEP_S_MAX)
 
 
-def rest(client: httpx.Client) -> Ask:
-    def ask(one: Lookup) -> str:
-        answer = client.post("/embed", content=one.body, headers=PROTOBUF)
-        if answer.status_code == 200:
-            assert pb.EmbedResponse.FromString(answer.content) == one.answer
-        return str(answer.status_code)
+def rest(client: httpx.Client) -> SendRequest:
+    def send_request(one: Lookup) -> str:
+        response = client.post("/embed", content=one.body, headers=PROTOBUF)
+        if response.status_code == 200:
+            assert pb.EmbedResponse.FromString(response.content) == one.response
+        return str(response.status_code)
 
-    return ask
+    return send_request
 
 
-def unary(stub: EmbeddingServiceStub) -> Ask:
-    def ask(one: Lookup) -> str:
+def unary(stub: EmbeddingServiceStub) -> SendRequest:
+    def send_request(one: Lookup) -> str:
         try:
-            assert stub.Embed(one.request, timeout=STEP_S_MAX) == one.answer
+            assert stub.Embed(one.request, timeout=STEP_S_MAX) == one.response
         except grpc.RpcError as error:
             return _code(error)
         return "OK"
 
-    return ask
+    return send_request
 
 
-def stream(stub: EmbeddingServiceStub) -> Ask:
+def stream(stub: EmbeddingServiceStub) -> SendRequest:
     """Returns a function that runs a short stream, and checks all responses that it gets."""
 
-    def ask(one: Lookup) -> str:
-        answers = stub.EmbedStream(iter([one.request] * STREAM_REQUESTS), timeout=STEP_S_MAX)
+    def send_request(one: Lookup) -> str:
+        responses = stub.EmbedStream(iter([one.request] * STREAM_REQUESTS), timeout=STEP_S_MAX)
         count, outcome = 0, "OK"
         try:
-            for answer in answers:
-                if answer.HasField("error"):  # every request while models load
-                    outcome = answer.error.code
+            for response in responses:
+                if response.HasField("error"):  # every request while models load
+                    outcome = response.error.code
                 else:
-                    assert answer == one.answer
+                    assert response == one.response
                 count += 1
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.CANCELLED and not count:
@@ -147,7 +152,7 @@ def stream(stub: EmbeddingServiceStub) -> Ask:
         assert count == STREAM_REQUESTS
         return outcome
 
-    return ask
+    return send_request
 
 
 def _code(error: grpc.RpcError) -> str:
@@ -195,22 +200,24 @@ def load(proxies: list[Proxy]) -> Iterator[Load]:
         load.stop()
 
 
-def test_a_restart_behind_proxies(store: Path, tmp_path: Path, ports: Ports, load: Load) -> None:
+def test_server_restart_behind_proxies_loses_no_requests_outside_the_gap(
+    store: Path, tmp_path: Path, ports: Ports, load: Load
+) -> None:
     same = (ports.http, ports.grpc)
     with running(store, tmp_path / "first", ports_used=same) as server:
         load.wait_until_answered()
         load.start()
-        load.until_each(ANSWERS, ANSWERED)
-        for name, met in load.outcomes.items():
-            assert set(met) <= ANSWERED, (name, met)
+        load.wait_for_each(ANSWERS, ANSWERED)
+        for name, seen_counts in load.outcomes.items():
+            assert set(seen_counts) <= ANSWERED, (name, seen_counts)
         server.process.terminate()
         assert server.process.wait(timeout=STEP_S_MAX) == 0
-    load.until_each(3, REFUSED)
+    load.wait_for_each(3, REFUSED)
     with running(store, tmp_path / "second", ports_used=same):
-        load.until_each(20, ANSWERED)
-        before = {name: met.copy() for name, met in load.outcomes.items()}
-        load.until_each(ANSWERS, ANSWERED)
+        load.wait_for_each(20, ANSWERED)
+        before = {name: seen_counts.copy() for name, seen_counts in load.outcomes.items()}
+        load.wait_for_each(ANSWERS, ANSWERED)
         load.stop()
-    for name, met in load.outcomes.items():
-        assert set(met - before[name]) <= ANSWERED, (name, met - before[name])
-        assert set(met) <= ANSWERED | REFUSED, (name, met)
+    for name, seen_counts in load.outcomes.items():
+        assert set(seen_counts - before[name]) <= ANSWERED, (name, seen_counts - before[name])
+        assert set(seen_counts) <= ANSWERED | REFUSED, (name, seen_counts)

@@ -19,7 +19,7 @@ from h2.events import (
     TrailersReceived,
 )
 from h2.settings import SettingCodes
-from interop.lookups import SERVICE, WRONG, WRONG_FIELD, lookup, unframed
+from interop.lookups import INVALID, INVALID_FIELD, SERVICE, lookup, unframed
 
 from embedserve_proto import embedding_pb2 as pb
 
@@ -41,7 +41,7 @@ class Client:
     def flush(self) -> None:
         self._socket.sendall(self.h2.data_to_send())
 
-    def until(self, kind: type[Event], stream: int | None = None) -> Event:
+    def wait_for(self, kind: type[Event], stream: int | None = None) -> Event:
         """Waits for the first event of that kind, of ``stream`` if it is given."""
         self.flush()
         while True:
@@ -60,8 +60,8 @@ class Client:
     def open(self, path: str, *fields: tuple[str, str]) -> int:
         """Opens a stream, and sends its headers without a body."""
         stream: int = self.h2.get_next_available_stream_id()
-        head = [(":method", "POST"), (":scheme", "http"), (":authority", self.authority)]
-        self.h2.send_headers(stream, [*head, (":path", path), *fields])
+        headers = [(":method", "POST"), (":scheme", "http"), (":authority", self.authority)]
+        self.h2.send_headers(stream, [*headers, (":path", path), *fields])
         return stream
 
     def post(self, path: str, body: bytes, *fields: tuple[str, str]) -> int:
@@ -73,22 +73,22 @@ class Client:
         fields = (("te", "trailers"), ("content-type", "application/grpc"))
         return self.post(f"/{SERVICE}/{method}", body, *fields)
 
-    def answer(self, stream: int) -> tuple[Fields, bytes, Fields]:
+    def response(self, stream: int) -> tuple[Fields, bytes, Fields]:
         """Returns (headers, body, trailers) once the stream has ended."""
-        self.until(StreamEnded, stream)
-        head: Fields = {}
+        self.wait_for(StreamEnded, stream)
+        headers: Fields = {}
         trailers: Fields = {}
         body = b""
         for event in self.events:
             if getattr(event, "stream_id", None) != stream:
                 continue
             if isinstance(event, ResponseReceived):
-                head = _fields(event)
+                headers = _fields(event)
             elif isinstance(event, TrailersReceived):
                 trailers = _fields(event)
             elif isinstance(event, DataReceived):
                 body += event.data
-        return head, body, trailers
+        return headers, body, trailers
 
     def close(self) -> None:
         self._socket.close()
@@ -105,72 +105,72 @@ def client(each_port: str) -> Iterator[Client]:
     client.close()
 
 
-def test_the_server_says_its_settings(client: Client) -> None:
-    client.until(RemoteSettingsChanged)
+def test_server_announces_its_settings(client: Client) -> None:
+    client.wait_for(RemoteSettingsChanged)
     settings = client.h2.remote_settings
     assert settings.max_concurrent_streams == 128
     assert settings[SettingCodes.MAX_HEADER_LIST_SIZE] == 16_384
 
 
-def test_a_ping_is_answered_with_its_bytes(client: Client) -> None:
+def test_ping_is_answered_with_its_payload(client: Client) -> None:
     client.h2.ping(b"embedsrv")
-    ack = client.until(PingAckReceived)
+    ack = client.wait_for(PingAckReceived)
     assert isinstance(ack, PingAckReceived)
     assert ack.ping_data == b"embedsrv"
 
 
-def test_a_grpc_error_is_trailers_only(client: Client) -> None:
-    head, body, trailers = client.answer(client.grpc("Embed", WRONG.framed))
-    assert (head[":status"], head["content-type"]) == ("200", "application/grpc")
-    assert (head["grpc-status"], head["embedserve-field"]) == ("3", WRONG_FIELD)
-    assert "features.user%" not in head["grpc-message"]
+def test_grpc_error_is_a_trailers_only_response(client: Client) -> None:
+    headers, body, trailers = client.response(client.grpc("Embed", INVALID.framed))
+    assert (headers[":status"], headers["content-type"]) == ("200", "application/grpc")
+    assert (headers["grpc-status"], headers["embedserve-field"]) == ("3", INVALID_FIELD)
+    assert "features.user%" not in headers["grpc-message"]
     assert (body, trailers) == (b"", {})
 
 
-def test_streams_of_both_protocols_beside_each_other(client: Client) -> None:
-    client.until(RemoteSettingsChanged)
-    asked = lookup(2)
+def test_concurrent_grpc_and_rest_streams_are_answered(client: Client) -> None:
+    client.wait_for(RemoteSettingsChanged)
+    requested = lookup(2)
     json_type = ("content-type", "application/json")
-    grpc_streams = [client.grpc("Embed", asked.framed) for _ in range(60)]
-    rest_streams = [client.post("/embed", asked.json_body, json_type) for _ in range(60)]
+    grpc_streams = [client.grpc("Embed", requested.framed) for _ in range(60)]
+    rest_streams = [client.post("/embed", requested.json_body, json_type) for _ in range(60)]
     for stream in rest_streams:
-        head, body, trailers = client.answer(stream)
-        assert (head[":status"], head["content-type"]) == ("200", "application/json")
-        assert (json.loads(body), trailers) == (asked.json_answer, {})
-        assert head["content-length"] == str(len(body))
+        headers, body, trailers = client.response(stream)
+        assert (headers[":status"], headers["content-type"]) == ("200", "application/json")
+        assert (json.loads(body), trailers) == (requested.json_response, {})
+        assert headers["content-length"] == str(len(body))
     for stream in grpc_streams:
-        _, body, trailers = client.answer(stream)
-        assert pb.EmbedResponse.FromString(*unframed(body)) == asked.answer
+        _, body, trailers = client.response(stream)
+        assert pb.EmbedResponse.FromString(*unframed(body)) == requested.response
         assert trailers["grpc-status"] == "0"
     assert not any(isinstance(event, ConnectionTerminated) for event in client.events)
 
 
-def test_headers_in_continuation_frames(client: Client) -> None:
-    client.until(RemoteSettingsChanged)
-    asked = lookup(5)
+def test_headers_in_continuation_frames_are_accepted(client: Client) -> None:
+    client.wait_for(RemoteSettingsChanged)
+    requested = lookup(5)
     client.h2.max_outbound_frame_size = 50
     stream = client.open("/embed", *((f"x-{number}", "v" * number) for number in range(80)))
     client.h2.max_outbound_frame_size = 16_384
-    client.h2.send_data(stream, asked.json_body, end_stream=True)
-    head, body, _ = client.answer(stream)
-    assert (head[":status"], json.loads(body)) == ("200", asked.json_answer)
+    client.h2.send_data(stream, requested.json_body, end_stream=True)
+    headers, body, _ = client.response(stream)
+    assert (headers[":status"], json.loads(body)) == ("200", requested.json_response)
 
 
-def test_a_stream_answers_before_its_end(client: Client) -> None:
+def test_grpc_stream_answers_each_message_before_the_stream_ends(client: Client) -> None:
     """Checks that EmbedStream responds to each message once it is complete, however it is split."""
     first, second = lookup(3), lookup(4)
     fields = (("te", "trailers"), ("content-type", "application/grpc+proto"))
     stream = client.open(f"/{SERVICE}/EmbedStream", *fields)
     for byte in first.framed:
         client.h2.send_data(stream, bytes([byte]))
-    answer = b""
-    while len(answer) < 5 + first.answer.ByteSize():
-        event = client.until(DataReceived, stream)
+    response = b""
+    while len(response) < 5 + first.response.ByteSize():
+        event = client.wait_for(DataReceived, stream)
         assert isinstance(event, DataReceived)
         client.events.remove(event)
-        answer += event.data
+        response += event.data
     client.h2.send_data(stream, second.framed, end_stream=True)
-    _, rest, trailers = client.answer(stream)
-    messages = [pb.EmbedResponse.FromString(one) for one in unframed(answer + rest)]
-    assert messages == [first.answer, second.answer]
+    _, rest, trailers = client.response(stream)
+    messages = [pb.EmbedResponse.FromString(one) for one in unframed(response + rest)]
+    assert messages == [first.response, second.response]
     assert trailers["grpc-status"] == "0"

@@ -62,7 +62,7 @@ def load(
     [("nginx", 1), ("nginx", 2), ("haproxy", 2), ("envoy", 2)],
     indirect=["load"],
 )
-def test_a_restart_in_place_behind_a_proxy_loses_nothing(
+def test_restart_in_place_behind_a_proxy_loses_no_requests(
     store: Path, tmp_path: Path, restarted: Ports, load: Load, workers: int
 ) -> None:
     options, late = ("--workers", workers, "--wait"), tmp_path / "late"
@@ -71,8 +71,8 @@ def test_a_restart_in_place_behind_a_proxy_loses_nothing(
 
     def publish_later() -> None:
         """Publishes after every client got responses. Until then the server loads."""
-        until(lambda: is_live(restarted.http))
-        load.until_each(ANSWERS, ANSWERED)
+        wait_until(lambda: is_live(restarted.http))
+        load.wait_for_each(ANSWERS, ANSWERED)
         shutil.copytree(store, tmp_path / "copy")
         for model in (tmp_path / "copy").iterdir():
             model.rename(late / model.name)
@@ -81,22 +81,24 @@ def test_a_restart_in_place_behind_a_proxy_loses_nothing(
         with running(store, tmp_path / "first", *options, ports_used=ports) as server:
             load.wait_until_answered()
             load.start()
-            load.until_each(ANSWERS, ANSWERED)
+            load.wait_for_each(ANSWERS, ANSWERED)
             server.process.terminate()
             assert server.process.wait(timeout=STEP_S_MAX) == 0
         published = thread.submit(publish_later)
         with running(late, tmp_path / "second", *options, ports_used=ports) as server:
             published.result()
-            until(lambda: {"rest", "grpc"} <= answered_protocols(server))  # it gets requests again
-            load.until_each(ANSWERS, ANSWERED)
+            wait_until(
+                lambda: {"rest", "grpc"} <= answered_protocols(server)
+            )  # it gets requests again
+            load.wait_for_each(ANSWERS, ANSWERED)
             load.stop()
-    for name, met in load.outcomes.items():
-        assert set(met) <= ANSWERED, (name, met)
+    for name, counts in load.outcomes.items():
+        assert set(counts) <= ANSWERED, (name, counts)
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_met: Callable[[], bool]) -> None:
     end = time.monotonic() + STEP_S_MAX
-    while not is_so():
+    while not is_met():
         assert time.monotonic() < end
         time.sleep(0.05)
 

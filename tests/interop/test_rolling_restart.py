@@ -118,7 +118,7 @@ def load(service: Service, tmp_path: Path) -> Iterator[Load]:
         load.stop()
 
 
-def test_a_rolling_restart_loses_nothing(
+def test_rolling_restart_loses_no_requests(
     store: Path, tmp_path: Path, pods: dict[str, Ports], service: Service, load: Load
 ) -> None:
     options = ("--wait", "--connection-age-s-max", AGE_S)
@@ -129,22 +129,22 @@ def test_a_rolling_restart_loses_nothing(
             log = tmp_path / f"log-{number}"
             return ends.enter_context(running(store, log, *options, ports_used=ports))
 
-        old, place = start(0, "a"), "a"
-        service.set_ready(place, is_ready=True)
+        old, active_pod = start(0, "a"), "a"
+        service.set_ready(active_pod, is_ready=True)
         load.start()
         for number in range(1, ROLLS + 1):
-            load.until_each(ANSWERS, ANSWERED)
-            other = "b" if place == "a" else "a"
-            new = start(number, other)  # returns once ready: maxSurge 1, maxUnavailable 0
-            service.set_ready(other, is_ready=True)
-            service.set_ready(place, is_ready=False)
-            load.until_each(ANSWERS // 2, ANSWERED)  # preStop
+            load.wait_for_each(ANSWERS, ANSWERED)
+            next_pod = "b" if active_pod == "a" else "a"
+            new = start(number, next_pod)  # returns once ready: maxSurge 1, maxUnavailable 0
+            service.set_ready(next_pod, is_ready=True)
+            service.set_ready(active_pod, is_ready=False)
+            load.wait_for_each(ANSWERS // 2, ANSWERED)  # preStop
             old.process.terminate()
-            load.until_each(ANSWERS, ANSWERED)
+            load.wait_for_each(ANSWERS, ANSWERED)
             assert old.process.wait(timeout=EXIT_S_MAX) == 0
             assert "are cut" not in old.log.read_text()
-            old, place = new, other
-        load.until_each(ANSWERS, ANSWERED)
+            old, active_pod = new, next_pod
+        load.wait_for_each(ANSWERS, ANSWERED)
         load.stop()
-    for name, met in load.outcomes.items():
-        assert set(met) <= ANSWERED, (name, met)
+    for name, counts in load.outcomes.items():
+        assert set(counts) <= ANSWERED, (name, counts)

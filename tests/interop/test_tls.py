@@ -110,32 +110,32 @@ def secured(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     more = ("--tokens", tokens, "--workers", 2, "--http-uds", folder / "http.sock")
     with running(store, log, *options, *more, management_port=free_port()) as server:
         yield Secured(server, folder, token, expired, authority)
-    said = log.read_text()
+    output = log.read_text()
     for secret in (token, expired, "BEGIN"):
-        assert secret not in said
+        assert secret not in output
 
 
 @pytest.mark.parametrize("version", ["2", "1.1"])
-def test_curl(secured: Secured, version: str) -> None:
+def test_curl_is_authorized_by_certificate_or_token(secured: Secured, version: str) -> None:
     option = {"2": "--http2", "1.1": "--http1.1"}[version]
     bearer = ("--header", f"Authorization: Bearer {secured.token}")
-    late = ("--header", f"Authorization: Bearer {secured.expired}")
+    expired_bearer = ("--header", f"Authorization: Bearer {secured.expired}")
     assert secured.curl("ranker", option) == f"200 {version}"
     assert secured.curl("stranger", option) == f"401 {version}"
     assert secured.curl("stranger", option, *bearer) == f"200 {version}"
-    assert secured.curl("stranger", option, *late) == f"401 {version}"
+    assert secured.curl("stranger", option, *expired_bearer) == f"401 {version}"
     assert secured.curl("stranger", option, *bearer, path="/models/no/embed") == f"403 {version}"
-    wrong = {
+    expected_alerts = {
         "": "alert certificate required",
         "expired": "alert certificate expired",
         "foreign": "alert unknown ca",
         "revoked": "alert certificate revoked",
     }
-    for name, said in wrong.items():
-        assert said in secured.curl(name, option, *bearer)
+    for name, output in expected_alerts.items():
+        assert output in secured.curl(name, option, *bearer)
 
 
-def test_openssl_finds_no_old_version_and_no_renegotiation(secured: Secured) -> None:
+def test_openssl_cannot_use_old_tls_versions_or_renegotiation(secured: Secured) -> None:
     certificate, key = secured.pair("ranker")
     port = secured.server.http.rpartition(":")[2]
     common = ["s_client", "-connect", f"localhost:{port}", "-CAfile", secured.ca]
@@ -145,40 +145,42 @@ def test_openssl_finds_no_old_version_and_no_renegotiation(secured: Secured) -> 
             [tool("openssl"), *common, version], input=b"", capture_output=True, timeout=60
         )
         assert done.returncode != 0
-    said = run_tool("openssl", *common, "-tls1_2", "-alpn", "h2", stdin=b"Q\n").decode()
-    assert "ALPN protocol: h2" in said
-    assert "Compression: NONE" in said
+    output = run_tool("openssl", *common, "-tls1_2", "-alpn", "h2", stdin=b"Q\n").decode()
+    assert "ALPN protocol: h2" in output
+    assert "Compression: NONE" in output
     done = subprocess.run(
         [tool("openssl"), *common, "-tls1_2"], input=b"R\n", capture_output=True, timeout=60
     )
     assert b"no renegotiation" in done.stderr
 
 
-def test_node(secured: Secured) -> None:
+def test_node_is_authorized_by_certificate_or_token(secured: Secured) -> None:
     driver = node_driver()
-    asked = lookup(1)
+    requested = lookup(1)
     target = f"localhost:{secured.server.grpc.rpartition(':')[2]}"
-    wanted = {
+    expected_codes = {
         ("ranker", ""): grpc.StatusCode.OK,
         ("stranger", ""): grpc.StatusCode.UNAUTHENTICATED,
         ("stranger", secured.token): grpc.StatusCode.OK,
         ("stranger", secured.expired): grpc.StatusCode.UNAUTHENTICATED,
         ("foreign", secured.token): grpc.StatusCode.UNAVAILABLE,
     }
-    for (name, token), code in wanted.items():
+    for (name, token), code in expected_codes.items():
         certificate, key = secured.pair(name)
         files = {"TLS_CA": secured.ca, "TLS_CERT": certificate, "TLS_KEY": key}
         driver.environment.update(files)
         metadata = {"authorization": f"Bearer {token}"} if token else {}
-        calls = [Call(method, [asked], metadata=metadata) for method in ("Embed", "EmbedStream")]
+        calls = [
+            Call(method, [requested], metadata=metadata) for method in ("Embed", "EmbedStream")
+        ]
         ended = driver(target, *calls)
         assert [one.code for one in ended] == [code, code]
         if code is grpc.StatusCode.OK:
-            assert all(one.answers == [asked.answer] for one in ended)
+            assert all(one.responses == [requested.response] for one in ended)
 
 
 @pytest.mark.skipif(shutil.which("javac") is None, reason="there is no JDK")
-def test_java(secured: Secured) -> None:
+def test_java_is_authorized_by_its_token(secured: Secured) -> None:
     root = pkcs12.PKCS12Certificate(x509.load_pem_x509_certificate(secured.authority.root), b"root")
     store = secured.folder / "stranger.p12"
     certificate, key = (Path(path).read_bytes() for path in secured.pair("stranger"))
@@ -196,13 +198,13 @@ def test_java(secured: Secured) -> None:
     run_tool("keytool", *quick, "-importkeystore", *stores, *passwords)
     url = secured.server.http.replace("http://127.0.0.1", "https://localhost") + "/embed"
     arguments = (HERE / "java" / "Client.java", url, store, "changeit", secured.token, "")
-    said = run_tool("java", *SHORT_LIVED, *arguments, stdin=lookup(1).json_body)
-    answered, refused = said.splitlines()
+    output = run_tool("java", *SHORT_LIVED, *arguments, stdin=lookup(1).json_body)
+    answered, rejected = output.splitlines()
     assert answered.startswith(b"HTTP_2 200 {")
-    assert refused.startswith(b"HTTP_2 401 {")
+    assert rejected.startswith(b"HTTP_2 401 {")
 
 
-def test_our_clients(secured: Secured) -> None:
+def test_embedserve_clients_are_authorized_by_their_token(secured: Secured) -> None:
     features = {"user": [[1]], "movie": [[2]]}
     ca, certificate = secured.ca, secured.pair("stranger")
     for make, address in (
@@ -216,7 +218,7 @@ def test_our_clients(secured: Secured) -> None:
             client.embed(features, model=MODEL)
 
 
-def test_the_probes_of_kubernetes_pass_without_a_certificate(secured: Secured) -> None:
+def test_kubernetes_probes_over_the_unix_socket_need_no_certificate(secured: Secured) -> None:
     """Runs the probes of the component mtls like kubelet does.
 
     Over the port, readiness is not reported.

@@ -32,25 +32,25 @@ def client() -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-async def test_the_requests_of_its_client(client: ModuleType) -> None:
+async def test_torchrec_client_gets_the_result_of_embed(client: ModuleType) -> None:
     from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 
     keys = tuple(DEFAULT_CAT_NAMES)
-    asked = argparse.Namespace(
+    options = argparse.Namespace(
         batch_size=BATCH,
         num_embedding_features=ROWS,
         num_float_features=len(DEFAULT_INT_NAMES),
         num_id_list_features=len(keys),
     )
-    batch = client.create_training_batch(asked)
-    request = client.create_request(batch, asked)
+    batch = client.create_training_batch(options)
+    request = client.create_request(batch, options)
     assert request.float_features.values
     jagged = batch.sparse_features.to_dict()
     bags: Bags = {key: [one.tolist() for one in jagged[key].to_dense()] for key in keys}
     engine = FakeEngine(model_info("criteo", dict.fromkeys(keys, (ROWS, 8))))
     async with live_server(engine) as live:
-        answer = await client.predictor_pb2_grpc.PredictorStub(live.channel).Predict(request)
+        response = await client.predictor_pb2_grpc.PredictorStub(live.channel).Predict(request)
         embedded = await live.http.post("/embed", json={"features": bags})
     expected = np.array(embedded.json()["values"], np.float32)
-    assert np.array_equal(predicted(answer, keys, BATCH), expected)
+    assert np.array_equal(predicted(response, keys, BATCH), expected)
     assert np.array_equal(expected, engine.expected(bags))

@@ -11,16 +11,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from interop.drivers import told_by_python
+from interop.drivers import run_python_client
 from interop.lookups import (
     DIMS,
+    INVALID,
+    INVALID_FIELD,
     MODEL,
     SHARED_MEMORY,
-    WRONG,
-    WRONG_FIELD,
     Lookup,
     assert_outputs,
-    large_answer,
+    large_response,
     lookups,
 )
 from interop.tools import ANSWER_S_MAX
@@ -28,53 +28,53 @@ from running_servers import Running
 
 from embedserve_proto import open_inference_pb2 as pb
 
-FORMS = (
+CLIENT_KINDS = (
     "http",
     "http, JSON",
-    "http, at once",
+    "http, concurrent",
     "http, aio",
     "grpc",
     "grpc, aio",
     "grpc, stream",
 )
-ASKED = lookups(12)
+LOOKUPS = lookups(12)
 OUTPUTS: tuple[list[str], ...] = ([], ["movie"], ["pooled"], ["movie", "user"])
-MORE_OF_THE_PROTOCOL = {
+UNSUPPORTED_FIELDS = {
     "ModelStatistics": {"batch_stats", "memory_usage", "response_stats"},
     "InferStatistics": {"cache_hit", "cache_miss"},
 }
 """Fields of Triton's messages that ours lack."""
-IN_PART = {f"inference.{name}" for name in ("ModelConfig", "ModelInput", "ModelOutput")}
+PARTIAL_MESSAGES = {f"inference.{name}" for name in ("ModelConfig", "ModelInput", "ModelOutput")}
 """Messages with only a few of Triton's fields."""
 
 
 @pytest.fixture(scope="module")
-def told(server: Running) -> dict[str, Any]:
+def received(server: Running) -> dict[str, Any]:
     """Runs tritonclient once, and returns all that it received."""
-    asked = [as_asked(one, at) for at, one in enumerate(ASKED)]
-    given = {
+    requested = [as_json(one, at) for at, one in enumerate(LOOKUPS)]
+    parameters = {
         "http": server.http.removeprefix("http://"),
         "grpc": server.grpc,
         "model": MODEL,
-        "asked": [*asked, as_asked(large_answer(), len(ASKED))],
-        "wrong": [asked[0], as_asked(WRONG, 1), asked[1]],
-        "placed": [as_asked(one, at) for at, one in placed()],
+        "asked": [*requested, as_json(large_response(), len(LOOKUPS))],
+        "wrong": [requested[0], as_json(INVALID, 1), requested[1]],
+        "placed": [as_json(one, at) for at, one in lookups_with_outputs()],
         "key": f"{SHARED_MEMORY}{os.getpid()}",
     }
-    return told_by_python("tritonclient", given)
+    return run_python_client("tritonclient", parameters)
 
 
-def as_asked(one: Lookup, at: int) -> dict[str, Any]:
+def as_json(one: Lookup, at: int) -> dict[str, Any]:
     return {"bags": one.bags, "outputs": OUTPUTS[at % len(OUTPUTS)], "id": f"request {at}"}
 
 
-def placed() -> list[tuple[int, Lookup]]:
+def lookups_with_outputs() -> list[tuple[int, Lookup]]:
     """Returns the lookups that name their outputs, with their positions.
 
     In the last one `pooled` has 5.8 MB.
     """
-    named = [(at, one) for at, one in enumerate(ASKED) if OUTPUTS[at % len(OUTPUTS)]]
-    return [*named, (OUTPUTS.index(["pooled"]), large_answer())]
+    named = [(at, one) for at, one in enumerate(LOOKUPS) if OUTPUTS[at % len(OUTPUTS)]]
+    return [*named, (OUTPUTS.index(["pooled"]), large_response())]
 
 
 def expected_of(one: Lookup, outputs: list[str]) -> dict[str, np.ndarray]:
@@ -82,26 +82,28 @@ def expected_of(one: Lookup, outputs: list[str]) -> dict[str, np.ndarray]:
     return {name: by_name[name] for name in outputs or one.by_feature}
 
 
-def check(answer: Any, one: Lookup, at: int) -> None:
-    assert (answer["model"], answer["version"], answer["id"]) == (MODEL, "1", f"request {at}")
-    assert_outputs(answer["outputs"], expected_of(one, OUTPUTS[at % len(OUTPUTS)]))
+def check(response: Any, one: Lookup, at: int) -> None:
+    assert (response["model"], response["version"], response["id"]) == (MODEL, "1", f"request {at}")
+    assert_outputs(response["outputs"], expected_of(one, OUTPUTS[at % len(OUTPUTS)]))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_answered_as_embed_is(told: dict[str, Any], form: str) -> None:
-    answers = told["answers"][form]
-    asked = [*ASKED, large_answer()]
-    assert len(answers) == len(asked)
-    for at, (answer, one) in enumerate(zip(answers, asked, strict=True)):
-        check(answer, one, at)
+@pytest.mark.parametrize("client_kind", CLIENT_KINDS)
+def test_every_client_kind_gets_the_result_of_embed(
+    received: dict[str, Any], client_kind: str
+) -> None:
+    responses = received["answers"][client_kind]
+    requested = [*LOOKUPS, large_response()]
+    assert len(responses) == len(requested)
+    for at, (response, one) in enumerate(zip(responses, requested, strict=True)):
+        check(response, one, at)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_shared_memory(told: dict[str, Any], protocol: str) -> None:
-    shared = told["shared"][protocol]
-    assert len(shared["answers"]) == len(placed()) == 10
-    for answer, (at, one) in zip(shared["answers"], placed(), strict=True):
-        check(answer, one, at)
+def test_shared_memory_results_equal_embed(received: dict[str, Any], protocol: str) -> None:
+    shared = received["shared"][protocol]
+    assert len(shared["answers"]) == len(lookups_with_outputs()) == 10
+    for response, (at, one) in zip(shared["answers"], lookups_with_outputs(), strict=True):
+        check(response, one, at)
     regions = shared["regions"]
     of_each = regions if protocol == "http" else [*regions["regions"].values()]
     assert {(one["name"], int(one["byte_size"])) for one in of_each} == {
@@ -113,20 +115,24 @@ def test_shared_memory(told: dict[str, Any], protocol: str) -> None:
     assert shared["left"] == ([] if protocol == "http" else {})
 
 
-def test_embed_answers_the_same(server: Running) -> None:
-    answer = httpx.post(f"{server.http}/embed", content=ASKED[0].json_body, timeout=ANSWER_S_MAX)
-    assert np.array_equal(np.array(answer.json()["values"], np.float32), ASKED[0].values)
+def test_embed_returns_the_expected_values(server: Running) -> None:
+    response = httpx.post(
+        f"{server.http}/embed", content=LOOKUPS[0].json_body, timeout=ANSWER_S_MAX
+    )
+    assert np.array_equal(np.array(response.json()["values"], np.float32), LOOKUPS[0].values)
 
 
-def test_a_wrong_request_of_a_stream_is_answered_in_its_place(told: dict[str, Any]) -> None:
-    first, wrong, last = told["streamed"]
-    check(first, ASKED[0], 0)
-    check(last, ASKED[1], 1)
-    assert WRONG_FIELD in wrong
+def test_invalid_request_of_a_stream_is_answered_in_order(received: dict[str, Any]) -> None:
+    first, wrong, last = received["streamed"]
+    check(first, LOOKUPS[0], 0)
+    check(last, LOOKUPS[1], 1)
+    assert INVALID_FIELD in wrong
 
 
-def test_health_metadata_configuration_statistics_and_index(told: dict[str, Any]) -> None:
-    described = told["described"]
+def test_client_reads_health_metadata_configuration_statistics_and_index(
+    received: dict[str, Any],
+) -> None:
+    described = received["described"]
     assert described["ready"] == [True] * 4
     assert described["model_ready"] == [True, True, False, False] * 2
     rest, rpc = described["server"]
@@ -136,11 +142,11 @@ def test_health_metadata_configuration_statistics_and_index(told: dict[str, Any]
     names = [one["name"] for one in rest["inputs"]]
     assert names == ["user.ids", "user.lengths", "movie.ids", "movie.lengths"]
     assert [one["name"] for one in rpc["inputs"]] == names
-    rest, rpc = (told["model_stats"][0] for told in described["statistics"])
-    examples = sum(len(one.values) for one in [*ASKED, large_answer()])
-    assert rest["inference_count"] >= len(FORMS) * examples
+    rest, rpc = (received["model_stats"][0] for received in described["statistics"])
+    examples = sum(len(one.values) for one in [*LOOKUPS, large_response()])
+    assert rest["inference_count"] >= len(CLIENT_KINDS) * examples
     assert int(rpc["inference_count"]) == rest["inference_count"]
-    assert rest["inference_stats"]["success"]["count"] >= len(FORMS) * (len(ASKED) + 1)
+    assert rest["inference_stats"]["success"]["count"] >= len(CLIENT_KINDS) * (len(LOOKUPS) + 1)
     rest, rpc = described["configuration"]
     assert (rest["name"], rest["max_batch_size"]) == (MODEL, 0)
     assert [one["name"] for one in rest["input"]] == names
@@ -151,8 +157,8 @@ def test_health_metadata_configuration_statistics_and_index(told: dict[str, Any]
     assert rpc == {"models": [{"name": MODEL, "version": "1", "state": "READY"}]}
 
 
-def test_errors_are_read_by_the_client(told: dict[str, Any]) -> None:
-    wrong_output, wrong_version, *over_grpc = told["errors"]
+def test_client_reads_error_statuses_and_messages(received: dict[str, Any]) -> None:
+    wrong_output, wrong_version, *over_grpc = received["errors"]
     assert "outputs[0] is 'nothing'" in wrong_output[0]
     assert wrong_output[1] == "400"
     assert "version is 2" in wrong_version[0]
@@ -164,19 +170,19 @@ def test_errors_are_read_by_the_client(told: dict[str, Any]) -> None:
     assert [message for message, _ in over_grpc] == [wrong_output[0], wrong_version[0]]
 
 
-def test_field_numbers_and_types_are_those_of_tritons_messages(told: dict[str, Any]) -> None:
-    theirs = told["field_numbers"]
-    mine: dict[str, Any] = {}
+def test_field_numbers_and_types_equal_those_of_triton(received: dict[str, Any]) -> None:
+    theirs = received["field_numbers"]
+    ours: dict[str, Any] = {}
 
     def add(message: Any) -> None:
-        mine[message.full_name] = {one.name: [one.number, one.type] for one in message.fields}
+        ours[message.full_name] = {one.name: [one.number, one.type] for one in message.fields}
         for nested in message.nested_types:
             add(nested)
 
     for message in pb.DESCRIPTOR.message_types_by_name.values():
         add(message)
-    for name, numbers in mine.items():
-        left_out = MORE_OF_THE_PROTOCOL.get(name.removeprefix("inference."), set())
-        if name in IN_PART:
+    for name, numbers in ours.items():
+        left_out = UNSUPPORTED_FIELDS.get(name.removeprefix("inference."), set())
+        if name in PARTIAL_MESSAGES:
             left_out = theirs[name].keys() - numbers.keys()
         assert numbers == {f: n for f, n in theirs[name].items() if f not in left_out}, name

@@ -45,6 +45,6 @@ def run_tool(
         env={**os.environ, **(environment or {})},
         cwd=cwd,
     )
-    said = done.stderr.decode(errors="replace")
-    assert done.returncode == 0, f"{name} ended with {done.returncode}: {said}"
+    errors = done.stderr.decode(errors="replace")
+    assert done.returncode == 0, f"{name} ended with {done.returncode}: {errors}"
     return done.stdout

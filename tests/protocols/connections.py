@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from protocols.requests import Raw, Sent
+from protocols.requests import EncodedRequest, RawResponse
 from server.http2_client import Http2Client
 
-ANSWER_S_MAX = 60.0
+RESPONSE_S_MAX = 60.0
 
 
 class Exchange:
@@ -22,7 +22,7 @@ class Exchange:
         """Sends more of the body."""
 
     @abstractmethod
-    async def answer(self) -> Raw:
+    async def response(self) -> RawResponse:
         """Waits for the whole response."""
 
     @abstractmethod
@@ -40,10 +40,10 @@ class Connection:
     is_closed = False
 
     @abstractmethod
-    def begin(self, sent: Sent) -> Exchange:
+    def begin(self, sent: EncodedRequest) -> Exchange:
         """Sends everything but the body."""
 
-    def start(self, *sent: Sent) -> list[Exchange]:
+    def start(self, *sent: EncodedRequest) -> list[Exchange]:
         """Sends requests, one after the other, without waiting for responses."""
         exchanges = []
         for one in sent:
@@ -51,10 +51,10 @@ class Connection:
             exchanges[-1].write(one.body, is_end=True)
         return exchanges
 
-    async def ask(self, sent: Sent) -> Raw:
+    async def request(self, sent: EncodedRequest) -> RawResponse:
         """Sends a request and waits for its response."""
         (exchange,) = self.start(sent)
-        return await exchange.answer()
+        return await exchange.response()
 
     def frame(self, body: bytes) -> bytes:
         """Returns the bytes of a whole body, framed as this connection requires."""
@@ -73,10 +73,10 @@ class Http1Connection(Connection):
     ) -> None:
         self._reader, self.writer = reader, writer
         self.is_chunked = is_chunked
-        self._waiting: deque[asyncio.Future[Raw]] = deque()
+        self._waiting: deque[asyncio.Future[RawResponse]] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, sent: Sent) -> Exchange:
+    def begin(self, sent: EncodedRequest) -> Exchange:
         length = f"content-length: {len(sent.body)}"
         lines = [
             f"POST {sent.path} HTTP/1.1",
@@ -102,18 +102,18 @@ class Http1Connection(Connection):
                 return
             self._waiting.popleft().set_result(raw)
 
-    async def _read_one(self) -> Raw:
+    async def _read_one(self) -> RawResponse:
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         line, *lines = head[:-4].split("\r\n")
         headers = dict(one.lower().split(": ", 1) for one in lines)
         names = {one.split(": ", 1)[0].lower(): one.split(": ", 1)[1] for one in lines}
         body = await self._reader.readexactly(int(headers["content-length"]))
         self.is_closed = self.is_closed or headers.get("connection") == "close"
-        return Raw(int(line.split()[1]), names, body)
+        return RawResponse(int(line.split()[1]), names, body)
 
 
 class _Http1Exchange(Exchange):
-    def __init__(self, connection: Http1Connection, future: asyncio.Future[Raw]) -> None:
+    def __init__(self, connection: Http1Connection, future: asyncio.Future[RawResponse]) -> None:
         self._connection, self._future = connection, future
 
     def write(self, data: bytes, *, is_end: bool = False) -> None:
@@ -122,8 +122,8 @@ class _Http1Exchange(Exchange):
             data += b"0\r\n\r\n" if is_end else b""
         self._connection.writer.write(data)
 
-    async def answer(self) -> Raw:
-        return await asyncio.wait_for(self._future, ANSWER_S_MAX)
+    async def response(self) -> RawResponse:
+        return await asyncio.wait_for(self._future, RESPONSE_S_MAX)
 
     def cancel(self) -> None:
         self._connection.writer.close()
@@ -135,10 +135,10 @@ class Http2Connection(Connection):
     def __init__(self, client: Http2Client) -> None:
         self.client = client
 
-    def begin(self, sent: Sent) -> Exchange:
+    def begin(self, sent: EncodedRequest) -> Exchange:
         return _Http2Exchange(self.client, self.open(sent))
 
-    def open(self, sent: Sent) -> int:
+    def open(self, sent: EncodedRequest) -> int:
         """Opens a stream; returns its id."""
         return self.client.send("POST", sent.path, dict(sent.headers), is_end=False)
 
@@ -150,13 +150,13 @@ class _Http2Exchange(Exchange):
     def write(self, data: bytes, *, is_end: bool = False) -> None:
         self._client.write(self._number, data, is_end=is_end)
 
-    async def answer(self) -> Raw:
-        answer = await asyncio.wait_for(self._client.answer(self._number), ANSWER_S_MAX)
+    async def response(self) -> RawResponse:
+        answer = await asyncio.wait_for(self._client.answer(self._number), RESPONSE_S_MAX)
         body = answer.body
         if self._at is not None:
             messages = unframed(body)
             body = framed(messages[self._at]) if self._at < len(messages) else b""
-        return Raw(answer.status, answer.headers, body)
+        return RawResponse(answer.status, answer.headers, body)
 
     def cancel(self) -> None:
         self._client.cancel(self._number)
@@ -165,12 +165,14 @@ class _Http2Exchange(Exchange):
 class GrpcConnection(Http2Connection):
     """Unary gRPC calls."""
 
-    def open(self, sent: Sent) -> int:
+    def open(self, sent: EncodedRequest) -> int:
         headers = {"content-type": "application/grpc", "te": "trailers", **sent.headers}
         return self.client.send("POST", sent.path, headers, is_end=False)
 
-    def start(self, *sent: Sent) -> list[Exchange]:
-        return super().start(*(Sent(one.path, one.headers, framed(one.body)) for one in sent))
+    def start(self, *sent: EncodedRequest) -> list[Exchange]:
+        return super().start(
+            *(EncodedRequest(one.path, one.headers, framed(one.body)) for one in sent)
+        )
 
     def frame(self, body: bytes) -> bytes:
         return framed(body)
@@ -179,10 +181,10 @@ class GrpcConnection(Http2Connection):
 class StreamConnection(GrpcConnection):
     """gRPC streams: requests that are started together are messages of one stream."""
 
-    def begin(self, sent: Sent) -> Exchange:
+    def begin(self, sent: EncodedRequest) -> Exchange:
         return _Http2Exchange(self.client, self.open(sent), 0)
 
-    def start(self, *sent: Sent) -> list[Exchange]:
+    def start(self, *sent: EncodedRequest) -> list[Exchange]:
         number = self.open(sent[0])
         self.client.write(number, b"".join(framed(one.body) for one in sent), is_end=True)
         return [_Http2Exchange(self.client, number, at) for at in range(len(sent))]
@@ -204,7 +206,7 @@ def unframed(data: bytes) -> list[bytes]:
 
 
 @asynccontextmanager
-async def connected(
+async def open_connection(
     kind: type[Connection], port: int, is_chunked: bool
 ) -> AsyncIterator[Connection]:
     """Yields a connection of ``kind`` to a loopback port; closes it when the block ends."""

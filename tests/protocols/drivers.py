@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from protocols import formats
+from protocols import formats, inference_formats
 from protocols.connections import (
     Connection,
     Exchange,
@@ -16,10 +16,11 @@ from protocols.connections import (
     Http1Connection,
     Http2Connection,
     StreamConnection,
-    connected,
+    open_connection,
 )
-from protocols.formats import Format, Placed
-from protocols.requests import Request, Response, Sent
+from protocols.formats import Format
+from protocols.requests import EncodedRequest, Request, Response
+from protocols.shared_memory_formats import SharedMemory, SharedMemoryFolder, SharedMemoryMessage
 from server.fake_engine import FakeEngine
 from server.live import Live
 
@@ -35,7 +36,7 @@ class Protocol:
     """
 
     connection: type[Connection]
-    make_format: Callable[[Placed], Format]
+    make_format: Callable[[SharedMemoryFolder], Format]
     is_chunked: bool = False
     grpc_server: str = "native"
 
@@ -48,7 +49,7 @@ class Protocol:
         return self.connection is StreamConnection
 
 
-def _plain(make: type[Format]) -> Callable[[Placed], Format]:
+def _plain(make: type[Format]) -> Callable[[SharedMemoryFolder], Format]:
     return lambda _: make()
 
 
@@ -68,18 +69,18 @@ PROTOCOLS: Mapping[str, Protocol] = {
     "grpc-grpcio": _row(GrpcConnection, formats.Message, grpc_server="grpcio"),
     "stream": _row(StreamConnection, formats.StreamMessage),
     "stream-grpcio": _row(StreamConnection, formats.StreamMessage, grpc_server="grpcio"),
-    "infer": _row(Http1Connection, formats.Infer),
-    "infer-binary": _row(Http1Connection, formats.InferBinary),
-    "infer-binary-chunked": _row(Http1Connection, formats.InferBinary, is_chunked=True),
-    "infer-binary-http2": _row(Http2Connection, formats.InferBinary),
-    "infer-grpc": _row(GrpcConnection, formats.InferMessage),
-    "infer-grpcio": _row(GrpcConnection, formats.InferMessage, grpc_server="grpcio"),
-    "infer-typed": _row(GrpcConnection, formats.InferTyped),
-    "infer-stream": _row(StreamConnection, formats.InferStream),
+    "infer": _row(Http1Connection, inference_formats.Infer),
+    "infer-binary": _row(Http1Connection, inference_formats.InferBinary),
+    "infer-binary-chunked": _row(Http1Connection, inference_formats.InferBinary, is_chunked=True),
+    "infer-binary-http2": _row(Http2Connection, inference_formats.InferBinary),
+    "infer-grpc": _row(GrpcConnection, inference_formats.InferMessage),
+    "infer-grpcio": _row(GrpcConnection, inference_formats.InferMessage, grpc_server="grpcio"),
+    "infer-typed": _row(GrpcConnection, inference_formats.InferTyped),
+    "infer-stream": _row(StreamConnection, inference_formats.InferStream),
     "predictor": _row(GrpcConnection, formats.Predict),
     "predictor-grpcio": _row(GrpcConnection, formats.Predict, grpc_server="grpcio"),
-    "shared-memory": Protocol(Http1Connection, formats.SharedMemory),
-    "shared-memory-grpc": Protocol(GrpcConnection, formats.SharedMemoryMessage),
+    "shared-memory": Protocol(Http1Connection, SharedMemory),
+    "shared-memory-grpc": Protocol(GrpcConnection, SharedMemoryMessage),
 }
 
 
@@ -91,13 +92,15 @@ class Driver:
         engines: engines of the server; the first is the default model's.
     """
 
-    def __init__(self, name: str, live: Live, engines: list[FakeEngine], placed: Placed) -> None:
+    def __init__(
+        self, name: str, live: Live, engines: list[FakeEngine], shared_folder: SharedMemoryFolder
+    ) -> None:
         self.name = name
         self.protocol = PROTOCOLS[name]
         self.live = live
         self.engines = engines
-        self._placed = placed
-        self.format = self.protocol.make_format(placed)
+        self._shared_folder = shared_folder
+        self.format = self.protocol.make_format(shared_folder)
 
     def can(self, *options: str) -> bool:
         """Returns whether requests of this protocol have all of ``options``."""
@@ -122,7 +125,7 @@ class Driver:
 
     def over(self, name: str) -> Driver:
         """Returns a driver of another protocol for the same server."""
-        return Driver(name, self.live, self.engines, self._placed)
+        return Driver(name, self.live, self.engines, self._shared_folder)
 
     def http_status(self, status: int) -> int | None:
         """Returns the ``status`` of an expected Response: None over gRPC, which has no HTTP
@@ -149,39 +152,41 @@ class Driver:
         port = self.live.http_port
         if self.protocol.is_grpc:
             port = int(self.live.grpc_target.rpartition(":")[2])
-        async with connected(self.protocol.connection, port, self.protocol.is_chunked) as one:
+        async with open_connection(self.protocol.connection, port, self.protocol.is_chunked) as one:
             yield one
 
-    async def encode(self, request: Request) -> Sent:
+    async def encode(self, request: Request) -> EncodedRequest:
         """Encodes a request. Tensors in shared memory are written and their region is registered
         first."""
         sent = self.format.encode(request, self.engine_of(request))
-        if isinstance(self.format, formats.SharedMemory | formats.SharedMemoryMessage):
-            await self._register(self.format.placed, request)
+        if isinstance(self.format, SharedMemory | SharedMemoryMessage):
+            await self._register(self.format.shared_folder, request)
         return sent
 
-    async def _register(self, placed: Placed, request: Request) -> None:
-        region, size = placed.last.name, placed.last.stat().st_size
+    async def _register(self, shared_folder: SharedMemoryFolder, request: Request) -> None:
+        region, size = shared_folder.last.name, shared_folder.last.stat().st_size
         headers = {k: v for k, v in request.headers.items() if k == "authorization"}
         body = json.dumps({"key": region, "byte_size": size}).encode()
         path = f"/v2/systemsharedmemory/region/{region}/register"
-        async with connected(Http1Connection, self.live.http_port, False) as connection:
-            await connection.ask(Sent(path, headers, body))
+        async with open_connection(Http1Connection, self.live.http_port, False) as connection:
+            await connection.request(EncodedRequest(path, headers, body))
 
     async def start(self, connection: Connection, *requests: Request) -> list[Exchange]:
         """Sends requests without waiting for responses."""
         return connection.start(*[await self.encode(one) for one in requests])
 
     async def read(self, exchange: Exchange) -> Response:
-        return self.format.read(await exchange.answer())
+        return self.format.read(await exchange.response())
 
-    async def ask(self, request: Request, connection: Connection | None = None) -> Response:
+    async def request(self, request: Request, connection: Connection | None = None) -> Response:
         """Sends a request, over a new connection unless one is given."""
-        return await self.ask_raw(await self.encode(request), connection)
+        return await self.request_raw(await self.encode(request), connection)
 
-    async def ask_raw(self, sent: Sent, connection: Connection | None = None) -> Response:
+    async def request_raw(
+        self, sent: EncodedRequest, connection: Connection | None = None
+    ) -> Response:
         """Sends an encoded request, over a new connection unless one is given."""
         async with AsyncExitStack() as stack:
             if connection is None:
                 connection = await stack.enter_async_context(self.connect())
-            return self.format.read(await connection.ask(sent))
+            return self.format.read(await connection.request(sent))

@@ -35,7 +35,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Sent:
+class EncodedRequest:
     """An encoded request: the path (the method over gRPC), headers, and the body or message."""
 
     path: str
@@ -44,7 +44,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawResponse:
     """A response as received. The status is 0 if its stream was reset; headers include trailers."""
 
     status: int

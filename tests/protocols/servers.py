@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from protocols.drivers import PROTOCOLS, Driver
-from protocols.formats import Placed
+from protocols.shared_memory_formats import SharedMemoryFolder
 from server.fake_engine import FakeEngine
 from server.fake_models import model_info, ruled_info, unpooled_info
 from server.live import make_pipeline, serving
@@ -58,7 +58,7 @@ class Servers:
 
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self._folder = folder
-        self._placed = Placed(folder)
+        self._shared_folder = SharedMemoryFolder(folder)
         self._stack = stack
         self._started: dict[tuple[int, str], Driver] = {}
 
@@ -66,11 +66,13 @@ class Servers:
         """Returns a driver of ``protocol``; ``setup`` is a constant of the module."""
         key = id(setup), PROTOCOLS[protocol].grpc_server
         if key not in self._started:
-            self._started[key] = await self._stack.enter_async_context(self.own(protocol, setup))
+            self._started[key] = await self._stack.enter_async_context(
+                self.own_server(protocol, setup)
+            )
         return self._started[key].over(protocol)
 
     @asynccontextmanager
-    async def own(self, protocol: str, setup: Setup) -> AsyncIterator[Driver]:
+    async def own_server(self, protocol: str, setup: Setup) -> AsyncIterator[Driver]:
         """Yields a driver of a server for one test; stops the server when the block ends."""
         engines = [FakeEngine(info, seed=seed) for seed, info in enumerate(setup.models)]
         authenticator = None
@@ -91,7 +93,7 @@ class Servers:
             grpc_server = PROTOCOLS[protocol].grpc_server
             async with serving(pipeline, setup.drain_s, grpc_server) as live:
                 try:
-                    yield Driver(protocol, live, engines, self._placed)
+                    yield Driver(protocol, live, engines, self._shared_folder)
                 finally:
                     for engine in engines:
                         engine.release()

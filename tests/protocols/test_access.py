@@ -15,7 +15,7 @@ from embedserve.config import Limits
 
 pytestmark = MATRIX
 
-RIGHT = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
+VALID = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
 ACCESS = Setup(
     [model_info(), model_info("films")],
     Limits(inline_bytes_max=0, body_bytes_max=20_000),
@@ -49,7 +49,7 @@ def skip_grpcio(protocol: str) -> None:
         pytest.skip("serve takes no tokens with --grpc-server grpcio")
 
 
-def of(request: Request, authorization: str) -> Request:
+def with_token(request: Request, authorization: str) -> Request:
     headers = {"authorization": authorization} if authorization else {}
     return replace(request, headers=headers)
 
@@ -60,28 +60,28 @@ def check_code(driver: Driver, response: Response, code: str, status: int) -> No
     assert ("www-authenticate" in response.headers) == (is_rest and status == 401)
 
 
-async def test_a_caller_without_the_right_is_rejected(
+async def test_caller_without_a_valid_token_is_rejected(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also checks that the next caller on the same connection gets a response, and that neither a
     message nor a log has a token."""
     caplog.set_level("DEBUG", "embedserve")
     driver = await servers.driver(protocol, ACCESS)
-    right = of(RIGHT, "Bearer es_right")
+    valid = with_token(VALID, "Bearer es_right")
     async with driver.connect() as connection:
         for authorization, (code, status) in [*REJECTED.items()] * 2:
-            response = await driver.ask(of(RIGHT, authorization), connection)
+            response = await driver.request(with_token(VALID, authorization), connection)
             assert (authorization, response.code) == (authorization, code)
             check_code(driver, response, code, status)
             assert "x-request-id" in response.headers
             assert "es_" not in response.message
             assert "hunter2" not in response.message
-            check_vectors(await driver.ask(right, connection), driver.engine, right)
+            check_vectors(await driver.request(valid, connection), driver.engine, valid)
     assert "es_" not in caplog.text
     assert "hunter2" not in caplog.text
 
 
-async def test_a_model_that_is_not_the_callers_is_rejected_whether_it_exists(
+async def test_forbidden_model_is_rejected_whether_or_not_it_exists(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, ACCESS)
@@ -92,49 +92,50 @@ async def test_a_model_that_is_not_the_callers_is_rejected_whether_it_exists(
         "films": "PERMISSION_DENIED",
         "none": "PERMISSION_DENIED",
     }.items():
-        response = await driver.ask(of(replace(RIGHT, model=name), "Bearer es_shop"))
+        response = await driver.request(with_token(replace(VALID, model=name), "Bearer es_shop"))
         assert (name, response.code) == (name, code)
 
 
-async def test_a_caller_over_its_rate_is_told_when_to_come_again(
-    servers: Servers, protocol: str
-) -> None:
+async def test_caller_over_its_rate_limit_gets_retry_after(servers: Servers, protocol: str) -> None:
     if protocol.startswith("shared-memory"):
         pytest.skip("registering a region is a request of its rate")
     driver = await servers.driver(protocol, ACCESS)
-    slow, right = of(RIGHT, f"Bearer es_slow-{protocol}"), of(RIGHT, "Bearer es_right")
-    check_vectors(await driver.ask(slow), driver.engine, slow)
+    limited, valid = (
+        with_token(VALID, f"Bearer es_slow-{protocol}"),
+        with_token(VALID, "Bearer es_right"),
+    )
+    check_vectors(await driver.request(limited), driver.engine, limited)
     before = driver.outcomes()
-    response = await driver.ask(slow)
+    response = await driver.request(limited)
     check_code(driver, response, "RESOURCE_EXHAUSTED", 429)
     if not driver.protocol.is_stream:
         assert response.headers["retry-after"] == "60"
-    check_vectors(await driver.ask(right), driver.engine, right)
+    check_vectors(await driver.request(valid), driver.engine, valid)
     driver.expect_more(before, OK=1, RESOURCE_EXHAUSTED=1)
 
 
-async def test_a_caller_with_too_many_requests_in_flight_is_told_so(
+async def test_caller_over_its_concurrency_limit_is_rejected(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, ACCESS)
-    one = of(RIGHT, "Bearer es_one")
+    one = with_token(VALID, "Bearer es_one")
     driver.engine.lookups.clear()
     driver.engine.hold()
     async with driver.connect() as connection:
         (first,) = await driver.start(connection, one)
         await until(lambda: driver.engine.lookups)
-        response = await driver.ask(one)
+        response = await driver.request(one)
         driver.engine.release()
         check_code(driver, response, "RESOURCE_EXHAUSTED", 429)
         check_vectors(await driver.read(first), driver.engine, one)
-        check_vectors(await driver.ask(one), driver.engine, one)
+        check_vectors(await driver.request(one), driver.engine, one)
 
 
-async def test_a_request_that_was_cancelled_is_in_flight_no_more(
+async def test_cancelled_request_frees_the_concurrency_limit(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, ACCESS)
-    one, before = of(RIGHT, "Bearer es_one"), driver.outcomes()
+    one, before = with_token(VALID, "Bearer es_one"), driver.outcomes()
     driver.engine.lookups.clear()
     driver.engine.hold()
     async with driver.connect() as connection:
@@ -143,14 +144,14 @@ async def test_a_request_that_was_cancelled_is_in_flight_no_more(
         first.cancel()
         await until(lambda: driver.has_more(before, CANCELLED=1))
     driver.engine.release()
-    check_vectors(await driver.ask(one), driver.engine, one)
+    check_vectors(await driver.request(one), driver.engine, one)
 
 
-async def test_a_stranger_is_rejected_before_the_body_comes(
+async def test_unauthenticated_client_is_rejected_before_its_body_arrives(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, ACCESS)
-    sent = await driver.encode(RIGHT)
+    sent = await driver.encode(VALID)
     async with driver.connect() as connection:
         exchange = connection.begin(replace(sent, body=bytes(10_000)))
         exchange.write(connection.frame(bytes(10_000))[:100])

@@ -30,7 +30,7 @@ def request_for(number: int) -> Request:
 
 
 @pytest.mark.parametrize("setup", [SHOP, IN_THREAD], ids=["inline", "in a thread"])
-async def test_each_request_in_flight_has_its_own_vectors(
+async def test_each_request_in_flight_gets_its_own_vectors(
     servers: Servers, protocol: str, setup: Setup
 ) -> None:
     driver = await servers.driver(protocol, setup)
@@ -42,7 +42,9 @@ async def test_each_request_in_flight_has_its_own_vectors(
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-async def test_a_body_in_pieces_is_one_body(servers: Servers, protocol: str, size: int) -> None:
+async def test_body_sent_in_chunks_is_reassembled(
+    servers: Servers, protocol: str, size: int
+) -> None:
     driver = await servers.driver(protocol, SHOP)
     request = request_for(3)
     async with driver.connect() as connection:
@@ -53,10 +55,12 @@ async def test_a_body_in_pieces_is_one_body(servers: Servers, protocol: str, siz
             exchange.write(body[at : at + size], is_end=at + size >= len(body))
             await asyncio.sleep(0)
         check_vectors(await driver.read(exchange), driver.engine, request)
-        check_vectors(await driver.ask(request_for(4), connection), driver.engine, request_for(4))
+        check_vectors(
+            await driver.request(request_for(4), connection), driver.engine, request_for(4)
+        )
 
 
-async def test_a_client_that_goes_away_within_its_body_is_counted(
+async def test_client_that_disconnects_during_its_body_is_counted_as_cancelled(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, SHOP)
@@ -69,12 +73,10 @@ async def test_a_client_that_goes_away_within_its_body_is_counted(
         exchange.write(connection.frame(sent.body)[:-2])
         exchange.cancel()
         await until(lambda: driver.has_more(before, CANCELLED=1))
-    check_vectors(await driver.ask(request_for(1)), driver.engine, request_for(1))
+    check_vectors(await driver.request(request_for(1)), driver.engine, request_for(1))
 
 
-async def test_a_body_longer_or_shorter_than_declared_is_no_request(
-    servers: Servers, protocol: str
-) -> None:
+async def test_body_shorter_than_declared_is_rejected(servers: Servers, protocol: str) -> None:
     """Covers gRPC, whose messages have a length prefix, and HTTP/2, whose content-length is
     checked."""
     driver = await servers.driver(protocol, SHOP)
@@ -89,6 +91,6 @@ async def test_a_body_longer_or_shorter_than_declared_is_no_request(
     async with driver.connect() as connection:
         exchange = connection.begin(sent)
         exchange.write(body, is_end=True)
-        raw = await exchange.answer()
+        raw = await exchange.response()
     assert raw.status != 200 or raw.headers["grpc-status"] != "0"
-    check_vectors(await driver.ask(request_for(1)), driver.engine, request_for(1))
+    check_vectors(await driver.request(request_for(1)), driver.engine, request_for(1))

@@ -14,8 +14,8 @@ from protocols.servers import MATRIX, Servers, Setup
 
 pytestmark = MATRIX
 
-RIGHT = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
-WRONG = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
+VALID = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
+INVALID = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
 SHOP = Setup()
 PROXIED = Setup(trusted_proxies=["127.0.0.1", "10.0.0.0/8"])
 REST = [name for name, row in PROTOCOLS.items() if not row.is_grpc]
@@ -30,13 +30,13 @@ REJECTED = {
 
 @pytest.mark.parametrize("protocol", REST)
 @pytest.mark.parametrize(("name", "value"), REJECTED)
-async def test_a_header_that_cannot_be_kept_is_rejected_by_name_and_value(
+async def test_invalid_header_is_rejected_with_its_name_and_value(
     servers: Servers, protocol: str, name: str, value: str
 ) -> None:
     driver = await servers.driver(protocol, SHOP)
     before = driver.outcomes()
     async with driver.connect() as connection:
-        raw = await connection.ask(await driver.encode(replace(RIGHT, headers={name: value})))
+        raw = await connection.request(await driver.encode(replace(VALID, headers={name: value})))
     assert raw.status == REJECTED[name, value]
     error = json.loads(raw.body)["error"]
     shown = name.title()
@@ -51,37 +51,39 @@ async def test_a_header_that_cannot_be_kept_is_rejected_by_name_and_value(
 @pytest.mark.parametrize(
     ("name", "value"), [("content-encoding", "identity"), ("x-timeout-ms", "25000.5")]
 )
-async def test_a_header_that_changes_nothing_is_taken(
+async def test_identity_encoding_and_valid_timeout_headers_are_accepted(
     servers: Servers, protocol: str, name: str, value: str
 ) -> None:
     driver = await servers.driver(protocol, SHOP)
-    request = replace(RIGHT, headers={name: value})
+    request = replace(VALID, headers={name: value})
     async with driver.connect() as connection:
         for _ in range(2):
-            check_vectors(await driver.ask(request, connection), driver.engine, request)
+            check_vectors(await driver.request(request, connection), driver.engine, request)
 
 
-async def test_a_rejected_request_is_logged_with_the_clients_address(
+async def test_rejected_request_is_logged_with_the_client_address(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client that is no trusted proxy cannot set another address."""
     caplog.set_level(logging.INFO)
     forged = {"x-forwarded-for": FORGED, "forwarded": f"for={FORGED}"}
-    async with servers.own(protocol, SHOP) as driver:
-        await driver.ask(replace(WRONG, headers=forged))
+    async with servers.own_server(protocol, SHOP) as driver:
+        await driver.request(replace(INVALID, headers=forged))
     (fields,) = fields_of(caplog, "refused with INVALID_ARGUMENT")
     assert fields["address"] == "127.0.0.1"
 
 
-async def test_a_trusted_proxy_tells_the_clients_address(
+async def test_client_address_of_a_trusted_proxy_is_logged(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with servers.own(protocol, PROXIED) as driver:
+    async with servers.own_server(protocol, PROXIED) as driver:
         for headers in (
             {"x-forwarded-for": f"{FORGED}, {CLIENT}, 10.1.1.1"},
             {"forwarded": f"for={CLIENT};proto=https"},
         ):
-            await driver.ask(replace(WRONG, headers=headers))
-    told = [fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")]
-    assert told == [CLIENT, CLIENT]
+            await driver.request(replace(INVALID, headers=headers))
+    logged_addresses = [
+        fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")
+    ]
+    assert logged_addresses == [CLIENT, CLIENT]

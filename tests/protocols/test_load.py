@@ -20,13 +20,13 @@ pytestmark = MATRIX
 FIRST = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
 SECOND = Request({"user": [[4]], "movie": [[5]], "tag": [[]]})
 THIRD = Request({"user": [[6]], "movie": [[]], "tag": [[4]]})
-WRONG = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
+INVALID = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
 IN_THREAD = Setup(limits=Limits(inline_bytes_max=0))
 NARROW = Setup(limits=Limits(inline_bytes_max=0, queue_examples_max=1))
 
 
 @contextmanager
-def held(driver: Driver) -> Iterator[None]:
+def hold_lookups(driver: Driver) -> Iterator[None]:
     """Holds all lookups until the block ends."""
     driver.engine.lookups.clear()
     driver.engine.hold()
@@ -40,9 +40,9 @@ async def test_requests_in_flight_share_a_batch(servers: Servers, protocol: str)
     """Sends them over one connection. Over HTTP/1.1 each has its own, because responses come one at
     a time there. An invalid request is rejected alone."""
     driver = await servers.driver(protocol, IN_THREAD)
-    requests = [SECOND, WRONG, THIRD, SECOND]
+    requests = [SECOND, INVALID, THIRD, SECOND]
     async with driver.connect() as busy, driver.connect() as one, driver.connect() as two:
-        with held(driver):
+        with hold_lookups(driver):
             (first,) = await driver.start(busy, FIRST)
             await until(lambda: driver.engine.lookups)
             if driver.is_http1:
@@ -56,7 +56,7 @@ async def test_requests_in_flight_share_a_batch(servers: Servers, protocol: str)
         check_vectors(await driver.read(first), driver.engine, FIRST)
         responses = [await driver.read(exchange) for exchange in exchanges]
     for request, response in zip(requests, responses, strict=False):
-        if request is WRONG:
+        if request is INVALID:
             assert (response.code, "features.user[0][0] is 7" in response.message) == (
                 "INVALID_ARGUMENT",
                 True,
@@ -66,34 +66,34 @@ async def test_requests_in_flight_share_a_batch(servers: Servers, protocol: str)
     assert [one.batch_size for one in driver.engine.lookups] == [1, len(responses) - 1]
 
 
-async def test_a_full_queue_rejects_with_retry_after(servers: Servers, protocol: str) -> None:
+async def test_full_queue_rejects_with_retry_after(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, NARROW)
     before = driver.outcomes()
     async with driver.connect() as one, driver.connect() as two:
-        with held(driver):
+        with hold_lookups(driver):
             (first,) = await driver.start(one, FIRST)
             await until(lambda: driver.engine.lookups)
             (second,) = await driver.start(two, SECOND)
             await until(lambda: driver.live.queued() == 1)
-            rejected = await driver.ask(THIRD)
+            rejected = await driver.request(THIRD)
         assert rejected.code == "RESOURCE_EXHAUSTED"
         assert rejected.status == driver.http_status(429)
         if not driver.protocol.is_stream:
             assert rejected.headers["retry-after"] == "1"
         check_vectors(await driver.read(first), driver.engine, FIRST)
         check_vectors(await driver.read(second), driver.engine, SECOND)
-    check_vectors(await driver.ask(THIRD), driver.engine, THIRD)
+    check_vectors(await driver.request(THIRD), driver.engine, THIRD)
     driver.expect_more(before, OK=3, RESOURCE_EXHAUSTED=1)
 
 
-async def test_a_deadline_that_passes_in_the_queue_costs_no_lookup(
+async def test_request_that_expires_in_the_queue_is_not_looked_up(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, IN_THREAD)
     before = driver.outcomes()
     late = Request(SECOND.bags, timeout_s=0.2)
     async with driver.connect() as one, driver.connect() as two:
-        with held(driver):
+        with hold_lookups(driver):
             (first,) = await driver.start(one, FIRST)
             await until(lambda: driver.engine.lookups)
             (second,) = await driver.start(two, late)
@@ -110,31 +110,35 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_lookup(
         await until(lambda: driver.has_more(before, OK=1, DEADLINE_EXCEEDED=1))
 
 
-async def test_a_deadline_that_has_passed_is_told_at_once(servers: Servers, protocol: str) -> None:
+async def test_expired_deadline_is_rejected_without_a_lookup(
+    servers: Servers, protocol: str
+) -> None:
     driver = await servers.driver(protocol, IN_THREAD)
     if protocol == "stream-grpcio":
         pytest.skip("grpcio ends such a stream before its first message")
     late = Request(FIRST.bags, timeout_s=1e-6)
     if driver.protocol.grpc_server == "grpcio":  # its deadline is 1 to 2 ms
-        with held(driver):
-            assert (await driver.ask(late)).code == "DEADLINE_EXCEEDED"
+        with hold_lookups(driver):
+            assert (await driver.request(late)).code == "DEADLINE_EXCEEDED"
         return
     driver.engine.lookups.clear()
-    assert (await driver.ask(late)).code == "DEADLINE_EXCEEDED"
+    assert (await driver.request(late)).code == "DEADLINE_EXCEEDED"
     assert driver.engine.lookups == []
 
 
-async def test_a_deadline_in_the_future_is_kept(servers: Servers, protocol: str) -> None:
+async def test_request_with_a_distant_deadline_succeeds(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, IN_THREAD)
     request = Request(FIRST.bags, timeout_s=50)
-    check_vectors(await driver.ask(request), driver.engine, request)
+    check_vectors(await driver.request(request), driver.engine, request)
 
 
-async def test_a_client_that_goes_away_leaves_the_queue(servers: Servers, protocol: str) -> None:
+async def test_request_of_a_disconnected_client_leaves_the_queue(
+    servers: Servers, protocol: str
+) -> None:
     driver = await servers.driver(protocol, IN_THREAD)
     before = driver.outcomes()
     async with driver.connect() as one, driver.connect() as two:
-        with held(driver):
+        with hold_lookups(driver):
             (first,) = await driver.start(one, FIRST)
             await until(lambda: driver.engine.lookups)
             (second,) = await driver.start(two, SECOND)
@@ -142,32 +146,34 @@ async def test_a_client_that_goes_away_leaves_the_queue(servers: Servers, protoc
             second.cancel()
             await until(lambda: driver.has_more(before, CANCELLED=1))
         check_vectors(await driver.read(first), driver.engine, FIRST)
-    check_vectors(await driver.ask(THIRD), driver.engine, THIRD)
+    check_vectors(await driver.request(THIRD), driver.engine, THIRD)
     assert [one.batch_size for one in driver.engine.lookups] == [1, 1]
     driver.expect_more(before, OK=2, CANCELLED=1)
 
 
-async def test_a_client_that_goes_away_during_its_lookup_is_counted(
+async def test_client_that_disconnects_during_its_lookup_is_counted_as_cancelled(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = await servers.driver(protocol, IN_THREAD)
     before = driver.outcomes()
     async with driver.connect() as connection:
-        with held(driver):
+        with hold_lookups(driver):
             (first,) = await driver.start(connection, FIRST)
             await until(lambda: driver.engine.lookups)
             first.cancel()
             await until(lambda: driver.has_more(before, CANCELLED=1))
-    check_vectors(await driver.ask(THIRD), driver.engine, THIRD)
+    check_vectors(await driver.request(THIRD), driver.engine, THIRD)
     driver.expect_more(before, OK=1, CANCELLED=1)
     assert [one for one in caplog.records if one.levelname != "INFO"] == []
 
 
-async def test_what_was_accepted_is_answered_in_a_drain(servers: Servers, protocol: str) -> None:
-    async with servers.own(protocol, IN_THREAD) as driver:
+async def test_accepted_request_is_completed_during_a_drain(
+    servers: Servers, protocol: str
+) -> None:
+    async with servers.own_server(protocol, IN_THREAD) as driver:
         late = await driver.encode(SECOND)
         async with driver.connect() as connection:
-            with held(driver):
+            with hold_lookups(driver):
                 (first,) = await driver.start(connection, FIRST)
                 await until(lambda: driver.engine.lookups)
                 driver.live.stop.set()
@@ -176,20 +182,20 @@ async def test_what_was_accepted_is_answered_in_a_drain(servers: Servers, protoc
             assert connection.is_closed == driver.is_http1  # HTTP/2 has GOAWAY
         await driver.live.running
         with pytest.raises(ConnectionError):
-            await driver.ask_raw(late)
+            await driver.request_raw(late)
 
 
-async def test_a_failed_lookup_is_reported_in_general_terms(
+async def test_failed_lookup_does_not_reveal_its_exception(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log has the error in full. It is limited in rate, so each test has its own server."""
-    async with servers.own(protocol, IN_THREAD) as driver:
+    async with servers.own_server(protocol, IN_THREAD) as driver:
         driver.engine.failure = ZeroDivisionError("secret of the server")
-        response = await driver.ask(FIRST)
+        response = await driver.request(FIRST)
         assert (response.code, response.status) == ("INTERNAL", driver.http_status(500))
         assert "secret" not in response.message
         assert "retry-after" not in response.headers
         assert "ZeroDivisionError: secret of the server" in caplog.text
         driver.engine.failure = None
-        check_vectors(await driver.ask(FIRST), driver.engine, FIRST)
+        check_vectors(await driver.request(FIRST), driver.engine, FIRST)
         assert driver.outcomes() == {"OK": 1, "INTERNAL": 1}

@@ -26,7 +26,7 @@ UNKNOWN: Bags = {
 ROWS: Bags = {"last": [[0], [8, 8]], "tag": [[], []], "item": [[9, 3], []]}
 
 
-async def test_a_response_counts_what_it_lacks(
+async def test_response_counts_missing_ids(
     servers: Servers, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also checks that the responses before and after it have no such counts."""
@@ -44,6 +44,6 @@ async def test_a_response_counts_what_it_lacks(
         request = Request(bags)
         async with driver.connect() as connection:
             for missing in ({}, MISSING, {}):
-                response = await driver.ask(request, connection)
+                response = await driver.request(request, connection)
                 seq = 7 if missing else None
                 check_vectors(response, driver.engine, request, seq, missing)

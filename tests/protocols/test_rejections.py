@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 from protocols.drivers import Driver
 from protocols.formats import CODES
-from protocols.requests import Request, Response, Sent, check_vectors
+from protocols.requests import EncodedRequest, Request, Response, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
 from server.fake_engine import Bags
 from server.fake_models import ruled_info, unpooled_info
@@ -20,7 +20,7 @@ from embedserve.config import Limits
 
 pytestmark = MATRIX
 
-RIGHT = Request({"user": [[1], [2]], "movie": [[3], []], "tag": [[], [4]]})
+VALID = Request({"user": [[1], [2]], "movie": [[3], []], "tag": [[], [4]]})
 SHOP = Setup()
 RULED = Setup([ruled_info()])
 SEQUENCE = Setup([unpooled_info()])
@@ -55,19 +55,21 @@ def check_rejection(driver: Driver, response: Response, expected: Rejection) -> 
         assert len(response.headers["x-request-id"]) == 32
 
 
-async def check_rejected(driver: Driver, wrong: Request | Sent, expected: Rejection) -> None:
-    """Checks that the wrong request is rejected and counted once. Valid requests on its connection,
-    before, after and beside it, get responses."""
+async def check_rejected(
+    driver: Driver, invalid: Request | EncodedRequest, expected: Rejection
+) -> None:
+    """Checks that the invalid request is rejected and counted once. Valid requests on its
+    connection, before, after and beside it, get responses."""
     before = driver.outcomes()
     async with driver.connect() as connection:
-        sent = wrong if isinstance(wrong, Sent) else await driver.encode(wrong)
-        right = [await driver.encode(RIGHT) for _ in range(3)]
-        exchanges = connection.start(right[0], sent, right[1])
+        sent = invalid if isinstance(invalid, EncodedRequest) else await driver.encode(invalid)
+        valid = [await driver.encode(VALID) for _ in range(3)]
+        exchanges = connection.start(valid[0], sent, valid[1])
         first, rejected, second = [await driver.read(one) for one in exchanges]
         check_rejection(driver, rejected, expected)
-        third = await driver.ask_raw(right[2], connection)
+        third = await driver.request_raw(valid[2], connection)
         for response in (first, second, third):
-            check_vectors(response, driver.engine, RIGHT)
+            check_vectors(response, driver.engine, VALID)
     code = CODES[expected.status]
     after = driver.outcomes()
     assert after.pop(code) == before.pop(code, 0) + 1
@@ -76,21 +78,21 @@ async def check_rejected(driver: Driver, wrong: Request | Sent, expected: Reject
 
 
 NAMED = ("model",)
-WRONG: Mapping[str, tuple[Request, Rejection]] = {
+INVALID: Mapping[str, tuple[Request, Rejection]] = {
     "unknown model": (
-        replace(RIGHT, model="shoes"),
+        replace(VALID, model="shoes"),
         Rejection(404, "model", "model is 'shoes': this server has shop, ruled, sequence", NAMED),
     ),
     "unknown model that cannot be printed": (
-        replace(RIGHT, model='a"<|>\u00e9'),
+        replace(VALID, model='a"<|>\u00e9'),
         Rejection(404, "model", "model is 'a\"<|>\u00e9'", NAMED),
     ),
     "unknown version": (
-        replace(RIGHT, model="shop", version="9"),
+        replace(VALID, model="shop", version="9"),
         Rejection(404, None, "9", ("version",)),
     ),
     "unknown alias": (
-        replace(RIGHT, model="shop@canary"),
+        replace(VALID, model="shop@canary"),
         Rejection(404, None, "canary", NAMED),
     ),
     "unknown feature": (
@@ -110,85 +112,85 @@ WRONG: Mapping[str, tuple[Request, Rejection]] = {
         Rejection(400, "features.user[1][0]", "is 'abc'", ("strings",)),
     ),
     "weight that is not finite": (
-        Request(RIGHT.bags, {"tag": [[], [float("nan")]]}),
+        Request(VALID.bags, {"tag": [[], [float("nan")]]}),
         Rejection(400, "weights.tag[1][0]", "weights are finite", ("NaN",)),
     ),
     "two weights for one id": (
-        Request(RIGHT.bags, {"tag": [[], [0.5, 2.0]]}),
+        Request(VALID.bags, {"tag": [[], [0.5, 2.0]]}),
         Rejection(400, None, "weights"),
     ),
     "unknown key": (
-        replace(RIGHT, output_keys=["user", "film"]),
+        replace(VALID, output_keys=["user", "film"]),
         Rejection(400, "output_keys[1]", "[1] is 'film': model 'shop' has no such key", ("keys",)),
     ),
     "key named twice": (
-        replace(RIGHT, output_keys=["user", "user"]),
+        replace(VALID, output_keys=["user", "user"]),
         Rejection(400, "output_keys", "names 'user' twice", ("keys",)),
     ),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-async def test_a_wrong_request_is_rejected_alone(
+@pytest.mark.parametrize("name", INVALID)
+async def test_invalid_request_is_rejected_without_affecting_other_requests(
     servers: Servers, protocol: str, name: str
 ) -> None:
     driver = await servers.driver(protocol, SHOP)
-    wrong, expected = WRONG[name]
+    invalid, expected = INVALID[name]
     if not driver.can(*expected.needs):
         pytest.skip("such a request cannot be sent")
-    await check_rejected(driver, wrong, expected)
+    await check_rejected(driver, invalid, expected)
 
 
-async def test_ids_that_a_vocabulary_lacks_are_rejected(servers: Servers, protocol: str) -> None:
+async def test_ids_missing_from_a_vocabulary_are_rejected(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, RULED)
     bags: Bags = {name: [[]] for name in driver.engine.model.features} | {"shelf": [[100, -1]]}
-    response = await driver.ask(Request(bags))
+    response = await driver.request(Request(bags))
     words = "is -1: not one of the 3 ids of 'shelf'"
     check_rejection(driver, response, Rejection(400, "features.shelf[0][1]", words))
 
 
-async def test_an_integer_where_strings_are_is_rejected(servers: Servers, protocol: str) -> None:
+async def test_integer_id_of_a_string_feature_is_rejected(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, RULED)
     bags: Bags = {name: [[], []] for name in driver.engine.model.features} | {"tag": [[], [7]]}
     expected = Rejection(400, "features.tag[1][0]", "is 7: ids of 'tag' are strings")
-    check_rejection(driver, await driver.ask(Request(bags)), expected)
+    check_rejection(driver, await driver.request(Request(bags)), expected)
 
 
-async def test_weights_of_an_unpooled_model_are_rejected(servers: Servers, protocol: str) -> None:
+async def test_weights_for_an_unpooled_model_are_rejected(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, SEQUENCE)
     bags: Bags = {name: [[1]] for name in driver.engine.model.features}
     bags["tag"] = [[]]
     request = Request(
         bags, {"tag": [[]]} if protocol.startswith("predictor") else {"item": [[1.0]]}
     )
-    response = await driver.ask(request)
+    response = await driver.request(request)
     check_rejection(driver, response, Rejection(400, None, "weights"))
 
 
-async def test_what_is_no_message_is_rejected(servers: Servers, protocol: str) -> None:
+async def test_malformed_message_is_rejected(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, SHOP)
-    right = await driver.encode(RIGHT)
+    valid = await driver.encode(VALID)
     await check_rejected(
-        driver, replace(right, body=driver.format.not_a_message), Rejection(400, None, "body")
+        driver, replace(valid, body=driver.format.not_a_message), Rejection(400, None, "body")
     )
 
 
-async def test_ids_that_are_no_integers_are_rejected(servers: Servers, protocol: str) -> None:
+async def test_non_integer_ids_are_rejected(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, SHOP)
     body, words = driver.format.wrong_type
     if not body:
         pytest.skip("its fields have one type")
-    right = await driver.encode(RIGHT)
-    wrong = replace(right, body=body, headers=dict(right.headers))
+    valid = await driver.encode(VALID)
+    invalid = replace(valid, body=body, headers=dict(valid.headers))
     if protocol.startswith("infer-binary"):
-        wrong = replace(wrong, headers={"inference-header-content-length": f"{len(body)}"})
-    await check_rejected(driver, wrong, Rejection(400, None, words))
+        invalid = replace(invalid, headers={"inference-header-content-length": f"{len(body)}"})
+    await check_rejected(driver, invalid, Rejection(400, None, words))
 
 
-async def test_an_empty_body_is_rejected(servers: Servers, protocol: str) -> None:
+async def test_empty_body_is_rejected(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, SHOP)
-    right = await driver.encode(RIGHT)
-    await check_rejected(driver, replace(right, body=b""), Rejection(400, None, ""))
+    valid = await driver.encode(VALID)
+    await check_rejected(driver, replace(valid, body=b""), Rejection(400, None, ""))
 
 
 BODY_MAX, TEXT_MAX = 20_000, 18_000
@@ -221,7 +223,7 @@ LARGE: Mapping[str, tuple[Setup, Request, Rejection]] = {
     ),
     "keys": (
         LIMITED,
-        replace(RIGHT, output_keys=["user"] * 4),
+        replace(VALID, output_keys=["user"] * 4),
         Rejection(413, "output_keys", "the limit is 3 (--request-features-max)", ("keys",)),
     ),
     "vectors": (
@@ -233,14 +235,14 @@ LARGE: Mapping[str, tuple[Setup, Request, Rejection]] = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-async def test_a_request_over_a_limit_is_rejected_alone(
+async def test_request_over_a_limit_is_rejected_without_affecting_other_requests(
     servers: Servers, protocol: str, name: str
 ) -> None:
-    setup, wrong, expected = LARGE[name]
+    setup, invalid, expected = LARGE[name]
     driver = await servers.driver(protocol, setup)
     if not driver.can(*expected.needs):
         pytest.skip("such a request cannot be sent")
-    await check_rejected(driver, wrong, expected)
+    await check_rejected(driver, invalid, expected)
 
 
 def limit_of(driver: Driver) -> str:
@@ -251,37 +253,37 @@ def limit_of(driver: Driver) -> str:
 
 
 @pytest.mark.parametrize("excess", [1, 100_000])
-async def test_a_body_over_the_limit_is_rejected(
+async def test_body_over_the_limit_is_rejected(
     servers: Servers, protocol: str, excess: int
 ) -> None:
     """Checks it for a declared and for a counted length. A stream ends with such a body."""
     driver = await servers.driver(protocol, LIMITED)
-    right = await driver.encode(RIGHT)
+    valid = await driver.encode(VALID)
     before = driver.outcomes().get("RESOURCE_EXHAUSTED", 0)
-    body = right.body.ljust(BODY_MAX + excess)
-    response = await driver.ask_raw(replace(right, body=body))
+    body = valid.body.ljust(BODY_MAX + excess)
+    response = await driver.request_raw(replace(valid, body=body))
     assert response.code == "RESOURCE_EXHAUSTED"
     if driver.protocol.grpc_server == "native":
         expected = Rejection(413, None, f"{len(body)}")
         if not driver.protocol.is_grpc:
             is_declared = driver.is_http1 and not driver.protocol.is_chunked
             expected = Rejection(413, "body", f"body has {len(body)} bytes" if is_declared else "")
-            said = rf"body has (at least )?\d+ bytes, the limit is {limit_of(driver)}"
-            assert re.fullmatch(said, response.message)
+            pattern = rf"body has (at least )?\d+ bytes, the limit is {limit_of(driver)}"
+            assert re.fullmatch(pattern, response.message)
         check_rejection(driver, response, expected)
         assert driver.outcomes()["RESOURCE_EXHAUSTED"] == before + (not driver.protocol.is_stream)
-    check_vectors(await driver.ask(RIGHT), driver.engine, RIGHT)
+    check_vectors(await driver.request(VALID), driver.engine, VALID)
 
 
-async def test_a_body_over_the_limit_is_rejected_before_its_end(
+async def test_body_over_the_limit_is_rejected_before_its_end(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, LIMITED)
     if driver.protocol.grpc_server != "native":
         pytest.skip("grpcio reads it to its end")
-    body = (await driver.encode(RIGHT)).body.ljust(1_000_000)
+    body = (await driver.encode(VALID)).body.ljust(1_000_000)
     async with driver.connect() as connection:
-        exchange = connection.begin(replace(await driver.encode(RIGHT), body=body))
+        exchange = connection.begin(replace(await driver.encode(VALID), body=body))
         sent = connection.frame(body)
         exchange.write(sent[:15_000])
         await asyncio.sleep(0.02)  # so that the server reads the rest separately
@@ -290,19 +292,19 @@ async def test_a_body_over_the_limit_is_rejected_before_its_end(
     assert response.code == "RESOURCE_EXHAUSTED"
 
 
-async def test_a_body_as_large_as_the_limit_is_read(servers: Servers, protocol: str) -> None:
+async def test_body_of_exactly_the_limit_is_accepted(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, EXACT)
-    right = await driver.encode(RIGHT)
+    valid = await driver.encode(VALID)
     if driver.format.is_text:
-        body = right.body.ljust(BODY_MAX)
+        body = valid.body.ljust(BODY_MAX)
     elif driver.protocol.is_grpc or protocol.startswith("protobuf"):
         # an unknown field of ``size`` bytes
-        size = BODY_MAX - len(right.body) - 5
-        body = right.body + b"\xa2\x06" + encoded_varint(size) + bytes(size)
+        size = BODY_MAX - len(valid.body) - 5
+        body = valid.body + b"\xa2\x06" + encoded_varint(size) + bytes(size)
         assert len(body) == BODY_MAX
     else:
         pytest.skip("the body has no room for more")
-    check_vectors(await driver.ask_raw(replace(right, body=body)), driver.engine, RIGHT)
+    check_vectors(await driver.request_raw(replace(valid, body=body)), driver.engine, VALID)
 
 
 def encoded_varint(size: int) -> bytes:

@@ -48,7 +48,9 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_vectors_are_right(servers: Servers, protocol: str, name: str) -> None:
+async def test_vectors_equal_the_expected_vectors(
+    servers: Servers, protocol: str, name: str
+) -> None:
     """Repeats the request over one connection: later requests match the templates of the first."""
     driver = await servers.driver(protocol, SHOP)
     request = REQUESTS[name]
@@ -56,20 +58,20 @@ async def test_vectors_are_right(servers: Servers, protocol: str, name: str) -> 
         request = replace(request, bags={"user": [[]], "movie": [[]], **request.bags})
     async with driver.connect() as connection:
         for _ in range(2):
-            response = await driver.ask(request, connection)
+            response = await driver.request(request, connection)
             check_vectors(response, driver.engine, request)
 
 
-async def test_a_model_is_named(servers: Servers, protocol: str) -> None:
+async def test_model_is_selected_by_name_and_version(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, SHOP)
     if not driver.can("model"):
         pytest.skip("requests name no model")
     for name, number in (("shop", ""), ("shop", "7"), ("shop@7", ""), ("ruled", "")):
         request = Request({"user": [[0]]}, model=name, version=number)
-        check_vectors(await driver.ask(request), driver.engine_of(request), request)
+        check_vectors(await driver.request(request), driver.engine_of(request), request)
 
 
-async def test_a_version_is_named_by_number_or_alias(servers: Servers, protocol: str) -> None:
+async def test_version_is_selected_by_number_or_alias(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, VERSIONS)
     if not driver.can("version"):
         pytest.skip("requests name no version")
@@ -79,16 +81,16 @@ async def test_a_version_is_named_by_number_or_alias(servers: Servers, protocol:
             Request(BAGS, model="shop", version=version),
             Request(BAGS, model=f"shop@{version}"),
         ):
-            response = await driver.ask(request)
+            response = await driver.request(request)
             check_vectors(response, engine, request)
             assert response.vectors is not None
             assert response.vectors.version == str(engine.model.version)
-    check_vectors(await driver.ask(PLAIN), stable, PLAIN)
+    check_vectors(await driver.request(PLAIN), stable, PLAIN)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("keys", [(), ("user",), ("tag", "user"), ("movie", "tag", "user")])
-async def test_outputs_are_selected(
+async def test_output_keys_and_dtype_are_selected(
     servers: Servers, protocol: str, dtype: str, keys: tuple[str, ...]
 ) -> None:
     """Values beyond the largest float16 become infinite."""
@@ -100,7 +102,7 @@ async def test_outputs_are_selected(
     request = Request(bags, output_dtype=dtype, output_keys=keys)
     async with driver.connect() as connection:
         for _ in range(2):
-            response = await driver.ask(request, connection)
+            response = await driver.request(request, connection)
             check_vectors(response, driver.engine, request)
 
 
@@ -113,7 +115,7 @@ RULED_BAGS: Bags = {
 STRINGS: Bags = {"tag": [["comédie", "war", "映画"], []]}
 
 
-async def test_ids_become_rows_and_unknown_ones_are_counted(
+async def test_ids_are_mapped_to_rows_and_unknown_ids_are_counted(
     servers: Servers, protocol: str
 ) -> None:
     driver = await servers.driver(protocol, RULED)
@@ -122,35 +124,37 @@ async def test_ids_become_rows_and_unknown_ones_are_counted(
         request = Request(RULED_BAGS | STRINGS)
     async with driver.connect() as connection:
         for _ in range(2):
-            check_vectors(await driver.ask(request, connection), driver.engine, request)
+            check_vectors(await driver.request(request, connection), driver.engine, request)
 
 
-async def test_integers_are_given_as_strings(servers: Servers, protocol: str) -> None:
+async def test_integer_ids_may_be_sent_as_strings(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, RULED)
     if not driver.can("strings"):
         pytest.skip("there are no strings")
     as_strings = {name: [list(map(str, bag)) for bag in bags] for name, bags in RULED_BAGS.items()}
-    response = await driver.ask(Request(as_strings))
+    response = await driver.request(Request(as_strings))
     plain = Request(RULED_BAGS)
     check_vectors(response, driver.engine, plain)
 
 
-async def test_a_vector_for_each_id_of_an_unpooled_model(servers: Servers, protocol: str) -> None:
+async def test_unpooled_model_returns_a_vector_for_each_id(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, SEQUENCE)
     bags: Bags = {"last": [[0], [8, 8]], "tag": [[], []], "item": [[9, 3], []]}
     if driver.can("strings"):
         bags["tag"] = [["drama", "war"], []]
     request = Request(bags)
-    check_vectors(await driver.ask(request), driver.engine, request)
+    check_vectors(await driver.request(request), driver.engine, request)
     if driver.can("keys", "dtype"):
         some = replace(request, output_keys=["last"], output_dtype="float16")
-        check_vectors(await driver.ask(some), driver.engine, some)
+        check_vectors(await driver.request(some), driver.engine, some)
 
 
 WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3, 256)})])
 
 
-async def test_large_requests_and_responses_arrive_whole(servers: Servers, protocol: str) -> None:
+async def test_large_requests_and_responses_arrive_complete(
+    servers: Servers, protocol: str
+) -> None:
     """The bodies are larger than a flow-control window, a socket's buffer, and the sizes that are
     decoded and encoded on the event loop."""
     if protocol.startswith("shared-memory"):

@@ -20,9 +20,9 @@ PLAIN = ServeSettings(store="store")
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_value_that_is_no_choice_is_refused_with_those_that_are(name: str) -> None:
-    said = f"{name} is 'other', expected one of {', '.join(CHOICES[name])}"
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+def test_invalid_choice_is_rejected_and_valid_choices_are_listed(name: str) -> None:
+    message = f"{name} is 'other', expected one of {', '.join(CHOICES[name])}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_settings(replace(PLAIN, **{name: "other"}))  # type: ignore[arg-type]
     plain = replace(PLAIN, shards="file:x") if name in ROUTER_SETTINGS else PLAIN
     for choice in CHOICES[name]:
@@ -30,20 +30,20 @@ def test_a_value_that_is_no_choice_is_refused_with_those_that_are(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (replace(PLAIN, workers=2), "workers is 2, but the tables go to GPUs"),
         (replace(PLAIN, tables="resident"), "tables is 'resident', but they are copied to GPUs"),
     ],
 )
-def test_what_makes_no_sense_on_gpus_is_refused_there_alone(
-    settings: ServeSettings, said: str
+def test_settings_that_gpus_do_not_support_are_rejected_only_on_gpus(
+    settings: ServeSettings, message: str
 ) -> None:
     check_settings(settings)
     check_device(settings, "cpu")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_device(settings, "cuda")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_settings(replace(settings, devices="cuda"))
 
 
@@ -56,9 +56,7 @@ def test_what_makes_no_sense_on_gpus_is_refused_there_alone(
         ("alias", "follow", True),
     ],
 )
-def test_on_gpus_aliases_are_followed_for_their_deltas_alone(
-    follow: str, deltas: str, is_possible: bool
-) -> None:
+def test_gpus_follow_aliases_only_for_deltas(follow: str, deltas: str, is_possible: bool) -> None:
     settings = replace(PLAIN, follow=follow, deltas=deltas)
     if is_possible:
         check_device(settings, "cuda")
@@ -68,14 +66,14 @@ def test_on_gpus_aliases_are_followed_for_their_deltas_alone(
 
 
 @pytest.mark.parametrize("hang_s", [0.1, 1.9])
-def test_workers_have_time_for_a_sign_of_life(hang_s: float) -> None:
+def test_worker_hang_timeout_below_two_seconds_is_rejected(hang_s: float) -> None:
     with pytest.raises(ValueError, match=f"^worker_hang_s is {hang_s}, .*: use 2 or more, or 0"):
         check_settings(replace(PLAIN, worker_hang_s=hang_s))
     for allowed in (0, 2):
         check_settings(replace(PLAIN, worker_hang_s=allowed))
 
 
-def test_memory_that_workers_share_cannot_follow_a_store() -> None:
+def test_resident_tables_of_several_workers_cannot_follow() -> None:
     resident = replace(PLAIN, follow="alias", tables="resident")
     check_settings(resident)
     check_settings(replace(resident, workers=2, follow="none"))
@@ -87,7 +85,7 @@ def test_memory_that_workers_share_cannot_follow_a_store() -> None:
 @pytest.mark.parametrize(
     "endpoint", ["localhost:4318", "grpc://collector:4317", "http://", "http://x:99999", "http://["]
 )
-def test_traces_go_to_a_url(endpoint: str) -> None:
+def test_otlp_endpoint_must_be_a_url(endpoint: str) -> None:
     with pytest.raises(ValueError, match=f"^otlp_endpoint is {re.escape(repr(endpoint))}, expect"):
         check_settings(replace(PLAIN, otlp_endpoint=endpoint))
     check_settings(replace(PLAIN, otlp_endpoint="https://collector:4318/otlp", trace_share=1))
@@ -96,7 +94,7 @@ def test_traces_go_to_a_url(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (replace(PLAIN, http_uds="/" + "a" * 107), "http_uds is '/a.*', 108 bytes: .* at most 107"),
         (replace(PLAIN, grpc_uds="\u00e4" * 54), "grpc_uds is '.*', 108 bytes: .* at most 107"),
@@ -112,12 +110,12 @@ def test_traces_go_to_a_url(endpoint: str) -> None:
         (replace(PLAIN, grpc_uds="a", grpc_server="grpcio"), "grpc_server is 'grpcio', .* no Unix"),
     ],
 )
-def test_unix_sockets_that_cannot_be(settings: ServeSettings, said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
+def test_invalid_unix_sockets_are_rejected(settings: ServeSettings, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
         check_settings(settings)
 
 
-def test_unix_sockets_that_can_be() -> None:
+def test_valid_unix_sockets_are_accepted() -> None:
     check_settings(replace(PLAIN, http_uds="/" + "a" * 106, grpc_uds="b", uds_mode="0660"))
 
 
@@ -125,7 +123,7 @@ FOLLOWED = replace(PLAIN, deltas="follow")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (replace(FOLLOWED, devices="cuda", workers=2), "workers is 2, but the tables go to GPUs"),
         (
@@ -141,16 +139,18 @@ FOLLOWED = replace(PLAIN, deltas="follow")
         (replace(FOLLOWED, delta_poll_s=math.inf), "delta_poll_s is inf, expected 0.01 to 3600"),
     ],
 )
-def test_what_makes_no_sense_with_deltas_is_refused(settings: ServeSettings, said: str) -> None:
+def test_settings_incompatible_with_deltas_are_rejected(
+    settings: ServeSettings, message: str
+) -> None:
     check_settings(FOLLOWED)
     check_settings(replace(FOLLOWED, devices="cuda"))
     check_settings(replace(FOLLOWED, tables="resident", workers=2))
     check_settings(replace(FOLLOWED, follow="latest"))
-    with pytest.raises(ValueError, match=f"^{said}"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         check_settings(settings)
 
 
-def test_deltas_are_looked_for_more_often_in_a_folder() -> None:
+def test_deltas_are_polled_more_often_in_a_local_store() -> None:
     assert delta_poll_s(FOLLOWED) == 0.05
     assert delta_poll_s(replace(FOLLOWED, store="s3://bucket/store")) == 0.25
     assert delta_poll_s(replace(FOLLOWED, delta_poll_s=3.0)) == 3.0

@@ -14,7 +14,7 @@ from embedserve import file_reloader
 from embedserve.file_reloader import FileReloader
 
 
-class Followed:
+class WatchedFile:
     """A file that a FileReloader follows, and what the reloader has read.
 
     Attributes:
@@ -41,58 +41,58 @@ class Followed:
 
 
 @pytest.fixture
-def followed(tmp_path: Path) -> Followed:
-    return Followed(tmp_path / "tokens")
+def watched(tmp_path: Path) -> WatchedFile:
+    return WatchedFile(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize(
     "fault", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ValueError("not yet valid")]
 )
-async def test_a_read_that_failed_once_is_made_again_though_the_file_stays(
-    followed: Followed,
+async def test_failed_read_is_retried_though_the_file_is_unchanged(
+    watched: WatchedFile,
     fault: Exception,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(file_reloader, "RETRY_S", 0.0)
-    followed.path.write_text("without the revoked one")
-    followed.fault = fault
+    watched.path.write_text("without the revoked one")
+    watched.fault = fault
     for _ in range(3):
-        await followed.reloader.poll()
-    assert followed.adopted == ["first"]
-    followed.fault = None
-    await followed.reloader.poll()
-    assert followed.adopted == ["first", "without the revoked one"]
+        await watched.reloader.poll()
+    assert watched.adopted == ["first"]
+    watched.fault = None
+    await watched.reloader.poll()
+    assert watched.adopted == ["first", "without the revoked one"]
     assert caplog.messages == [
         f"tokens: {fault}; what was read before stays in use",
         "tokens: read again, and right",
     ]
-    await followed.reloader.poll()
-    assert followed.reads == 5  # the first read, three that failed, and one that succeeded
+    await watched.reloader.poll()
+    assert watched.reads == 5  # the first read, three that failed, and one that succeeded
 
 
-async def test_a_file_that_cannot_be_read_is_not_read_at_each_poll(
-    followed: Followed, monkeypatch: pytest.MonkeyPatch
+async def test_invalid_file_is_not_read_at_every_poll(
+    watched: WatchedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reloader, "RETRY_S", math.inf)
-    followed.path.write_text("invalid")
-    followed.fault = ValueError("line 1")
+    watched.path.write_text("invalid")
+    watched.fault = ValueError("line 1")
     for _ in range(3):
-        await followed.reloader.poll()
-    assert followed.reads == 2
+        await watched.reloader.poll()
+    assert watched.reads == 2
 
 
 async def test_a_file_that_becomes_readable_is_read_at_the_next_poll(
-    followed: Followed, monkeypatch: pytest.MonkeyPatch
+    watched: WatchedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reloader, "RETRY_S", math.inf)
-    followed.path.write_text("second")
-    followed.path.chmod(0o600)
-    await followed.reloader.poll()
-    assert followed.adopted == ["first"]
-    before = followed.path.stat().st_ctime_ns
-    while followed.path.stat().st_ctime_ns == before:  # the kernel's clock has ticks
-        followed.path.chmod(0o644)
-    await followed.reloader.poll()
-    assert followed.adopted == ["first", "second"]
+    watched.path.write_text("second")
+    watched.path.chmod(0o600)
+    await watched.reloader.poll()
+    assert watched.adopted == ["first"]
+    before = watched.path.stat().st_ctime_ns
+    while watched.path.stat().st_ctime_ns == before:  # the kernel's clock has ticks
+        watched.path.chmod(0o644)
+    await watched.reloader.poll()
+    assert watched.adopted == ["first", "second"]

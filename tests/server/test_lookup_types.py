@@ -14,12 +14,12 @@ MODELS = [model_info(), ruled_info(), unpooled_info()]
 @pytest.mark.parametrize(
     "name", ["version", "tables", "features", "keys", "length_per_key", "is_pooled"]
 )
-def test_what_requests_ask_is_the_manifests_and_kept(model: ModelInfo, name: str) -> None:
+def test_model_info_caches_values_of_its_manifest(model: ModelInfo, name: str) -> None:
     assert getattr(model, name) == getattr(model.manifest, name)
     assert name in vars(model)
 
 
-def test_a_key_stands_where_its_feature_does() -> None:
+def test_keys_map_to_their_features() -> None:
     assert unpooled_info().keys == ("item@t_item", "last", "tag", "item@t_again")
     assert unpooled_info().feature_per_key.tolist() == [0, 1, 2, 0]
     assert not unpooled_info().keys_are_features

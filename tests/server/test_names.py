@@ -10,7 +10,7 @@ from pathlib import Path
 import embedserve
 
 
-def test_no_two_classes_share_a_name() -> None:
+def test_class_names_are_unique() -> None:
     places = defaultdict(list)
     for path in sorted(Path(embedserve.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

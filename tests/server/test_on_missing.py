@@ -26,7 +26,7 @@ ROUTER = ServeSettings(store="store", shards="file:x")
         (("user=zeros", "item=zeros"), False, False),
     ],
 )
-def test_tables_have_their_own_or_the_default(
+def test_policy_of_a_table_overrides_the_default(
     entries: tuple[str, ...], user_fails: bool, item_fails: bool
 ) -> None:
     policy = MissingPolicy.parse(entries)
@@ -41,7 +41,7 @@ def test_a_table_may_have_any_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "message"),
     [
         (("zero",), "on_missing has 'zero', expected fail, zeros, TABLE=fail or TABLE=zeros"),
         (("",), "on_missing has '', expected"),
@@ -52,22 +52,22 @@ def test_a_table_may_have_any_name() -> None:
         (("zeros", "fail"), "on_missing has 2 values for all tables, expected one"),
     ],
 )
-def test_anything_else_is_refused(entries: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+def test_invalid_entries_are_rejected(entries: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         check_settings(replace(ROUTER, on_missing=entries))
 
 
-def test_only_routers_have_it() -> None:
+def test_only_routers_accept_on_missing() -> None:
     check_settings(replace(ROUTER, on_missing=("zeros",)))
     with pytest.raises(ValueError, match=r"on_missing is \('zeros',\), but this server is no"):
         check_settings(replace(ROUTER, shards="", on_missing=("zeros",)))
 
 
-def test_a_table_that_no_model_has_is_named_with_those_there_are() -> None:
+def test_unknown_table_is_rejected_and_known_tables_are_listed() -> None:
     policy = MissingPolicy.parse(["user=zeros"])
     policy.check_tables({"shop": ["item"], "ads": ["user", "ad"]})
-    said = "on_missing names table 'user', but 'shop' has item; 'ads' has ad, page"
-    with pytest.raises(ValueError, match=f"^{said}$"):
+    message = "on_missing names table 'user', but 'shop' has item; 'ads' has ad, page"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         policy.check_tables({"shop": ["item"], "ads": ["ad", "page"]})
     many = [f"table{i}" for i in range(TABLES_SHOWN_MAX + 2)]
     with pytest.raises(ValueError, match=f"{many[TABLES_SHOWN_MAX - 1]} and 2 more$"):

@@ -71,7 +71,7 @@ async def full(pipeline: RequestPipeline, engine: FakeEngine) -> AsyncIterator[R
     await until(lambda: running.told and waiting.told)
 
 
-def undecodable(decoded: list[bytes], codec: Codec) -> Codec:
+def recording_codec(decoded: list[bytes], codec: Codec) -> Codec:
     """Returns ``codec`` with a decoder that appends each body to ``decoded``."""
 
     def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
@@ -89,19 +89,19 @@ def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
     return [message.SerializeToString() for message in messages]
 
 
-def ask_each(pipeline: RequestPipeline, codec: Codec, *bodies: bytes) -> list[RecordingCall]:
+def submit_each(pipeline: RequestPipeline, codec: Codec, *bodies: bytes) -> list[RecordingCall]:
     calls = [RecordingCall(pipeline, asked(pipeline, codec)) for _ in bodies]
     for call, body in zip(calls, bodies, strict=True):
         pipeline.submit(call, body)
     return calls
 
 
-async def test_while_its_model_is_full_a_request_is_refused_undecoded(
+async def test_request_to_an_overloaded_model_is_rejected_before_decoding(
     full: RequestPipeline,
 ) -> None:
     decoded: list[bytes] = []
     for model in ("", "shop"):
-        call = RecordingCall(full, asked(full, undecodable(decoded, JSON), model=model))
+        call = RecordingCall(full, asked(full, recording_codec(decoded, JSON), model=model))
         full.submit(call, b"not decoded, so not said to be wrong")
         assert isinstance(call.error, OverloadedError)
         assert call.error.message == "the queue of 'shop' is full: it holds 1 examples and 1 ids"
@@ -109,7 +109,7 @@ async def test_while_its_model_is_full_a_request_is_refused_undecoded(
     assert outcomes(full) == {"RESOURCE_EXHAUSTED": 3}
 
 
-async def test_while_one_model_is_full_another_answers(
+async def test_overloaded_model_does_not_block_another_model(
     full: RequestPipeline, other: FakeEngine
 ) -> None:
     call = ask(full, model="films")
@@ -118,48 +118,50 @@ async def test_while_one_model_is_full_another_answers(
     assert len(other.lookups) == 1
 
 
-@pytest.mark.parametrize(("named", "is_refused"), [("films", False), ("shop", True), ("", True)])
-async def test_the_model_that_a_message_names_decides_whether_it_is_refused_undecoded(
-    full: RequestPipeline, named: str, is_refused: bool
+@pytest.mark.parametrize(
+    ("named_model", "is_rejected"), [("films", False), ("shop", True), ("", True)]
+)
+async def test_model_named_in_a_message_decides_rejection_before_decoding(
+    full: RequestPipeline, named_model: str, is_rejected: bool
 ) -> None:
     decoded: list[bytes] = []
-    call = RecordingCall(full, asked(full, undecodable(decoded, PROTOBUF)))
-    message = pb.EmbedRequest(model=named, keys=["user"], ids=[1], lengths=[1])
+    call = RecordingCall(full, asked(full, recording_codec(decoded, PROTOBUF)))
+    message = pb.EmbedRequest(model=named_model, keys=["user"], ids=[1], lengths=[1])
     full.submit(call, message.SerializeToString())
     await until(lambda: call.told)
-    assert bool(decoded) != is_refused
-    assert isinstance(call.told[0], OverloadedError) == is_refused
+    assert bool(decoded) != is_rejected
+    assert isinstance(call.told[0], OverloadedError) == is_rejected
 
 
 @pytest.mark.parametrize("codec", [JSON, PROTOBUF])
-async def test_while_the_queue_for_large_requests_is_full_they_are_refused_undecoded(
+async def test_large_requests_are_rejected_before_decoding_if_their_queue_is_full(
     engine: FakeEngine, executor: ThreadPoolExecutor, codec: Codec
 ) -> None:
     body, large, huge = bodies(codec, [1], [1] * 200, [1] * 400_000)
     pipeline = make_pipeline(engine, executor=executor, limits=LARGE_LIMITS)
     engine.hold()
-    answered = ask_each(pipeline, codec, large)
+    accepted = submit_each(pipeline, codec, large)
     await until(lambda: engine.lookups)
-    answered += ask_each(pipeline, codec, large)
-    (refused,) = ask_each(pipeline, codec, large)
-    assert "holds 1 examples; 1 more would exceed" in refused.error.message
-    told = "the queue of 'shop' for large requests is full: it holds 1 examples and 200 ids"
+    accepted += submit_each(pipeline, codec, large)
+    (rejected,) = submit_each(pipeline, codec, large)
+    assert "holds 1 examples; 1 more would exceed" in rejected.error.message
+    message = "the queue of 'shop' for large requests is full: it holds 1 examples and 200 ids"
     decoded: list[bytes] = []
-    watched = replace(undecodable(decoded, codec), decode=fail)
-    undecoded = ask_each(pipeline, watched, large, huge)
+    watched = replace(recording_codec(decoded, codec), decode=fail)
+    undecoded = submit_each(pipeline, watched, large, huge)
     await until(lambda: all(call.told for call in undecoded))  # the last one in the thread
-    assert [call.error.message for call in undecoded] == [told, told]
+    assert [call.error.message for call in undecoded] == [message, message]
     assert large not in decoded  # a large request is not even decoded in the thread
-    (small,) = ask_each(pipeline, watched, body)
+    (small,) = submit_each(pipeline, watched, body)
     await until(lambda: small.told)
     assert isinstance(small.told[0], bytes)
     assert decoded[-1] == body
     engine.release()
-    await until(lambda: all(call.told for call in answered))
+    await until(lambda: all(call.told for call in accepted))
     assert outcomes(pipeline) == {"OK": 3, "RESOURCE_EXHAUSTED": 3}
 
 
-async def test_what_waits_to_be_decoded_is_refused_undecoded_once_its_queue_is_full(
+async def test_requests_waiting_for_decoding_are_rejected_once_the_queue_is_full(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     large, huge = bodies(JSON, [1] * 200, [1] * 400_000)
@@ -171,23 +173,23 @@ async def test_what_waits_to_be_decoded_is_refused_undecoded_once_its_queue_is_f
         gate.wait()
         return JSON.decode(body, model, limits)
 
-    (decoded,) = ask_each(pipeline, replace(JSON, decode=decode), huge)
-    (waits,) = ask_each(pipeline, replace(JSON, decode=fail), huge)
-    answered = ask_each(pipeline, JSON, large)
+    (decoded,) = submit_each(pipeline, replace(JSON, decode=decode), huge)
+    (queued,) = submit_each(pipeline, replace(JSON, decode=fail), huge)
+    accepted = submit_each(pipeline, JSON, large)
     await until(lambda: engine.lookups)
-    answered += ask_each(pipeline, JSON, large)
-    (refused,) = ask_each(pipeline, JSON, large)
-    assert isinstance(refused.error, OverloadedError)
+    accepted += submit_each(pipeline, JSON, large)
+    (rejected,) = submit_each(pipeline, JSON, large)
+    assert isinstance(rejected.error, OverloadedError)
     gate.set()
-    await until(lambda: waits.told)
-    assert decoded.error.message == waits.error.message
-    assert "for large requests is full" in waits.error.message
+    await until(lambda: queued.told)
+    assert decoded.error.message == queued.error.message
+    assert "for large requests is full" in queued.error.message
     engine.release()
-    await until(lambda: all(call.told for call in answered))
+    await until(lambda: all(call.told for call in accepted))
     assert outcomes(pipeline) == {"OK": 2, "RESOURCE_EXHAUSTED": 3}
 
 
-async def test_what_names_a_full_model_is_refused_before_its_body_has_come(
+async def test_overloaded_model_rejects_requests_before_their_body_arrives(
     full: RequestPipeline,
 ) -> None:
     call = RecordingCall(full, asked(full, model="shop"))
@@ -203,51 +205,53 @@ async def test_what_names_a_full_model_is_refused_before_its_body_has_come(
     assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
 
 
-async def test_nothing_is_refused_early_while_there_is_room(pipeline: RequestPipeline) -> None:
+async def test_requests_are_not_rejected_early_while_the_queue_has_room(
+    pipeline: RequestPipeline,
+) -> None:
     call = RecordingCall(pipeline, asked(pipeline, model="shop"))
     pipeline.reject_if_overloaded(call)
     assert (call.told, outcomes(pipeline)) == ([], {})
 
 
-async def test_room_is_told_when_the_queue_has_some_again(
+async def test_subscribers_are_notified_when_the_queue_reopens(
     pipeline: RequestPipeline, engine: FakeEngine
 ) -> None:
-    told: list[bool] = []
-    pipeline.on_queue_reopened(lambda: told.append(not pipeline.models.has_full_queue))
+    notified: list[bool] = []
+    pipeline.on_queue_reopened(lambda: notified.append(not pipeline.models.has_full_queue))
     engine.hold()
     first = ask(pipeline)
     await until(lambda: engine.lookups)
     second = ask(pipeline)
     ask(pipeline)
-    assert (told, pipeline.models.has_full_queue) == ([], True)
+    assert (notified, pipeline.models.has_full_queue) == ([], True)
     engine.release()
     await until(lambda: first.told and second.told)
-    assert told == [True]
+    assert notified == [True]
 
 
-async def test_the_deadline_counts_from_the_start(
+async def test_deadline_counts_from_the_start_of_the_request(
     pipeline: RequestPipeline, engine: FakeEngine
 ) -> None:
     decoded: list[bytes] = []
-    wanted = asked(pipeline, undecodable(decoded, JSON), timeout_s=500.0)
-    late = RecordingCall(pipeline, wanted, perf_counter() - 510)
+    options = asked(pipeline, recording_codec(decoded, JSON), timeout_s=500.0)
+    late = RecordingCall(pipeline, options, perf_counter() - 510)
     pipeline.submit(late, BODY)
     assert isinstance(late.error, DeadlineExceededError)
-    told = "the deadline had passed when the request was read, "
-    assert late.error.message.startswith(told)
+    message = "the deadline had passed when the request was read, "
+    assert late.error.message.startswith(message)
     # The time counts from the start of the request, not from the deadline. The range allows for a
     # test that takes up to a minute.
-    assert 510_000 <= float(late.error.message.removeprefix(told).split()[0]) < 570_000
+    assert 510_000 <= float(late.error.message.removeprefix(message).split()[0]) < 570_000
     assert decoded == []
     assert outcomes(pipeline) == {"DEADLINE_EXCEEDED": 1}
-    in_time = RecordingCall(pipeline, wanted, perf_counter() - 100)
+    in_time = RecordingCall(pipeline, options, perf_counter() - 100)
     pipeline.submit(in_time, BODY)
     await until(lambda: in_time.told)
     assert isinstance(in_time.told[0], bytes)
     assert len(engine.lookups) == 1
 
 
-async def test_slow_requests_that_were_refused_are_among_the_slowest(
+async def test_rejected_slow_requests_are_among_the_slowest(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -266,7 +270,7 @@ async def test_slow_requests_that_were_refused_are_among_the_slowest(
     ]
 
 
-async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
+async def test_unexpected_error_while_decoding_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = RecordingCall(pipeline, asked(pipeline, replace(JSON, try_decode_inline=fail)))
@@ -275,7 +279,7 @@ async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
     assert outcomes(pipeline) == {"INTERNAL": 1}
 
 
-async def test_an_unforeseen_error_in_reading_a_messages_model_is_answered_in_general(
+async def test_unexpected_error_while_reading_the_model_returns_a_general_message(
     full: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = RecordingCall(full, asked(full, replace(PROTOBUF, peek_model=fail)))
@@ -283,26 +287,26 @@ async def test_an_unforeseen_error_in_reading_a_messages_model_is_answered_in_ge
     expect_internal(call, caplog)
 
 
-async def test_an_answer_that_cannot_be_encoded_fails_alone(
+async def test_encoding_error_fails_only_its_own_request(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
-    wanted = RequestOptions(
+    options = RequestOptions(
         "", JSON, replace(PROTOBUF, try_encode_inline=fail), None, metrics_of(pipeline)
     )
-    others = (RecordingCall(pipeline, one) for one in (wanted, asked(pipeline)))
-    neighbours = [ask(pipeline), *others]
-    for call in neighbours[1:]:
+    others = (RecordingCall(pipeline, one) for one in (options, asked(pipeline)))
+    batch_calls = [ask(pipeline), *others]
+    for call in batch_calls[1:]:
         pipeline.submit(call, BODY)
-    await until(lambda: all(call.told for call in neighbours))
+    await until(lambda: all(call.told for call in batch_calls))
     assert len(engine.lookups) == 1
-    expect_internal(neighbours[1], caplog)
-    assert isinstance(neighbours[0].told[0], bytes)
-    assert neighbours[0].told == neighbours[2].told
+    expect_internal(batch_calls[1], caplog)
+    assert isinstance(batch_calls[0].told[0], bytes)
+    assert batch_calls[0].told == batch_calls[2].told
     assert outcomes(pipeline) == {"OK": 2, "INTERNAL": 1}
 
 
-async def test_an_answer_that_cannot_be_written_fails_alone(
+async def test_write_error_fails_only_its_own_request(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
@@ -344,7 +348,7 @@ class BufferedWriter(RecordingWriter):
         self.output.pending += 1
 
 
-async def test_the_answers_of_a_batch_are_written_together_at_its_end(
+async def test_responses_of_a_batch_are_flushed_together_at_its_end(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
@@ -357,7 +361,7 @@ async def test_the_answers_of_a_batch_are_written_together_at_its_end(
     assert [output.flushes for output in outputs] == [[3], [2]]
 
 
-async def test_what_is_written_beside_a_batch_is_flushed_in_the_next_turn(
+async def test_writes_outside_a_batch_are_flushed_in_the_next_loop_iteration(
     pipeline: RequestPipeline,
 ) -> None:
     output = Output()
@@ -369,7 +373,7 @@ async def test_what_is_written_beside_a_batch_is_flushed_in_the_next_turn(
     assert output.flushes == [0]
 
 
-async def test_a_writer_that_fails_keeps_no_other_from_writing(
+async def test_failing_flush_does_not_stop_other_flushes(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     flushed: list[str] = []

@@ -49,7 +49,7 @@ WRONG = json.dumps({"features": {"user": [[1]] * json_codec.INLINE_BYTES_MAX + [
 LIMITS = Limits(request_values_max=1 << 20)
 
 
-def held(gate: Gate) -> Codec:
+def gated_codec(gate: Gate) -> Codec:
     """Returns the JSON codec, whose decoding in the thread waits at ``gate``."""
     return replace(JSON, decode=gate.before(JSON.decode))
 
@@ -59,16 +59,16 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
     return make_pipeline(engine, executor=executor, limits=LIMITS)
 
 
-def ask_large(pipeline: RequestPipeline, codec: Codec, body: bytes = LARGE) -> RecordingCall:
+def submit_large(pipeline: RequestPipeline, codec: Codec, body: bytes = LARGE) -> RecordingCall:
     call = RecordingCall(pipeline, asked(pipeline, codec))
     pipeline.submit(call, body)
     return call
 
 
-async def test_others_are_answered_while_a_large_request_is_decoded(
+async def test_other_requests_are_served_while_a_large_request_is_decoded(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
 ) -> None:
-    large = ask_large(pipeline, held(gate))
+    large = submit_large(pipeline, gated_codec(gate))
     small = ask(pipeline)
     await until(lambda: small.told)
     assert large.told == []
@@ -83,8 +83,8 @@ async def test_others_are_answered_while_a_large_request_is_decoded(
     assert outcomes(pipeline) == {"OK": 2}
 
 
-async def test_what_is_wrong_with_a_large_request_is_told(pipeline: RequestPipeline) -> None:
-    call = ask_large(pipeline, JSON, WRONG)
+async def test_invalid_large_request_names_the_wrong_field(pipeline: RequestPipeline) -> None:
+    call = submit_large(pipeline, JSON, WRONG)
     assert call.told == []
     await until(lambda: call.told)
     assert isinstance(call.error, InvalidRequestError)
@@ -92,34 +92,34 @@ async def test_what_is_wrong_with_a_large_request_is_told(pipeline: RequestPipel
     assert outcomes(pipeline) == {"INVALID_ARGUMENT": 1}
 
 
-async def test_an_unforeseen_error_in_the_thread_is_answered_in_general(
+async def test_unexpected_error_in_the_decoding_thread_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = ask_large(pipeline, replace(JSON, decode=fail))
+    call = submit_large(pipeline, replace(JSON, decode=fail))
     await until(lambda: call.told)
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
 
 
 @pytest.mark.parametrize("body", [LARGE, WRONG])
-async def test_a_client_that_goes_away_meanwhile_costs_no_lookup(
+async def test_request_cancelled_during_decoding_is_not_looked_up(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate, body: bytes
 ) -> None:
-    gone = ask_large(pipeline, held(gate), body)
+    cancelled = submit_large(pipeline, gated_codec(gate), body)
     await until(lambda: gate.threads)
-    gone.cancel()
-    after = ask_large(pipeline, held(gate))
+    cancelled.cancel()
+    after = submit_large(pipeline, gated_codec(gate))
     gate.opened.set()
     await until(lambda: after.told)
-    assert gone.told == []
+    assert cancelled.told == []
     assert len(engine.lookups) == 1
     assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
 
 
-async def test_a_deadline_that_passes_meanwhile_is_told(
+async def test_deadline_that_passes_during_decoding_rejects_the_request(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
 ) -> None:
-    late = RecordingCall(pipeline, asked(pipeline, held(gate), timeout_s=60.0))
+    late = RecordingCall(pipeline, asked(pipeline, gated_codec(gate), timeout_s=60.0))
     pipeline.submit(late, LARGE)
     await until(lambda: gate.threads)
     late.deadline_s = perf_counter()
@@ -129,24 +129,24 @@ async def test_a_deadline_that_passes_meanwhile_is_told(
     assert engine.lookups == []
 
 
-async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
+async def test_requests_waiting_to_be_decoded_are_limited_by_bytes(
     pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 2 * len(LARGE))
-    waiting = [ask_large(pipeline, held(gate)) for _ in range(2)]
-    over = ask_large(pipeline, held(gate))
+    waiting = [submit_large(pipeline, gated_codec(gate)) for _ in range(2)]
+    over = submit_large(pipeline, gated_codec(gate))
     assert isinstance(over.error, OverloadedError)
     assert f"{2 * len(LARGE)} of other large requests and answers wait" in over.error.message
     small = ask(pipeline)
     await until(lambda: small.told)
     gate.opened.set()
     await until(lambda: all(call.told for call in waiting))
-    again = ask_large(pipeline, held(gate))
+    again = submit_large(pipeline, gated_codec(gate))
     await until(lambda: again.told)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 4}
 
 
-class WriterOf(RecordingWriter):
+class OriginWriter(RecordingWriter):
     """A writer of a request from ``origin``."""
 
     def __init__(self, origin: str) -> None:
@@ -158,45 +158,47 @@ class WriterOf(RecordingWriter):
         return self._origin
 
 
-async def test_a_caller_takes_no_more_than_its_share_and_its_turn_of_the_thread(
+async def test_decoding_thread_is_shared_fairly_between_callers(
     pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 6 * len(LARGE))
 
-    def ask_as(origin: str) -> RecordingCall:
-        call = RecordingCall(pipeline, asked(pipeline, held(gate)), writer=WriterOf(origin))
+    def submit_as(origin: str) -> RecordingCall:
+        call = RecordingCall(
+            pipeline, asked(pipeline, gated_codec(gate)), writer=OriginWriter(origin)
+        )
         pipeline.submit(call, LARGE)
         return call
 
-    many = [ask_as("A") for _ in range(3)]
+    many = [submit_as("A") for _ in range(3)]
     await until(lambda: gate.threads)
-    over = ask_as("A")
+    over = submit_as("A")
     assert isinstance(over.error, OverloadedError)
     assert f"{3 * len(LARGE)} of other large requests and answers of this" in over.error.message
-    other = ask_as("B")
+    other = submit_as("B")
     ended: list[RecordingCall] = []
     enqueue = pipeline.models.enqueue
 
-    def note(request: LookupRequest, pending: PendingRequest) -> None:
+    def record_enqueued(request: LookupRequest, pending: PendingRequest) -> None:
         assert isinstance(pending, RecordingCall)
         ended.append(pending)
         enqueue(request, pending)
 
-    monkeypatch.setattr(pipeline.models, "enqueue", note)
+    monkeypatch.setattr(pipeline.models, "enqueue", record_enqueued)
     gate.opened.set()
     await until(lambda: all(call.told for call in (*many, other)))
     assert [call is other for call in ended] == [False, False, True, False]
-    again = ask_as("A")
+    again = submit_as("A")
     await until(lambda: again.told)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 5}
 
 
-async def test_a_request_that_is_late_when_its_turn_comes_is_not_decoded(
+async def test_request_that_expires_while_queued_is_not_decoded(
     pipeline: RequestPipeline, gate: Gate
 ) -> None:
-    first = ask_large(pipeline, held(gate))
+    first = submit_large(pipeline, gated_codec(gate))
     await until(lambda: gate.threads)
-    late = RecordingCall(pipeline, asked(pipeline, held(gate), timeout_s=60.0))
+    late = RecordingCall(pipeline, asked(pipeline, gated_codec(gate), timeout_s=60.0))
     pipeline.submit(late, LARGE)
     late.deadline_s = perf_counter()
     gate.opened.set()
@@ -206,7 +208,7 @@ async def test_a_request_that_is_late_when_its_turn_comes_is_not_decoded(
     assert len(gate.threads) == 1
 
 
-async def test_the_thread_is_started_again_after_a_limit_of_threads(
+async def test_decoding_thread_is_restarted_after_failed_starts(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that each failed start fails one request, and that queued requests still get
@@ -219,20 +221,20 @@ async def test_the_thread_is_started_again_after_a_limit_of_threads(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-    calls = [ask_large(pipeline, JSON) for _ in range(3)]
+    calls = [submit_large(pipeline, JSON) for _ in range(3)]
     await until(lambda: all(call.told for call in calls))
     assert [call.error.code for call in calls[:2]] == ["INTERNAL"] * 2
     assert "can't start new thread: second" in caplog.text
-    again = ask_large(pipeline, JSON)
+    again = submit_large(pipeline, JSON)
     await until(lambda: again.told)
     assert outcomes(pipeline) == {"INTERNAL": 2, "OK": 2}
 
 
-async def test_a_lone_request_is_decoded_however_large_it_is(
+async def test_single_request_is_decoded_whatever_its_size(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 1)
-    call = ask_large(pipeline, JSON)
+    call = submit_large(pipeline, JSON)
     await until(lambda: call.told)
     assert outcomes(pipeline) == {"OK": 1}
 
@@ -256,24 +258,24 @@ MANY = protobuf_codec.INLINE_BYTES_MAX + 1
         (PROTOBUF, message(string_keys=["user"], string_ids=["a" * MANY], lengths=[1]), False),
     ],
 )
-def test_what_is_quick_to_read_is_decoded_now(codec: Codec, body: bytes, is_inline: bool) -> None:
-    assert_decoded_now(codec, body, is_inline)
+def test_small_requests_are_decoded_inline(codec: Codec, body: bytes, is_inline: bool) -> None:
+    assert_decoded_inline(codec, body, is_inline)
 
 
-def assert_decoded_now(codec: Codec, body: bytes, is_inline: bool) -> None:
-    now = codec.try_decode_inline(body, "", LIMITS)
-    assert (now is not None) == is_inline
-    if now is not None:
-        assert np.array_equal(now.ids, codec.decode(body, "", LIMITS).ids)
+def assert_decoded_inline(codec: Codec, body: bytes, is_inline: bool) -> None:
+    decoded = codec.try_decode_inline(body, "", LIMITS)
+    assert (decoded is not None) == is_inline
+    if decoded is not None:
+        assert np.array_equal(decoded.ids, codec.decode(body, "", LIMITS).ids)
 
 
 def prediction(ids: int, dtype: str = "<i8") -> bytes:
-    of_user = predictor_pb2.SparseFeatures(
+    user_features = predictor_pb2.SparseFeatures(
         num_features=1,
         lengths=np.array([ids], "<i4").tobytes(),
         values=np.arange(ids, dtype=dtype).tobytes(),
     )
-    request = predictor_pb2.PredictionRequest(batch_size=1, id_list_features=of_user)
+    request = predictor_pb2.PredictionRequest(batch_size=1, id_list_features=user_features)
     return request.SerializeToString()
 
 
@@ -319,11 +321,11 @@ def infer_body(tensors: Tensors) -> tuple[Codec, bytes]:
 def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> None:
     codec = CODECS.predict_from(min_seq)
     for ids, is_inline in ((1000, True), (INLINE_BYTES_MAX // 4, False)):
-        assert_decoded_now(codec, prediction(ids), is_inline)
+        assert_decoded_inline(codec, prediction(ids), is_inline)
         assert np.array_equal(codec.decode(prediction(ids), "", LIMITS).ids, np.arange(ids))
 
 
-@pytest.mark.parametrize("in_form", [infer_message, infer_body])
+@pytest.mark.parametrize("encode_tensors", [infer_message, infer_body])
 @pytest.mark.parametrize(
     ("tensors", "is_inline"),
     [
@@ -335,16 +337,16 @@ def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> N
     ],
 )
 def test_large_tensors_that_are_converted_are_decoded_in_the_thread(
-    in_form: Callable[[Tensors], tuple[Codec, bytes]], tensors: Tensors, is_inline: bool
+    encode_tensors: Callable[[Tensors], tuple[Codec, bytes]], tensors: Tensors, is_inline: bool
 ) -> None:
-    codec, body = in_form(tensors)
-    assert_decoded_now(codec, body, is_inline)
+    codec, body = encode_tensors(tensors)
+    assert_decoded_inline(codec, body, is_inline)
     ids, *_ = tensors.values()
     assert np.array_equal(codec.decode(body, "", LIMITS).ids, ids.ravel())
 
 
 @pytest.mark.parametrize("count_max", [100, 1999])
-def test_what_is_quick_to_read_has_no_more_values_than_it_may(count_max: int) -> None:
+def test_requests_over_the_value_limit_are_not_decoded_inline(count_max: int) -> None:
     body = message(string_keys=["user"], string_ids=["a"] * 2000, lengths=[2000])
     assert PROTOBUF.try_decode_inline(body, "", Limits(request_values_max=count_max)) is None
     assert PROTOBUF.try_decode_inline(body, "", LIMITS) is not None
@@ -360,7 +362,7 @@ SMALL_LIMITS = Limits(
 
 
 @pytest.mark.parametrize(
-    ("codec", "body", "said"),
+    ("codec", "body", "setting"),
     [
         (JSON, b'{"features": {"user": [%b1]}}' % (b"1," * 2000), "--request-values-max"),
         (JSON, b'{"features": {"user": [%b[]]}}' % (b"[]," * 2000), "--request-values-max"),
@@ -383,11 +385,11 @@ SMALL_LIMITS = Limits(
         ),
     ],
 )
-def test_what_costs_too_much_is_refused_with_its_limit_and_setting(
-    codec: Codec, body: bytes, said: str
+def test_oversized_request_is_rejected_with_limit_and_setting(
+    codec: Codec, body: bytes, setting: str
 ) -> None:
     with pytest.raises(RequestTooLargeError) as caught:
         codec.decode(body, "", SMALL_LIMITS)
-    name = said.removeprefix("--").replace("-", "_")
-    assert f"the limit is {getattr(SMALL_LIMITS, name)} ({said})" in caught.value.message
+    name = setting.removeprefix("--").replace("-", "_")
+    assert f"the limit is {getattr(SMALL_LIMITS, name)} ({setting})" in caught.value.message
     assert caught.value.field

@@ -27,7 +27,7 @@ EXAMPLES = json_codec.INLINE_VALUES_MAX // 9 + 1
 BODY = b'{"features": {"user": [%b[1, 2]]}}' % (b"[]," * (EXAMPLES - 1))
 
 
-def held(gate: Gate) -> Codec:
+def gated_codec(gate: Gate) -> Codec:
     """Returns the JSON codec, whose encoding in the thread waits at ``gate``."""
     return replace(JSON, encode=gate.before(JSON.encode))
 
@@ -37,16 +37,16 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
     return make_pipeline(engine, executor=executor)
 
 
-def ask_large(pipeline: RequestPipeline, codec: Codec) -> RecordingCall:
+def submit_large(pipeline: RequestPipeline, codec: Codec) -> RecordingCall:
     call = RecordingCall(pipeline, replace(asked(pipeline), response_codec=codec))
     pipeline.submit(call, BODY)
     return call
 
 
-async def test_others_are_answered_while_a_large_answer_is_encoded(
+async def test_other_requests_are_served_while_a_large_response_is_encoded(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
 ) -> None:
-    large = ask_large(pipeline, held(gate))
+    large = submit_large(pipeline, gated_codec(gate))
     await until(lambda: gate.threads)
     small = ask(pipeline)
     await until(lambda: small.told)
@@ -63,50 +63,50 @@ async def test_others_are_answered_while_a_large_answer_is_encoded(
     assert outcomes(pipeline) == {"OK": 2}
 
 
-async def test_a_client_that_leaves_meanwhile_is_told_nothing(
+async def test_request_cancelled_during_encoding_gets_no_response(
     pipeline: RequestPipeline, gate: Gate
 ) -> None:
-    gone, other = ask_large(pipeline, held(gate)), ask_large(pipeline, held(gate))
+    cancelled, other = (submit_large(pipeline, gated_codec(gate)) for _ in range(2))
     await until(lambda: gate.threads)
-    gone.cancel()
+    cancelled.cancel()
     gate.opened.set()
     await until(lambda: other.told)
-    assert gone.told == []
+    assert cancelled.told == []
     assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
 
 
-async def test_an_unforeseen_error_in_the_thread_is_answered_in_general(
+async def test_unexpected_error_while_encoding_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = ask_large(pipeline, replace(JSON, encode=fail))
+    call = submit_large(pipeline, replace(JSON, encode=fail))
     await until(lambda: call.told)
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
 
 
-async def test_an_answer_that_cannot_be_written_is_answered_in_general(
+async def test_unexpected_error_while_writing_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture, gate: Gate
 ) -> None:
-    call = ask_large(pipeline, held(gate))
+    call = submit_large(pipeline, gated_codec(gate))
     call.writer.failure = ZeroDivisionError("secret of the server")
     gate.opened.set()
     await until(lambda: call.told)
     expect_internal(call, caplog)
 
 
-async def test_no_more_than_so_many_bytes_wait_to_be_encoded(
+async def test_responses_waiting_to_be_encoded_are_limited_by_bytes(
     pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = EXAMPLES * 9 * 4
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", nbytes)
-    waiting = ask_large(pipeline, held(gate))
+    waiting = submit_large(pipeline, gated_codec(gate))
     await until(lambda: gate.threads)
-    over = ask_large(pipeline, held(gate))
+    over = submit_large(pipeline, gated_codec(gate))
     await until(lambda: over.told)
     assert isinstance(over.error, OverloadedError)
     assert over.error.message.startswith(f"answer has {nbytes} bytes, and {nbytes} of other ")
     gate.opened.set()
     await until(lambda: waiting.told)
-    again = ask_large(pipeline, held(gate))
+    again = submit_large(pipeline, gated_codec(gate))
     await until(lambda: again.told)
     assert outcomes(pipeline) == {"OK": 2, "RESOURCE_EXHAUSTED": 1}

@@ -13,7 +13,7 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def longer_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes timeouts longer, for shards on a busy host, unless the test is about timeouts."""
     for name in ("CONNECT_S_MAX", "PING_S_MAX"):
         monkeypatch.setattr(shard_connection, name, PATIENCE_S)

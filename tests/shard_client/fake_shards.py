@@ -9,13 +9,14 @@ from embedserve.call_trace import CallTrace
 from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_client import PartClient, PartOptions
-from embedserve.shard_client.reply import Reply, lost
+from embedserve.shard_client.reply import RESOURCE_EXHAUSTED, Reply, lost
 from embedserve.shard_client.shard_connection import Address
 from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
 
 KEY = VersionKey("dlrm", 7)
 PART, PARTS = 1, 4
-PRINT = "f7"
+FINGERPRINT = "f7"
+OVERLOADED = Reply(RESOURCE_EXHAUSTED, "full", retry_after_s=1)
 
 
 @dataclass(eq=False)
@@ -176,7 +177,7 @@ class FakeConnection:
 
 
 def model(
-    version: int = 7, fingerprint: str = PRINT, part: int = PART, parts: int = PARTS
+    version: int = 7, fingerprint: str = FINGERPRINT, part: int = PART, parts: int = PARTS
 ) -> Model:
     return Model(model="dlrm", version=version, fingerprint=fingerprint, part=part, parts=parts)
 
@@ -205,7 +206,7 @@ class Bench:
             clock=self.time.clock,
             call_later=self.time.call_later,
         )
-        self.part.expect(KEY, PRINT)
+        self.part.expect(KEY, FINGERPRINT)
 
     def _connect(
         self, address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
@@ -239,7 +240,7 @@ class Bench:
         return number
 
     @property
-    def ended(self) -> dict[str, int]:
+    def outcomes(self) -> dict[str, int]:
         """Returns the number of ended lookups by outcome."""
         seconds = self.part.stats.seconds
         return {outcome: sum(histogram.counts) for outcome, histogram in seconds.items()}
@@ -249,7 +250,7 @@ class Bench:
         """Returns the calls in flight, of all replicas."""
         return [call for one in self.connections.values() for call in one.calls]
 
-    def learn(self, seconds: float, count: int = 64) -> None:
+    def add_latencies(self, seconds: float, count: int = 64) -> None:
         """Adds ``count`` latencies of ``seconds`` to the part's statistics."""
         for _ in range(count):
             self.part.recent.add(seconds)

@@ -19,7 +19,7 @@ from embedserve.wire.http_stream import Headers
 
 F = TypeVar("F", bound=Frame)
 BLOCK = encode([(b":method", b"POST"), (b":path", b"/")])
-HEAD: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+RESPONSE_HEADERS: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 OK_TRAILERS: Headers = [(b"grpc-status", b"0")]
 LIMIT = 100_000
 
@@ -40,10 +40,10 @@ class ShardPeer:
         self.decoder = Decoder()
         assert self.sent.startswith(PREFACE)
         del self.sent[: len(PREFACE)]
-        self.first = self.taken()
+        self.first = self.take_frames()
         if is_begun:
             self.send(frames.settings(*settings))
-            self.taken()
+            self.take_frames()
 
     def _write(self, data: bytes) -> None:
         self.sent += data
@@ -65,9 +65,9 @@ class ShardPeer:
     def send(self, *parts: bytes) -> list[Frame]:
         """Passes ``parts`` to the client, and returns the frames that it sends."""
         self.client.receive(b"".join(parts))
-        return self.taken()
+        return self.take_frames()
 
-    def taken(self) -> list[Frame]:
+    def take_frames(self) -> list[Frame]:
         sent, self.sent = bytes(self.sent), bytearray()
         return list(_frames_of(sent))
 
@@ -103,9 +103,9 @@ def trailers(stream_id: int, fields: Headers = OK_TRAILERS) -> bytes:
     return headers(stream_id, fields, END_HEADERS | END_STREAM)
 
 
-def answer(stream_id: int, message: bytes, frame_bytes: int = 16384) -> bytes:
+def response_frames(stream_id: int, message: bytes, frame_bytes: int = 16384) -> bytes:
     """Returns a complete response in DATA frames of ``frame_bytes``."""
     body = framed(message)
-    pieces = [body[start : start + frame_bytes] for start in range(0, len(body), frame_bytes)]
-    sent = [data(stream_id, piece) for piece in pieces]
-    return b"".join((headers(stream_id, HEAD), *sent, trailers(stream_id)))
+    chunks = [body[start : start + frame_bytes] for start in range(0, len(body), frame_bytes)]
+    sent = [data(stream_id, chunk) for chunk in chunks]
+    return b"".join((headers(stream_id, RESPONSE_HEADERS), *sent, trailers(stream_id)))

@@ -22,7 +22,7 @@ from embedserve.wire.http_stream import Headers, HttpRequest
 LIMIT = 1 << 20
 
 
-class Repeat:
+class RepeatHandler:
     """A request handler that responds with the request message, repeated ``times`` times."""
 
     def __init__(self, times: int, stream: Stream) -> None:
@@ -45,7 +45,7 @@ class Repeat:
         """Does nothing: the handler has no timeout."""
 
 
-class Pair:
+class ConnectedPair:
     """A client and a server, and the bytes between them."""
 
     def __init__(self, times: int, rng: random.Random) -> None:
@@ -59,7 +59,7 @@ class Pair:
     def resolve(self, times: int, headers: Headers) -> ResolvedRoute | str:
         request = read_request(headers)
         assert isinstance(request, HttpRequest), request
-        return ResolvedRoute(partial(Repeat, times), request.content_length)
+        return ResolvedRoute(partial(RepeatHandler, times), request.content_length)
 
     def exchange(self, step: int) -> None:
         """Passes bytes in random chunks in both directions, until none are left."""
@@ -84,10 +84,10 @@ class Pair:
     st.sampled_from([500, 20_000, 300_000]),
     st.integers(0, 100),
 )
-def test_requests_and_responses_of_any_size(
+def test_messages_of_any_size_are_exchanged_unchanged(
     sizes: list[int], times: int, step: int, seed: int
 ) -> None:
-    pair = Pair(times, random.Random(seed))
+    pair = ConnectedPair(times, random.Random(seed))
     headers = CallHeaders("h:1", "/s/m")
     replies: dict[int, Reply] = {}
     for number, size in enumerate(sizes):
@@ -103,8 +103,8 @@ def test_requests_and_responses_of_any_size(
     assert pair.client.in_flight == 0
 
 
-def test_ten_thousand_calls_with_some_cancelled() -> None:
-    pair = Pair(1, random.Random(1))
+def test_ten_thousand_calls_survive_cancelled_calls() -> None:
+    pair = ConnectedPair(1, random.Random(1))
     headers = CallHeaders("h:1", "/s/m")
     replies: dict[int, Reply] = {}
     cancelled = set()

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_client.shard_peer import HEAD, ShardPeer, answer, data, headers, trailers
+from shard_client.shard_peer import (
+    RESPONSE_HEADERS,
+    ShardPeer,
+    data,
+    headers,
+    response_frames,
+    trailers,
+)
 
 from embedserve.wire.http2 import frames
 
 ids = st.sampled_from([0, 1, 2, 3, 5, 7, 9, 2**31 - 1])
 payloads = st.binary(max_size=40)
 valid = st.one_of(
-    st.builds(answer, ids, payloads, st.sampled_from([1, 3, 16384])),
-    st.builds(lambda number: headers(number, HEAD), ids),
+    st.builds(response_frames, ids, payloads, st.sampled_from([1, 3, 16384])),
+    st.builds(lambda number: headers(number, RESPONSE_HEADERS), ids),
     st.builds(data, ids, payloads, st.sampled_from([0, 1, 8, 9])),
     st.builds(trailers, ids),
     st.builds(frames.rst_stream, ids, st.integers(0, 20)),
@@ -36,7 +43,7 @@ mutations = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_si
     mutations,
     st.integers(1, 200),
 )
-def test_any_frames_lose_no_call(
+def test_mutated_frames_leave_each_call_with_exactly_one_reply(
     parts: list[bytes], changes: list[tuple[int, int]], step: int
 ) -> None:
     peer = ShardPeer()
@@ -67,7 +74,7 @@ def test_any_frames_lose_no_call(
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_lose_no_call(received: bytes) -> None:
+def test_random_bytes_leave_the_call_with_a_reply(received: bytes) -> None:
     peer = ShardPeer()
     peer.call(b"x")
     peer.client.receive(received)

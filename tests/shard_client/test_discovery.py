@@ -29,7 +29,7 @@ from embedserve.shard_client.shard_connection import Address
 DNS = DnsShards("dlrm-{part}", 8001)
 
 
-def test_sources_are_parsed() -> None:
+def test_address_sources_are_parsed() -> None:
     assert parse_shards("dns:dlrm-{part}.ns.svc:8001") == DnsShards("dlrm-{part}.ns.svc", 8001)
     assert parse_shards("file:/etc/shards.json") == FileShards("/etc/shards.json")
     assert parse_shards("ray:shop") == RayShards("shop")
@@ -51,7 +51,7 @@ def test_sources_are_parsed() -> None:
         ("dns:dl rm-{part}:1", "is not HOST:PORT"),
     ],
 )
-def test_wrong_sources_are_named(value: str, reason: str) -> None:
+def test_invalid_sources_are_named_in_the_error(value: str, reason: str) -> None:
     with pytest.raises(ValueError, match="--shards is") as caught:
         parse_shards(value)
     assert repr(value) in str(caught.value)
@@ -84,7 +84,9 @@ def write(path: Path, content: object) -> None:
         ({"0": ["h"], "1": []}, "part 0: 'h' is not HOST:PORT"),
     ],
 )
-def test_wrong_files_are_named(tmp_path: Path, content: object, reason: str) -> None:
+def test_malformed_address_files_are_named_in_the_error(
+    tmp_path: Path, content: object, reason: str
+) -> None:
     path = tmp_path / "shards.json"
     write(path, content)
     with pytest.raises(ValueError, match=r"shards\.json") as caught:
@@ -92,36 +94,38 @@ def test_wrong_files_are_named(tmp_path: Path, content: object, reason: str) -> 
     assert reason in str(caught.value)
 
 
-async def test_files_are_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_address_file_changes_are_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "shards.json"
     write(path, {"0": ["a:1", "b:1", "a:1"], "1": ["c:1"]})
     found: list[tuple[int, list[Address]]] = []
-    followed = discover(FileShards(str(path)), 2, lambda *one: found.append(one))
+    file_discovery = discover(FileShards(str(path)), 2, lambda *one: found.append(one))
     assert found == [(0, [("a", 1), ("b", 1)]), (1, [("c", 1)])]
     found.clear()
     write(path, {"0": ["a:1", "b:1"], "1": ["d:1"]})
-    await followed.poll()
+    await file_discovery.poll()
     assert found == [(1, [("d", 1)])]
     found.clear()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             write(path, "{")
-            await followed.poll()
+            await file_discovery.poll()
         path.unlink()
-        await followed.poll()
+        await file_discovery.poll()
     assert found == []
     assert caplog.text.count("is not JSON") == 1
     write(path, {"0": [], "1": ["d:1"]})
-    await followed.poll()
+    await file_discovery.poll()
     assert found == [(0, [])]
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_missing_address_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="--shards"):
         discover(FileShards(str(tmp_path / "none")), 1, print)
 
 
-async def test_names_are_resolved_until_they_change(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dns_changes_and_failures_are_followed(caplog: pytest.LogCaptureFixture) -> None:
     answers: dict[str, list[Address] | OSError] = {
         "dlrm-0": [("10.0.0.1", 8001)],
         "dlrm-1": OSError("no such name"),
@@ -149,7 +153,7 @@ async def test_names_are_resolved_until_they_change(caplog: pytest.LogCaptureFix
     assert "dlrm-1 is resolved again" in caplog.text
 
 
-async def test_a_resolution_that_hangs_is_given_up(
+async def test_hanging_dns_resolution_times_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(discovery, "DNS_S_MAX", 0.05)
@@ -162,11 +166,11 @@ async def test_a_resolution_that_hangs_is_given_up(
     assert "no answer within 0.05 s" in caplog.text
 
 
-async def test_the_loopback_resolves() -> None:
+async def test_loopback_address_is_resolved() -> None:
     assert ("127.0.0.1", 8001) in await resolve("127.0.0.1", 8001)
 
 
-async def test_discoveries_run_until_cancelled(
+async def test_discoveries_poll_until_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "DNS_S", 0.01)
@@ -199,6 +203,6 @@ async def test_discoveries_run_until_cancelled(
             await task
 
 
-def test_a_malformed_value_is_reported_before_the_store_is_opened(tmp_path: Path) -> None:
+def test_malformed_shards_setting_is_reported_before_the_store_is_opened(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--shards is 'dns:shop:8001': the name lacks"):
         serve(ServeSettings(str(tmp_path / "no store"), shards="dns:shop:8001"))

@@ -33,7 +33,7 @@ LOOKUP_S_MAX = 60
 
 
 @pytest.fixture(autouse=True)
-def no_replica_leaves_because_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_slow_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "POLLS_UNANSWERED_MAX", WAIT_S)
 
 
@@ -49,16 +49,16 @@ async def two_replicas() -> AsyncIterator[tuple[PartClient, list[GrpcShard]]]:
         )
         part.expect(KEY, "f7")
         part.set_addresses([("127.0.0.1", shard.port) for shard in shards])
-        await until(lambda: part.stats.replicas[KEY] == 2)
+        await wait_until(lambda: part.stats.replicas[KEY] == 2)
         try:
             yield part, shards
         finally:
             part.close()
 
 
-async def until(is_so: Callable[[], bool]) -> None:
+async def wait_until(is_true: Callable[[], bool]) -> None:
     end_s = time.monotonic() + WAIT_S
-    while not is_so():
+    while not is_true():
         assert time.monotonic() < end_s
         await asyncio.sleep(0.01)
 
@@ -70,24 +70,24 @@ async def until(is_so: Callable[[], bool]) -> None:
         ("127.0.0.1", ConnectionOptions(ssl.create_default_context(), ".shard.internal")),
     ],
 )
-async def test_a_host_that_is_no_name_is_reported_and_tried_again(
+async def test_invalid_host_name_is_reported_and_retried(
     host: str, options: ConnectionOptions
 ) -> None:
     connects = 0
 
-    def counted(
+    def connect_and_count(
         address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
     ) -> ReplicaConnection:
         nonlocal connects
         connects += 1
         return ShardConnection(address, options, on_ready, on_end)
 
-    part = PartClient(1, 4, counted)
+    part = PartClient(1, 4, connect_and_count)
     part.expect(KEY, "f7")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = (host, listening.getsockname()[1])
         part.set_addresses([address])
-        await until(lambda: connects >= 3)
+        await wait_until(lambda: connects >= 3)
         assert part.reasons(KEY)[address].startswith("cannot connect: ")
         part.close()
 
@@ -129,33 +129,33 @@ class Load:
         return [reply for reply in self.replies if reply.status]
 
 
-async def grows(load: Load, count: int = 200) -> None:
+async def wait_for_replies(load: Load, count: int = 200) -> None:
     target = len(load.replies) + count
-    await until(lambda: len(load.replies) >= target)
+    await wait_until(lambda: len(load.replies) >= target)
 
 
-async def test_a_killed_replica_loses_no_look_up_and_comes_back() -> None:
+async def test_killed_replica_loses_no_lookup_and_rejoins() -> None:
     async with two_replicas() as (part, shards):
         load = Load(part)
-        await grows(load)
+        await wait_for_replies(load)
         shards[0].process.kill()
-        await until(lambda: part.stats.replicas[KEY] == 1)
-        await grows(load)
+        await wait_until(lambda: part.stats.replicas[KEY] == 1)
+        await wait_for_replies(load)
         async with grpc_shard(port=shards[0].port):
-            await until(lambda: part.stats.replicas[KEY] == 2)
-            await grows(load)
+            await wait_until(lambda: part.stats.replicas[KEY] == 2)
+            await wait_for_replies(load)
             assert await load.stop() == []
             part.close()
 
 
-async def test_a_stopped_replica_loses_no_look_up_and_comes_back() -> None:
+async def test_stopped_replica_loses_no_lookup_and_rejoins() -> None:
     async with two_replicas() as (part, shards):
         load = Load(part)
-        await grows(load)
+        await wait_for_replies(load)
         shards[0].stop()
-        await grows(load, 1000)
+        await wait_for_replies(load, 1000)
         shards[0].process.send_signal(signal.SIGCONT)
-        await grows(load)
+        await wait_for_replies(load)
         assert await load.stop() == []
         assert load.slowest_s < CALL_S_MAX, "no lookup waited for its call's timeout"
-        await until(lambda: part.stats.replicas[KEY] == 2)
+        await wait_until(lambda: part.stats.replicas[KEY] == 2)

@@ -13,7 +13,7 @@ from embedserve.shard_client.timer_queue import TimerQueue
 
 
 @pytest.mark.parametrize("scale_s", [1e-3, 20e-3])
-def test_delays_follow_the_quantiles(scale_s: float) -> None:
+def test_hedge_and_hung_delays_follow_the_latency_quantile(scale_s: float) -> None:
     recent = RecentLatency(0.95)
     rng = random.Random(1)
     samples = [scale_s * rng.lognormvariate(0, 1) for _ in range(640)]
@@ -24,7 +24,7 @@ def test_delays_follow_the_quantiles(scale_s: float) -> None:
     assert recent.hung_s == pytest.approx(max(0.05, 10 * recent.hedge_s))
 
 
-def test_delays_have_minima_and_forget() -> None:
+def test_delays_have_minima_and_forget_old_latencies() -> None:
     recent = RecentLatency(0.95)
     for _ in range(64):
         recent.add(0.0)
@@ -37,7 +37,7 @@ def test_delays_have_minima_and_forget() -> None:
     assert 0.008 <= recent.hedge_s <= 0.0088
 
 
-def test_a_budget_is_a_share_and_a_burst() -> None:
+def test_budget_is_a_share_plus_a_burst() -> None:
     budget = ShareBudget(0.1)
     assert sum(budget.try_take() for _ in range(100)) == 10
     taken = 0
@@ -77,7 +77,7 @@ def test_one_timer_serves_all_deadlines() -> None:
     assert ran == ["a", "b", "a'", "c"]
 
 
-def test_replies_are_read_before_deadlines_that_passed_while_the_event_loop_was_busy() -> None:
+def test_replies_are_read_before_expired_deadlines_of_a_busy_event_loop() -> None:
     time = FakeTime()
     queue = TimerQueue(time.clock, time.call_later)
     ran: list[str] = []
@@ -104,7 +104,9 @@ def test_replies_are_read_before_deadlines_that_passed_while_the_event_loop_was_
         queue.push(time.now_s + 0.1, late, time.now_s)
 
 
-def test_an_error_at_a_deadline_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_at_a_deadline_keeps_the_other_deadlines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     time = FakeTime()
     queue = TimerQueue(time.clock, time.call_later)
     ran: list[float] = []

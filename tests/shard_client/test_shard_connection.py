@@ -31,7 +31,7 @@ from embedserve_proto.embedding_pb2 import EmbedRequest, EmbedResponse, ListMode
 WAIT_S = 60
 
 
-class Connected:
+class AwaitedConnection:
     """A connection to a port of this host, whose calls are awaited."""
 
     def __init__(self, port: int, options: ConnectionOptions | None = None) -> None:
@@ -67,10 +67,10 @@ async def reply_to(start: Callable[[Callable[[Reply], None]], object]) -> Reply:
     return await asyncio.wait_for(future, WAIT_S)
 
 
-async def test_grpc_answers() -> None:
+async def test_calls_to_a_grpc_server_are_answered() -> None:
     async with grpc_shard(repeats=1000) as shard:
         options = ConnectionOptions(metadata=[(b"authorization", b"Bearer x")])
-        connected = Connected(shard.port, options)
+        connected = AwaitedConnection(shard.port, options)
         connection = await connected.begin()
         assert await connected.call(b"ab", b"c") == Reply(0, "", b"abc" * 1000)
         large = bytes(range(256)) * 4
@@ -100,9 +100,9 @@ async def test_grpc_answers() -> None:
         assert await connected.end() == "done"
 
 
-async def test_a_large_request_of_grpc_fits_its_windows() -> None:
+async def test_large_requests_to_a_grpc_server_respect_flow_control() -> None:
     async with grpc_shard() as shard:
-        connected = Connected(shard.port)
+        connected = AwaitedConnection(shard.port)
         await connected.begin()
         message = bytes(range(256)) * 20_000
         replies = await asyncio.gather(*[connected.call(message) for _ in range(3)])
@@ -110,9 +110,9 @@ async def test_a_large_request_of_grpc_fits_its_windows() -> None:
         connected.connection.finish("done")
 
 
-async def test_a_killed_shard_fails_its_calls() -> None:
+async def test_killed_shard_fails_its_calls() -> None:
     async with grpc_shard() as shard:
-        connected = Connected(shard.port)
+        connected = AwaitedConnection(shard.port)
         await connected.begin()
         call = asyncio.create_task(connected.call(b"sleep"))
         await connected.call(b"x")
@@ -122,15 +122,15 @@ async def test_a_killed_shard_fails_its_calls() -> None:
         assert await connected.end() == reply.message
         with pytest.raises(ConnectionError):
             connected.connection.call((b"x",), 1, print)
-    refused = Connected(shard.port)
-    assert "cannot connect" in await refused.end()
+    rejected = AwaitedConnection(shard.port)
+    assert "cannot connect" in await rejected.end()
 
 
-async def test_a_stopped_shard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_to_a_stopped_shard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CHECK_S", "SILENCE_S_MAX", "PING_S_MAX"):
         monkeypatch.setattr(shard_connection, name, 0.1)
     async with grpc_shard() as shard:
-        connected = Connected(shard.port)
+        connected = AwaitedConnection(shard.port)
         await connected.begin()
         shard.stop()
         reply = await connected.call(b"x")
@@ -138,7 +138,9 @@ async def test_a_stopped_shard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await connected.end() == reply.message
 
 
-async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_to_a_slow_shard_that_answers_pings_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Checks pings: gRPC's server accepts three before it closes the connection.
 
     The next ping comes late.
@@ -146,7 +148,7 @@ async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.Monke
     monkeypatch.setattr(shard_connection, "CHECK_S", 0.01)
     monkeypatch.setattr(shard_connection, "SILENCE_S_MAX", 0.2)
     async with grpc_shard() as shard:
-        connected = Connected(shard.port)
+        connected = AwaitedConnection(shard.port)
         connection = await connected.begin()
         call = connection.call((b"sleep",), 2 * WAIT_S, print)
         for _ in range(2):  # responses to pings
@@ -160,7 +162,7 @@ async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.Monke
         connection.finish("done")
 
 
-async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interval_of_pings_without_replies_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_connection, "CHECK_S", 0.01)
     monkeypatch.setattr(shard_connection, "SILENCE_S_MAX", 0.1)
     pings: list[float] = []
@@ -176,7 +178,7 @@ async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyP
         writer.close()
 
     server = await asyncio.start_server(answer_pings, "127.0.0.1", 0)
-    connected = Connected(server.sockets[0].getsockname()[1])
+    connected = AwaitedConnection(server.sockets[0].getsockname()[1])
     connection = await connected.begin()
     for _ in range(5):
         connection.ping()
@@ -191,7 +193,7 @@ async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyP
     server.close()
 
 
-async def test_a_port_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_settings_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ShardConnection.connection_made
 
     def connection_made(self: ShardConnection, transport: asyncio.BaseTransport) -> None:
@@ -201,25 +203,25 @@ async def test_a_port_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ShardConnection, "connection_made", connection_made)
     monkeypatch.setattr(shard_connection, "CHECK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        connected = Connected(silent.getsockname()[1])
+        connected = AwaitedConnection(silent.getsockname()[1])
         assert await connected.end() == "no SETTINGS within 0.1 s"
 
 
-async def test_a_connection_made_as_its_time_ends_is_no_error(
+async def test_connection_made_as_its_timeout_ends_logs_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shard_connection, "CONNECT_S_MAX", 0.1)
     monkeypatch.setattr(shard_connection, "CHECK_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        connected = Connected(silent.getsockname()[1])
+        connected = AwaitedConnection(silent.getsockname()[1])
         asyncio.get_running_loop().call_soon(time.sleep, 0.2)  # after its first step
         assert await connected.end() == "no connection within 0.1 s"
         await asyncio.sleep(0.3)  # a few more checks
     assert caplog.records == []
 
 
-async def test_closed_while_connecting() -> None:
-    connected = Connected(1)
+async def test_connection_may_be_closed_while_connecting() -> None:
+    connected = AwaitedConnection(1)
     connected.connection.finish("not needed")
     assert await connected.end() == "not needed"
 
@@ -229,9 +231,9 @@ def embed_request(model: str = "") -> bytes:
     return message.SerializeToString()
 
 
-async def test_embedserve_answers() -> None:
+async def test_calls_to_embedserve_are_answered() -> None:
     async with live_server(FakeEngine()) as live:
-        connected = Connected(int(live.grpc_target.rpartition(":")[2]))
+        connected = AwaitedConnection(int(live.grpc_target.rpartition(":")[2]))
         connection = await connected.begin()
         reply = await reply_to(lambda done: connection.list_models(WAIT_S, done))
         assert ListModelsResponse.FromString(reply.payload).models
@@ -246,22 +248,22 @@ async def test_embedserve_answers() -> None:
     assert "closes the connection" in await connected.end()
 
 
-async def test_embedserve_answers_over_tls(tmp_path: Path) -> None:
+async def test_calls_to_embedserve_over_tls_check_its_certificate(tmp_path: Path) -> None:
     authority = Authority()
     certificate, key = authority.sign("shard").write(tmp_path, "shard")
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(FakeEngine(), executor=executor)
         async with serving(pipeline, tls=(str(certificate), str(key))) as live:
             port = int(live.grpc_target.rpartition(":")[2])
-            connected = Connected(port, ConnectionOptions(client_context(authority.root)))
+            connected = AwaitedConnection(port, ConnectionOptions(client_context(authority.root)))
             await connected.begin()
             assert (await connected.call(embed_request())).status == 0
             context = client_context(Authority().root)
-            stranger = Connected(port, ConnectionOptions(context))
-            assert "certificate verify failed" in await stranger.end()
+            untrusting = AwaitedConnection(port, ConnectionOptions(context))
+            assert "certificate verify failed" in await untrusting.end()
             connected.connection.finish("done")
             await connected.end()
 
 
-def test_addresses_are_shown_with_brackets() -> None:
+def test_ipv6_addresses_are_shown_with_brackets() -> None:
     assert shown(("::1", 5)) == "[::1]:5"

@@ -20,11 +20,11 @@ def calls() -> CallTrace:
     return CallTrace(TraceContext(TRACE, "00f067aa0ba902b7", True))
 
 
-def seen(calls: CallTrace) -> list[tuple[str, str, str]]:
+def reasons_and_outcomes(calls: CallTrace) -> list[tuple[str, str, str]]:
     return [(call.reason, call.outcome, call.message) for call in calls.calls]
 
 
-def test_a_traced_call_has_a_span_that_the_replica_continues(calls: CallTrace) -> None:
+def test_traced_call_has_a_span_that_the_replica_continues(calls: CallTrace) -> None:
     bench = Bench()
     bench.join("a")
     bench.look_up(calls=calls)
@@ -34,53 +34,56 @@ def test_a_traced_call_has_a_span_that_the_replica_continues(calls: CallTrace) -
     assert re.fullmatch("[0-9a-f]{16}", call.span_id)
     assert read_traceparent(sent.traceparent) == TraceContext(TRACE, call.span_id, True)
     sent.answer()
-    assert seen(calls) == [("first", "OK", "")]
+    assert reasons_and_outcomes(calls) == [("first", "OK", "")]
     assert call.end_s >= call.start_s
 
 
-def test_other_calls_have_no_traceparent() -> None:
+def test_untraced_calls_have_no_traceparent() -> None:
     bench = Bench()
     bench.join("a")
     bench.look_up()
     assert [call.traceparent for call in bench.calls] == [b""]
 
 
-def test_a_hedge_is_a_call_of_its_own_and_the_loser_cancelled(calls: CallTrace) -> None:
+def test_hedge_is_traced_as_its_own_call_and_the_loser_as_cancelled(calls: CallTrace) -> None:
     bench = Bench()
     bench.join("a", "b")
-    bench.learn(0.002)
+    bench.add_latencies(0.002)
     bench.look_up(calls=calls)
     (first,) = bench.calls
     bench.time.advance(0.006)
     (second,) = [call for call in bench.calls if call is not first]
     assert first.traceparent != second.traceparent
     second.answer()
-    assert seen(calls) == [("first", "CANCELLED", ""), ("hedge", "OK", "")]
+    assert reasons_and_outcomes(calls) == [("first", "CANCELLED", ""), ("hedge", "OK", "")]
     assert {call.replica for call in calls.calls} == {"a:1", "b:1"}
 
 
-def test_a_call_elsewhere_because_a_replica_is_silent_says_so(calls: CallTrace) -> None:
+def test_call_that_replaces_a_hung_call_is_traced_as_hung(calls: CallTrace) -> None:
     bench = Bench(PartOptions(hedge_share=0))
     bench.join("a", "b")
-    bench.learn(0.001)
+    bench.add_latencies(0.001)
     bench.look_up(calls=calls)
     (first,) = bench.calls
     bench.time.advance(0.06)
     (second,) = [call for call in bench.calls if call is not first]
     second.answer()
-    assert seen(calls) == [("first", "CANCELLED", ""), ("hung", "OK", "")]
+    assert reasons_and_outcomes(calls) == [("first", "CANCELLED", ""), ("hung", "OK", "")]
 
 
-def test_failed_calls_say_why_and_retries_follow(calls: CallTrace) -> None:
+def test_failed_call_and_its_retry_are_traced_with_their_errors(calls: CallTrace) -> None:
     bench = Bench()
     bench.join("a", "b")
     bench.look_up(calls=calls)
     bench.calls[0].answer(Reply(UNAVAILABLE, "draining"))
     bench.calls[0].answer(Reply(INTERNAL, "bug"))
-    assert seen(calls) == [("first", "UNAVAILABLE", "draining"), ("retry", "INTERNAL", "bug")]
+    assert reasons_and_outcomes(calls) == [
+        ("first", "UNAVAILABLE", "draining"),
+        ("retry", "INTERNAL", "bug"),
+    ]
 
 
-def test_a_call_over_its_timeout_and_one_over_the_deadline_are_late(calls: CallTrace) -> None:
+def test_calls_over_timeout_or_deadline_are_traced_as_deadline_exceeded(calls: CallTrace) -> None:
     bench = Bench(PartOptions(call_timeout_s=0.02, hedge_share=0))
     bench.join("a", "b")
     bench.look_up(0.03, calls=calls)
@@ -89,7 +92,7 @@ def test_a_call_over_its_timeout_and_one_over_the_deadline_are_late(calls: CallT
     assert calls.calls[1].reason == "retry"
 
 
-def test_the_calls_of_a_batch_are_bounded(calls: CallTrace) -> None:
+def test_traced_calls_of_a_batch_are_bounded(calls: CallTrace) -> None:
     bench = Bench()
     bench.join("a")
     for _ in range(CALLS_MAX + 2):
@@ -101,7 +104,7 @@ def test_the_calls_of_a_batch_are_bounded(calls: CallTrace) -> None:
     assert {call.outcome for call in calls.calls} == {"OK"}
 
 
-def test_a_call_ends_once() -> None:
+def test_traced_call_keeps_its_first_outcome() -> None:
     call = TracedCall(0, "a:1", "first", "1" * 16, 1.0)
     call.end("DEADLINE_EXCEEDED")
     end_s = call.end_s
@@ -109,7 +112,7 @@ def test_a_call_ends_once() -> None:
     assert (call.outcome, call.end_s) == ("DEADLINE_EXCEEDED", end_s)
 
 
-def test_statuses_have_names() -> None:
+def test_status_codes_have_names() -> None:
     assert [status_name(code) for code in (0, 2, 14, 15)] == [
         "OK",
         "UNKNOWN",

@@ -25,7 +25,7 @@ from embedserve_client.core.addresses import base_url_of, names_several, target_
         ("unix:/run/embed", "http://localhost", ("unix:/run/embed", False)),
     ],
 )
-def test_an_address_is_taken_by_both(address: str, base_url: str, target: object) -> None:
+def test_address_is_accepted_by_rest_and_grpc(address: str, base_url: str, target: object) -> None:
     assert base_url_of(address) == base_url
     assert target_of(address) == target
 
@@ -33,7 +33,7 @@ def test_an_address_is_taken_by_both(address: str, base_url: str, target: object
 @pytest.mark.parametrize(
     "target", ["dns:///host:8001", "unix:/run/embed", "ipv4:1.2.3.4:5,6.7.8.9:5"]
 )
-def test_grpcs_own_targets_are_left_to_it(target: str) -> None:
+def test_grpc_targets_are_left_unchanged(target: str) -> None:
     assert target_of(target) == (target, False)
 
 
@@ -50,7 +50,7 @@ def test_grpcs_own_targets_are_left_to_it(target: str) -> None:
         ("xds:///embed", False),
     ],
 )
-def test_targets_that_are_several_servers_are_told(target: str, is_several: bool) -> None:
+def test_targets_with_several_servers_are_recognized(target: str, is_several: bool) -> None:
     assert names_several(target) == is_several
 
 
@@ -67,7 +67,7 @@ def test_targets_that_are_several_servers_are_told(target: str, is_several: bool
         ("host:80", None),
     ],
 )
-def test_a_unix_socket_is_told_by_its_path(address: str, path: str | None) -> None:
+def test_unix_socket_path_is_extracted(address: str, path: str | None) -> None:
     assert unix_path_of(address) == path
 
 
@@ -78,7 +78,7 @@ def test_a_unix_socket_is_told_by_its_path(address: str, path: str | None) -> No
         *("unix:", "unix://host/run", "unix-abstract:embed"),
     ],
 )
-def test_what_is_no_address_of_a_rest_server_is_named(address: str) -> None:
+def test_invalid_rest_address_is_rejected(address: str) -> None:
     with pytest.raises(ValueError, match="base_url: "):
         EmbedClient(address)
 
@@ -86,12 +86,12 @@ def test_what_is_no_address_of_a_rest_server_is_named(address: str) -> None:
 @pytest.mark.parametrize(
     "address", ["http://host:8001/embed", "https://", "http://host:99999", "ftp://host", ""]
 )
-def test_what_is_no_address_of_a_grpc_server_is_named(address: str) -> None:
+def test_invalid_grpc_target_is_rejected(address: str) -> None:
     with pytest.raises(ValueError, match="target: "):
         GrpcEmbedClient(address)
 
 
-def test_both_clients_reach_their_server_by_the_other_form(
+def test_each_client_accepts_the_address_syntax_of_the_other(
     rest_url: str, grpc_target: str, model: FakeModel
 ) -> None:
     with EmbedClient(rest_url.removeprefix("http://")) as client:

@@ -47,7 +47,7 @@ def weights(value: Any) -> list[float]:
         ([INT64_MAX, -INT64_MAX - 1], [INT64_MAX, -INT64_MAX - 1], [2]),
     ],
 )
-def test_every_form_gives_flat_ids_and_lengths(
+def test_every_input_type_becomes_flat_ids_and_lengths(
     value: Any, flat: list[int], lengths: list[int]
 ) -> None:
     assert ids(value) == (flat, lengths)
@@ -86,7 +86,7 @@ def test_every_form_gives_flat_ids_and_lengths(
         ((np.array([1]), np.array([1.0])), "features.movie: lengths are float64, not integers"),
     ],
 )
-def test_wrong_ids_are_named_by_field_and_value(value: Any, message: str) -> None:
+def test_invalid_ids_are_named_by_field_and_value(value: Any, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ids(value)
 
@@ -105,7 +105,9 @@ def test_wrong_ids_are_named_by_field_and_value(value: Any, message: str) -> Non
         ([np.array(["a"]), ["b"]], ["a", "b"], [1, 1]),
     ],
 )
-def test_strings_are_ids_in_every_form(value: Any, strings: list[str], lengths: list[int]) -> None:
+def test_strings_are_ids_in_every_input_type(
+    value: Any, strings: list[str], lengths: list[int]
+) -> None:
     bags = split(FIELD, value)
     found = strings_of(FIELD, bags)
 
@@ -115,13 +117,13 @@ def test_strings_are_ids_in_every_form(value: Any, strings: list[str], lengths: 
 
 
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="of numpy 2")
-def test_numpys_own_string_type_holds_strings() -> None:
+def test_numpy_string_dtype_is_accepted() -> None:
     array = np.array(["a", "é"], dtype=np.dtypes.StringDType())
     assert strings_of(FIELD, split(FIELD, array)) == ["a", "é"]
 
 
 @pytest.mark.parametrize("value", [[1], [[]], [], np.array([1]), np.array([1], dtype=object)])
-def test_what_does_not_begin_with_a_string_is_no_strings(value: Any) -> None:
+def test_values_that_do_not_begin_with_a_string_are_not_strings(value: Any) -> None:
     assert strings_of(FIELD, split(FIELD, value)) is None
 
 
@@ -134,21 +136,21 @@ def test_what_does_not_begin_with_a_string_is_no_strings(value: Any) -> None:
         ([["a"], ["\ud800"]], "features.movie[1]: '\\ud800' is no text: half of a surrogate"),
     ],
 )
-def test_wrong_strings_are_named_by_field_and_value(value: Any, message: str) -> None:
+def test_invalid_strings_are_named_by_field_and_value(value: Any, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         strings_of(FIELD, split(FIELD, value))
 
     assert str(caught.value).startswith(message)
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
+def test_long_value_is_truncated_in_the_error_message() -> None:
     with pytest.raises(InvalidRequest) as caught:
         ids("x" * 1000)
 
     assert len(str(caught.value)) < 200
 
 
-def test_the_example_of_a_wrong_id_skips_empty_bags() -> None:
+def test_example_index_of_an_invalid_id_counts_empty_bags() -> None:
     with pytest.raises(InvalidRequest, match=r"features\.movie\[3\]: 0\.5"):
         ids([[], [1], [], [0.5]])
 
@@ -162,7 +164,7 @@ def test_the_example_of_a_wrong_id_skips_empty_bags() -> None:
         (np.array([0.25], dtype=">f8"), [0.25]),
     ],
 )
-def test_weights_are_float32(value: Any, flat: list[float]) -> None:
+def test_weights_become_float32(value: Any, flat: list[float]) -> None:
     assert weights(value) == flat
 
 
@@ -178,7 +180,7 @@ def test_weights_are_float32(value: Any, flat: list[float]) -> None:
         ([10**400], "weights.movie: a weight does not fit in float32"),
     ],
 )
-def test_wrong_weights_are_named_by_field_and_value(value: Any, message: str) -> None:
+def test_invalid_weights_are_named_by_field_and_value(value: Any, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         weights(value)
 

@@ -9,7 +9,7 @@ from embedserve_client.core.batch import batch_of
 from embedserve_client.errors import InvalidRequest
 
 
-def test_features_are_joined_feature_major() -> None:
+def test_features_are_concatenated_in_feature_major_order() -> None:
     batch = batch_of(
         {
             "product": [[101, 202], [], [303]],
@@ -25,7 +25,7 @@ def test_features_are_joined_feature_major() -> None:
     assert batch.weights is None
 
 
-def test_strings_stand_apart_from_integers_and_lengths_are_of_all() -> None:
+def test_string_ids_are_separate_and_lengths_cover_all_features() -> None:
     batch = batch_of(
         {"title": [["a"], ["b", "c"]], "user": [[1], []], "tag": [[], ["d"]], "shop": [[], []]},
         {"user": [[0.5], []], "tag": [[], [2.0]]},
@@ -39,7 +39,7 @@ def test_strings_stand_apart_from_integers_and_lengths_are_of_all() -> None:
     assert batch.weights.tolist() == [1, 1, 1, 0.5, 2]
 
 
-def test_strings_alone_leave_no_integers() -> None:
+def test_request_of_strings_alone_has_no_integer_ids() -> None:
     batch = batch_of({"title": ["a"]})
 
     assert (batch.ids.dtype, batch.ids.size) == (np.dtype(np.int64), 0)
@@ -60,7 +60,7 @@ def test_strings_alone_leave_no_integers() -> None:
         ),
     ],
 )
-def test_wrong_features_are_named(features: Any, message: str) -> None:
+def test_invalid_features_are_named_in_the_error(features: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{message}$"):
         batch_of(features)
 
@@ -78,21 +78,21 @@ def test_wrong_features_are_named(features: Any, message: str) -> None:
         ([1, 2, 3], [0.5, 1.5, 2.5]),
     ],
 )
-def test_weights_take_the_shape_of_the_ids(ids: Any, weights: Any) -> None:
+def test_weights_of_the_shape_of_the_ids_are_accepted(ids: Any, weights: Any) -> None:
     batch = batch_of({"movie": ids}, {"movie": weights})
 
     assert batch.weights is not None
     assert batch.weights.tolist() == [0.5, 1.5, 2.5]
 
 
-def test_features_without_weights_count_every_id_once() -> None:
+def test_features_without_weights_have_weight_one() -> None:
     batch = batch_of({"user": [[1, 2]], "movie": [[3]]}, {"movie": [[0.5]]})
 
     assert batch.weights is not None
     assert batch.weights.tolist() == [1.0, 1.0, 0.5]
 
 
-def test_no_weights_are_none() -> None:
+def test_batch_without_weights_has_none() -> None:
     assert batch_of({"user": [1]}, {}).weights is None
 
 
@@ -112,13 +112,13 @@ def test_no_weights_are_none() -> None:
         ),
     ],
 )
-def test_weights_of_another_shape_are_refused(ids: Any, weights: Any, message: str) -> None:
+def test_weights_of_another_shape_are_rejected(ids: Any, weights: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{message}$"):
         batch_of({"movie": ids}, {"movie": weights})
 
 
 @pytest.mark.parametrize("field", ["features.movie", "weights.movie"])
-def test_masked_values_are_refused(field: str) -> None:
+def test_masked_values_are_rejected(field: str) -> None:
     masked = np.ma.masked_array([1, 2, 3], mask=[False, True, False])
     for values in (masked, masked.reshape(1, 3), (masked, np.array([2, 1]))):
         given: Any = {"movie": values}
@@ -129,7 +129,7 @@ def test_masked_values_are_refused(field: str) -> None:
     assert batch_of({"movie": whole}, {"movie": whole}).ids.tolist() == [1, 2, 3]
 
 
-def test_weights_of_a_feature_not_asked_for_are_refused() -> None:
+def test_weights_of_a_feature_missing_from_the_request_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match=r"^weights\.film: the request has no feature 'film'$"):
         batch_of({"movie": [1]}, {"film": [1.0]})
 
@@ -171,7 +171,7 @@ class FakeJagged:
         return self._weights
 
 
-def test_a_jagged_tensor_is_the_whole_request() -> None:
+def test_jagged_tensor_is_a_complete_request() -> None:
     tensor = FakeJagged(["product", "user"], [2, 0, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6], [0.5] * 6)
 
     batch = batch_of(tensor)
@@ -203,12 +203,12 @@ class VariableJagged(FakeJagged):
         (VariableJagged(["a"], [1], [1]), "features: the KeyedJaggedTensor has another batch"),
     ],
 )
-def test_a_wrong_jagged_tensor_is_refused(tensor: FakeJagged, message: str) -> None:
+def test_invalid_jagged_tensor_is_rejected(tensor: FakeJagged, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{message}"):
         batch_of(tensor)
 
 
-def test_a_jagged_tensor_takes_no_weights_beside_it() -> None:
+def test_separate_weights_with_a_jagged_tensor_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="carries its own"):
         batch_of(FakeJagged(["a"], [1], [1]), {"a": [1.0]})
 
@@ -248,7 +248,7 @@ NAMES: list[str] = [CountedName(f"f{number}") for number in range(300)]
     ],
     ids=lambda features: type(features).__name__,
 )
-def test_names_are_not_compared_with_all_others(features: Any) -> None:
+def test_feature_names_are_not_compared_pairwise(features: Any) -> None:
     CountedName.compared = 0
 
     assert batch_of(features).keys == tuple(map(str, NAMES))

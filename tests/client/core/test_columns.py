@@ -39,7 +39,7 @@ def ids(value: Any) -> tuple[list[int], list[int]]:
     ],
     ids=lambda column: f"{type(column).__module__.partition('.')[0]} {type(column).__name__}",
 )
-def test_a_column_of_lists_is_a_bag_per_example(column: Any) -> None:
+def test_list_column_is_a_bag_per_example(column: Any) -> None:
     assert ids(column) == ([1, 2, 3], [2, 0, 0, 1])
 
 
@@ -53,11 +53,11 @@ def test_a_column_of_lists_is_a_bag_per_example(column: Any) -> None:
     ],
     ids=lambda column: type(column).__module__,
 )
-def test_a_column_of_ids_is_one_per_example_and_null_is_none(column: Any) -> None:
+def test_id_column_is_one_id_per_example_and_null_an_empty_bag(column: Any) -> None:
     assert ids(column) == ([5, 7], [1, 0, 1])
 
 
-def test_a_column_of_lists_of_one_length_is_read() -> None:
+def test_fixed_size_list_column_is_read() -> None:
     assert ids(pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))) == (
         [1, 2, 3, 4],
         [2, 0, 2],
@@ -65,7 +65,7 @@ def test_a_column_of_lists_of_one_length_is_read() -> None:
     assert ids(pl.Series([[1, 2], [3, 4]], dtype=pl.Array(pl.Int64, 2))) == ([1, 2, 3, 4], [2, 2])
 
 
-def test_an_empty_column_has_no_example() -> None:
+def test_empty_column_has_no_examples() -> None:
     assert ids(pa.array([], pa.list_(pa.int64()))) == ([], [])
     assert ids(pa.chunked_array([], pa.int64())) == ([], [])
 
@@ -80,7 +80,7 @@ def test_an_empty_column_has_no_example() -> None:
     ],
     ids=lambda column: type(column).__module__,
 )
-def test_strings_in_columns_are_strings(column: Any) -> None:
+def test_string_list_columns_are_read_as_strings(column: Any) -> None:
     bags = split("f", column)
     assert strings_of("f", bags) == ["a", "b", "c"]
     assert bags.lengths.tolist() == [2, 0, 1]
@@ -99,7 +99,7 @@ def test_strings_in_columns_are_strings(column: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_id_is_named(column: Any, message: str) -> None:
+def test_invalid_ids_in_columns_are_named_in_the_error(column: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         ids(column)
 
@@ -114,7 +114,7 @@ def test_what_is_no_id_is_named(column: Any, message: str) -> None:
     ],
     ids=lambda table: type(table).__module__,
 )
-def test_a_tables_columns_are_the_features(table: Any) -> None:
+def test_table_columns_are_the_features(table: Any) -> None:
     batch = batch_of(table)
     assert (batch.keys, batch.batch_size) == (("user", "movie"), 2)
     assert batch.ids.tolist() == [7, 8, 1, 2]
@@ -122,12 +122,12 @@ def test_a_tables_columns_are_the_features(table: Any) -> None:
 
 
 @pytest.mark.parametrize("column", [pa.array([[1]]), pl.Series([[1]]), pd.Series([[1]])])
-def test_a_column_alone_is_no_table(column: Any) -> None:
+def test_single_column_is_rejected_as_a_table(column: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"features: [A-Za-z]+ is one column"):
         batch_of(column)
 
 
-def test_two_columns_of_one_name_are_refused() -> None:
+def test_duplicate_column_names_are_rejected() -> None:
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["user", "user"])
     with pytest.raises(InvalidRequest, match=r"features\.user: named twice"):
         batch_of(twice)
@@ -143,17 +143,17 @@ def test_two_columns_of_one_name_are_refused() -> None:
     ],
     ids=lambda column: str(getattr(column, "dtype", "arrow")),
 )
-def test_a_column_of_strings_is_one_per_example_and_null_is_none(column: Any) -> None:
+def test_string_column_is_one_id_per_example_and_null_an_empty_bag(column: Any) -> None:
     bags = split("f", column)
     assert strings_of("f", bags) == ["a"]
     assert bags.lengths.tolist() == [1, 0]
 
 
-def test_a_slice_of_a_column_is_read() -> None:
+def test_sliced_column_is_read() -> None:
     assert ids(pa.array([[1, 2], [3], None, [4]]).slice(1)) == ([3, 4], [1, 0, 1])
 
 
-def test_tensors_are_taken_like_arrays() -> None:
+def test_tensors_are_accepted_like_arrays() -> None:
     assert ids(torch.tensor([[1, 2], [3, 4]])) == ([1, 2, 3, 4], [2, 2])
     assert ids((torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))) == ([1, 2, 3], [2, 0, 1])
     assert ids((torch.tensor([1]), np.array([1]))) == ([1], [1])
@@ -163,7 +163,7 @@ def test_tensors_are_taken_like_arrays() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
-def test_weights_of_types_that_numpy_lacks_are_float32(dtype: torch.dtype) -> None:
+def test_weight_dtypes_missing_in_numpy_become_float32(dtype: torch.dtype) -> None:
     given = torch.tensor([0.5, 1.0, 2.0]).to(dtype)
     for weights in (given, (given, torch.tensor([2, 1])), [given[:2], given[2:]]):
         batch = batch_of({"f": [[1, 2], [3]]}, {"f": weights})
@@ -180,7 +180,7 @@ def test_weights_of_types_that_numpy_lacks_are_float32(dtype: torch.dtype) -> No
         (torch.tensor([1j]).conj(), r"Can't call numpy\(\) on Tensor"),
     ],
 )
-def test_a_tensor_that_numpy_cannot_hold_is_refused(tensor: Any, message: str) -> None:
+def test_tensor_that_numpy_cannot_hold_is_rejected(tensor: Any, message: str) -> None:
     for field, features, weights in (
         ("features.f", {"f": tensor}, None),
         ("features.f", {"f": (tensor, np.array([1]))}, None),
@@ -191,7 +191,7 @@ def test_a_tensor_that_numpy_cannot_hold_is_refused(tensor: Any, message: str) -
             batch_of(features, weights)
 
 
-def test_weights_may_be_columns_too() -> None:
+def test_weights_may_be_columns_or_tensors() -> None:
     batch = batch_of({"f": pa.array([[1, 2], [3]])}, {"f": pa.array([[0.5, 1.0], [2.0]])})
     assert batch.weights is not None
     assert batch.weights.tolist() == [0.5, 1.0, 2.0]

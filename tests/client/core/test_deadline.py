@@ -6,12 +6,12 @@ from embedserve_client.core.deadline import check_timeout, timeout_headers, time
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.5, float("inf"), float("nan")])
-def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
+def test_invalid_timeout_is_rejected(timeout_s: float) -> None:
     with pytest.raises(ValueError, match=f"timeout_s: {timeout_s!r} is not"):
         check_timeout(timeout_s)
 
 
-def test_the_calls_own_timeout_counts_first() -> None:
+def test_timeout_of_the_call_overrides_the_default() -> None:
     assert timeout_of(0.5, 10.0) == 0.5
     assert timeout_of(None, 10.0) == 10.0
     assert timeout_of(None, None) is None
@@ -21,7 +21,7 @@ def test_the_calls_own_timeout_counts_first() -> None:
     ("timeout_s", "headers"),
     [(0.25, {"X-Timeout-Ms": "250"}), (0.0001, {"X-Timeout-Ms": "1"}), (None, {})],
 )
-def test_the_server_is_told_whole_milliseconds(
+def test_timeout_header_is_in_whole_milliseconds(
     timeout_s: float | None, headers: dict[str, str]
 ) -> None:
     assert timeout_headers(timeout_s) == headers

@@ -17,14 +17,14 @@ from embedserve_proto import embedding_pb2 as pb
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def answer(values: Any, **fields: Any) -> pb.EmbedResponse:
+def response_message(values: Any, **fields: Any) -> pb.EmbedResponse:
     array = np.array(values, dtype="<f2" if fields.get("output_dtype") else "<f4")
     given: dict[str, Any] = {"batch_size": len(array), "keys": ["user"], "length_per_key": [2]}
     given |= fields
     return pb.EmbedResponse(model="shop", version=7, values=array.tobytes(), **given)
 
 
-def test_arrays_travel_as_little_endian_bytes() -> None:
+def test_arrays_are_encoded_as_little_endian_bytes() -> None:
     features = {"user": np.array([1, 258], dtype=">i8")}
     message = request_of(batch_of(features, {"user": np.array([1.0, 0.5])}), "shop")
 
@@ -36,11 +36,11 @@ def test_arrays_travel_as_little_endian_bytes() -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), [("float32", pb.FLOAT32), ("float16", pb.FLOAT16)])
-def test_the_output_dtype_travels_as_its_number(name: Any, number: pb.OutputDType) -> None:
+def test_output_dtype_is_encoded_as_its_enum_number(name: Any, number: pb.OutputDType) -> None:
     assert request_of(batch_of({"user": [1]}), None, name).output_dtype == number
 
 
-def test_the_output_keys_travel_as_they_are() -> None:
+def test_output_keys_are_encoded_unchanged() -> None:
     batch = batch_of({"user": [1]})
     assert list(request_of(batch, None).output_keys) == []
     assert list(request_of(batch, None, output_keys=("movie", "user")).output_keys) == [
@@ -50,13 +50,13 @@ def test_the_output_keys_travel_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("keys", ["movie", [1], None, 7, {"movie"}])
-def test_what_is_no_list_of_output_keys_is_refused(keys: Any) -> None:
+def test_invalid_output_keys_are_rejected(keys: Any) -> None:
     with pytest.raises(InvalidRequest, match="is no list of keys") as caught:
         request_of(batch_of({"user": [1]}), None, output_keys=keys)
     assert caught.value.field == "output_keys"
 
 
-def test_no_model_and_no_weights_leave_the_fields_empty() -> None:
+def test_missing_model_and_weights_leave_fields_empty() -> None:
     message = request_of(batch_of({"user": [1]}), None)
 
     assert (message.model, message.weights_bytes) == ("", b"")
@@ -71,7 +71,7 @@ def requests(draw: st.DrawFn) -> dict[str, list[list[int]]]:
 
 
 @given(features=requests())
-def test_what_is_encoded_decodes_to_the_same_bags(features: dict[str, list[list[int]]]) -> None:
+def test_encoded_requests_decode_to_the_same_bags(features: dict[str, list[list[int]]]) -> None:
     sent = request_of(batch_of(features), None).SerializeToString()
     message = pb.EmbedRequest.FromString(sent)
 
@@ -86,7 +86,7 @@ def test_what_is_encoded_decodes_to_the_same_bags(features: dict[str, list[list[
 
 
 @given(features=requests())
-def test_lists_and_pairs_of_arrays_are_the_same_bytes(
+def test_lists_and_pairs_of_arrays_encode_to_the_same_bytes(
     features: dict[str, list[list[int]]],
 ) -> None:
     pairs = {
@@ -97,8 +97,8 @@ def test_lists_and_pairs_of_arrays_are_the_same_bytes(
     assert request_of(batch_of(pairs), None) == request_of(batch_of(features), None)
 
 
-def test_values_are_a_view_of_the_answer() -> None:
-    result = AnswerReader().read(answer([[1, 2], [3, 4]]), batch_size=2)
+def test_values_are_a_view_of_the_response() -> None:
+    result = AnswerReader().read(response_message([[1, 2], [3, 4]]), batch_size=2)
 
     assert result.values.tolist() == [[1, 2], [3, 4]]
     assert result.values.dtype == np.float32
@@ -106,8 +106,8 @@ def test_values_are_a_view_of_the_answer() -> None:
     assert not result.values.flags.writeable
 
 
-def test_float16_values_are_a_view_of_the_answer() -> None:
-    message = answer([[1, 0.1], [-7e-8, np.inf]], output_dtype=pb.FLOAT16)
+def test_float16_values_are_a_view_of_the_response() -> None:
+    message = response_message([[1, 0.1], [-7e-8, np.inf]], output_dtype=pb.FLOAT16)
     result = AnswerReader().read(message, batch_size=2)
 
     expected = np.array([[1, 0.1], [-7e-8, np.inf]], np.float16)
@@ -116,24 +116,24 @@ def test_float16_values_are_a_view_of_the_answer() -> None:
     assert not result.values.flags.owndata
 
 
-def test_an_answer_in_a_dtype_we_do_not_know_is_a_server_error() -> None:
+def test_unknown_output_dtype_raises_server_error() -> None:
     with pytest.raises(ServerError, match="output_dtype 7, which is not float32 or float16"):
-        AnswerReader().read(answer([[1, 2]], output_dtype=7), batch_size=1)
+        AnswerReader().read(response_message([[1, 2]], output_dtype=7), batch_size=1)
 
 
-def test_the_layout_is_kept_until_it_changes() -> None:
+def test_layout_is_reused_until_it_changes() -> None:
     reader = AnswerReader()
-    first = reader.read(answer([[1, 2]]), 1)
-    again = reader.read(answer([[3, 4]]), 1)
-    changed = reader.read(answer([[5, 6]], keys=["film"]), 1)
-    narrower = reader.read(answer([[7]], length_per_key=[1], keys=["film"]), 1)
+    first = reader.read(response_message([[1, 2]]), 1)
+    again = reader.read(response_message([[3, 4]]), 1)
+    changed = reader.read(response_message([[5, 6]], keys=["film"]), 1)
+    narrower = reader.read(response_message([[7]], length_per_key=[1], keys=["film"]), 1)
 
     assert again.layout is first.layout
     assert (changed.keys, changed["film"].tolist()) == (("film",), [[5, 6]])
     assert narrower["film"].tolist() == [[7]]
 
 
-def test_string_ids_are_named_by_their_keys() -> None:
+def test_string_ids_are_encoded_with_their_keys() -> None:
     message = request_of(batch_of({"title": ["a", "b"], "user": [1]}), None)
 
     assert (list(message.string_keys), list(message.string_ids)) == (["title"], ["a", "b"])
@@ -141,35 +141,39 @@ def test_string_ids_are_named_by_their_keys() -> None:
     assert message.lengths_bytes == bytes.fromhex("02000000 01000000")
 
 
-def test_unknown_ids_are_a_dict_and_empty_if_there_were_none() -> None:
+def test_unknown_ids_are_a_dict_that_is_empty_without_unknown_ids() -> None:
     reader = AnswerReader()
 
-    assert reader.read(answer([[1, 2]], unknown_ids={"user": 3}), 1).unknown_ids == {"user": 3}
-    assert reader.read(answer([[1, 2]]), 1).unknown_ids == {}
+    assert reader.read(response_message([[1, 2]], unknown_ids={"user": 3}), 1).unknown_ids == {
+        "user": 3
+    }
+    assert reader.read(response_message([[1, 2]]), 1).unknown_ids == {}
 
 
-def test_missing_ids_are_a_dict_and_empty_if_there_were_none() -> None:
+def test_missing_ids_are_a_dict_that_is_empty_without_missing_ids() -> None:
     reader = AnswerReader()
 
-    assert reader.read(answer([[1, 2]], missing_ids={"user": 3}), 1).missing_ids == {"user": 3}
-    assert reader.read(answer([[1, 2]]), 1).missing_ids == {}
+    assert reader.read(response_message([[1, 2]], missing_ids={"user": 3}), 1).missing_ids == {
+        "user": 3
+    }
+    assert reader.read(response_message([[1, 2]]), 1).missing_ids == {}
 
 
 @pytest.mark.parametrize("seq", [0, 1234, 2**63 - 1])
-def test_the_seq_is_that_of_the_answer_and_none_if_there_is_none(seq: int) -> None:
+def test_seq_is_read_from_the_response_and_is_otherwise_none(seq: int) -> None:
     reader = AnswerReader()
 
-    assert reader.read(answer([[1, 2]], seq=seq), 1).seq == seq
-    assert reader.read(answer([[1, 2]]), 1).seq is None
+    assert reader.read(response_message([[1, 2]], seq=seq), 1).seq == seq
+    assert reader.read(response_message([[1, 2]]), 1).seq is None
 
 
-def unpooled(values: Any, lengths: list[int], **fields: Any) -> pb.EmbedResponse:
+def unpooled_message(values: Any, lengths: list[int], **fields: Any) -> pb.EmbedResponse:
     given_fields = {"keys": ["movie", "user"], "length_per_key": [2, 2], "batch_size": 2} | fields
-    return answer(values, lengths=lengths, **given_fields)
+    return response_message(values, lengths=lengths, **given_fields)
 
 
-def test_an_unpooled_answer_is_a_view_with_lengths() -> None:
-    result = AnswerReader().read(unpooled([[1, 2], [3, 4], [5, 6]], [0, 2, 1, 0]), 2)
+def test_unpooled_result_is_a_view_with_lengths() -> None:
+    result = AnswerReader().read(unpooled_message([[1, 2], [3, 4], [5, 6]], [0, 2, 1, 0]), 2)
 
     assert not result.is_pooled
     assert result.values.tolist() == [[1, 2], [3, 4], [5, 6]]
@@ -178,8 +182,8 @@ def test_an_unpooled_answer_is_a_view_with_lengths() -> None:
     assert (result.lengths.dtype, result.lengths.tolist()) == (np.dtype(np.int32), [[0, 2], [1, 0]])
 
 
-def test_an_unpooled_answer_without_any_id_is_empty() -> None:
-    result = AnswerReader().read(unpooled(np.zeros((0, 2)), [0, 0, 0, 0]), 2)
+def test_unpooled_result_without_ids_is_empty() -> None:
+    result = AnswerReader().read(unpooled_message(np.zeros((0, 2)), [0, 0, 0, 0]), 2)
 
     assert not result.is_pooled
     assert result["user"].values.shape == (0, 2)
@@ -188,36 +192,42 @@ def test_an_unpooled_answer_without_any_id_is_empty() -> None:
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (unpooled([[1, 2]], [1, 0, 0]), "2 keys of 2 examples with 3 lengths"),
-        (unpooled([[1, 2]], [1, 1, -1, 0]), "2 keys of 2 examples with 4 lengths"),
-        (unpooled([[1, 2]], [1, 1, 0, 0]), "answered 2 examples in 8 bytes, not 2 in 16"),
-        (unpooled([[1, 2]], [1, 0, 0, 0], length_per_key=[2, 1]), r"rows of \(2, 1\) numbers"),
-        (answer([[1, 2]]), r"answered 1 examples in 8 bytes, not 2 in 16"),
-        (answer([[1]] * 2, output_dtype=1), r"answered 2 examples in 4 bytes, not 2 in 8"),
-        (answer([[1, 2]], batch_size=2), r"answered 2 examples in 8 bytes, not 2 in 16"),
-        (answer([[1], [2]], keys=[]), "0 keys with 1 lengths"),
-        (answer([[1], [2]], length_per_key=[1, 1]), "1 keys with 2 lengths"),
+        (unpooled_message([[1, 2]], [1, 0, 0]), "2 keys of 2 examples with 3 lengths"),
+        (unpooled_message([[1, 2]], [1, 1, -1, 0]), "2 keys of 2 examples with 4 lengths"),
+        (unpooled_message([[1, 2]], [1, 1, 0, 0]), "answered 2 examples in 8 bytes, not 2 in 16"),
+        (
+            unpooled_message([[1, 2]], [1, 0, 0, 0], length_per_key=[2, 1]),
+            r"rows of \(2, 1\) numbers",
+        ),
+        (response_message([[1, 2]]), r"answered 1 examples in 8 bytes, not 2 in 16"),
+        (
+            response_message([[1]] * 2, output_dtype=1),
+            r"answered 2 examples in 4 bytes, not 2 in 8",
+        ),
+        (response_message([[1, 2]], batch_size=2), r"answered 2 examples in 8 bytes, not 2 in 16"),
+        (response_message([[1], [2]], keys=[]), "0 keys with 1 lengths"),
+        (response_message([[1], [2]], length_per_key=[1, 1]), "1 keys with 2 lengths"),
         (pb.EmbedResponse(), "0 keys with 0 lengths"),
     ],
 )
-def test_an_answer_that_does_not_fit_is_a_server_error(message: Any, why: str) -> None:
+def test_inconsistent_response_raises_server_error(message: Any, why: str) -> None:
     with pytest.raises(ServerError, match=why):
         AnswerReader().read(message, batch_size=2)
 
 
-def test_bytes_that_are_no_answer_are_a_server_error() -> None:
+def test_malformed_response_bytes_raise_server_error() -> None:
     with pytest.raises(ServerError, match="no EmbedResponse"):
         AnswerReader().read_bytes(b"<html>", batch_size=1)
 
 
-def test_an_outcome_is_the_result_or_the_error_sent_in_its_place() -> None:
+def test_outcome_is_the_result_or_the_error_of_the_response() -> None:
     error = pb.Error(code="RESOURCE_EXHAUSTED", message="queue full", field="")
-    refused = AnswerReader().outcome(pb.EmbedResponse(error=error), batch_size=1)
-    answered = AnswerReader().outcome(answer([[1, 2]]), batch_size=1)
+    rejected = AnswerReader().outcome(pb.EmbedResponse(error=error), batch_size=1)
+    successful = AnswerReader().outcome(response_message([[1, 2]]), batch_size=1)
 
-    assert isinstance(refused, Overloaded)
-    assert str(refused) == "queue full"
-    assert isinstance(answered, EmbedResult)
-    assert answered.result() is answered
+    assert isinstance(rejected, Overloaded)
+    assert str(rejected) == "queue full"
+    assert isinstance(successful, EmbedResult)
+    assert successful.result() is successful
     with pytest.raises(EmbedServeClientError, match="queue full"):
-        refused.result()
+        rejected.result()

@@ -18,20 +18,18 @@ def result() -> EmbedResult:
     return EmbedResult(values, Layout(("movie", "user"), (2, 1)), "shop", 7)
 
 
-def test_a_key_is_a_view_of_its_columns(result: EmbedResult) -> None:
+def test_pooled_key_is_a_view_of_its_columns(result: EmbedResult) -> None:
     assert result["movie"].tolist() == [[0, 1], [3, 4]]
     assert result["user"].tolist() == [[2], [5]]
     assert np.shares_memory(result["user"], result.values)
 
 
-def test_an_unknown_key_names_those_there_are(result: EmbedResult) -> None:
+def test_unknown_key_error_lists_the_existing_keys(result: EmbedResult) -> None:
     with pytest.raises(KeyError, match="'film' is no key of shop; it has movie, user"):
         result["film"]
 
 
-def test_printed_it_shows_shapes_and_the_first_values(
-    result: EmbedResult, jagged: EmbedResult
-) -> None:
+def test_str_shows_shapes_and_first_values(result: EmbedResult, jagged: EmbedResult) -> None:
     assert str(result) == (
         "shop version 7: 2 examples, float32\n  movie  2 x 2  [0, 1] …\n  user   2 x 1  [2] …"
     )
@@ -40,7 +38,7 @@ def test_printed_it_shows_shapes_and_the_first_values(
     )
 
 
-def test_printed_it_says_what_was_unknown_and_leaves_out_the_rest() -> None:
+def test_str_shows_unknown_ids_and_truncates_long_rows() -> None:
     layout = Layout(("user", "movie"), (6, 2))
     values = (np.arange(8)[None, :] / 3).astype(np.float16)
     one = EmbedResult(values, layout, "shop", 7, {"user": 2, "movie": 1})
@@ -56,7 +54,7 @@ def test_printed_it_says_what_was_unknown_and_leaves_out_the_rest() -> None:
     )
 
 
-def test_printed_it_says_what_is_missing() -> None:
+def test_str_shows_missing_ids() -> None:
     one = EmbedResult(VALUES, Layout(("movie",), (3,)), "shop", 7, {"movie": 1})
     lacking = replace(one, missing_ids={"user": 2, "movie": 1})
 
@@ -67,7 +65,7 @@ def test_printed_it_says_what_is_missing() -> None:
     )
 
 
-def test_printed_it_says_its_seq() -> None:
+def test_str_shows_the_seq() -> None:
     one = EmbedResult(VALUES, Layout(("movie",), (3,)), "shop", 7, seq=0)
 
     assert str(one).startswith("shop version 7 seq 0: 2 examples, float32\n")
@@ -89,7 +87,7 @@ def jagged() -> EmbedResult:
     return EmbedResult(values, Layout(("movie", "user"), (2, 2)), "sequence", 7, {}, lengths)
 
 
-def test_a_key_that_is_not_pooled_is_a_view_of_its_rows(jagged: EmbedResult) -> None:
+def test_unpooled_key_is_a_view_of_its_rows(jagged: EmbedResult) -> None:
     assert jagged["movie"].values.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert jagged["movie"].lengths.tolist() == [0, 3]
     assert jagged["user"].values.tolist() == [[6, 7]]
@@ -98,14 +96,16 @@ def test_a_key_that_is_not_pooled_is_a_view_of_its_rows(jagged: EmbedResult) -> 
     assert (jagged.batch_size, jagged.is_pooled) == (2, False)
 
 
-def test_tensors_of_the_other_kind_are_refused(result: EmbedResult, jagged: EmbedResult) -> None:
+def test_conversion_to_the_other_tensor_kind_is_rejected(
+    result: EmbedResult, jagged: EmbedResult
+) -> None:
     with pytest.raises(TypeError, match="model 'sequence' is not pooled: call to_jagged_tensors"):
         jagged.to_keyed_tensor()
     with pytest.raises(TypeError, match="model 'shop' is pooled: call to_keyed_tensor"):
         result.to_jagged_tensors()
 
 
-def test_every_key_is_read_in_linear_time() -> None:
+def test_all_keys_are_read_in_linear_time() -> None:
     """Checks that no key adds up the lengths of the keys before it, nor compares itself with
     them."""
     keys, compared = 200, 0

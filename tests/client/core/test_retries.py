@@ -22,11 +22,11 @@ from embedserve_client.errors import (
     UnknownModel,
 )
 
-OTHERS = (InvalidRequest, TooLarge, UnknownModel, DeadlineExceeded, ServerError)
+NOT_RETRIED = (InvalidRequest, TooLarge, UnknownModel, DeadlineExceeded, ServerError)
 
 
 @pytest.mark.parametrize("kind", [Overloaded, Unavailable])
-def test_pauses_double_at_most_and_are_drawn_at_random(kind: type[EmbedServeClientError]) -> None:
+def test_pauses_are_random_and_their_maximum_doubles(kind: type[EmbedServeClientError]) -> None:
     for _ in range(100):
         tries, longest_s = RetryState(8, None), FIRST_PAUSE_S
         for _ in range(8):
@@ -37,23 +37,23 @@ def test_pauses_double_at_most_and_are_drawn_at_random(kind: type[EmbedServeClie
     assert len({RetryState(1, None).pause_s(kind("no")) for _ in range(100)}) > 50
 
 
-def test_what_the_server_asks_for_comes_first() -> None:
+def test_pause_is_at_least_the_retry_after_of_the_server() -> None:
     pause_s = RetryState(1, None).pause_s(Overloaded("full", retry_after_s=3.0))
 
     assert pause_s is not None
     assert 3.0 <= pause_s <= 3.0 + FIRST_PAUSE_S
 
 
-def test_a_server_that_asks_for_an_hour_is_not_asked_again() -> None:
+def test_retry_after_of_an_hour_is_not_retried() -> None:
     assert RetryState(1, None).pause_s(Overloaded("full", retry_after_s=3600.0)) is None
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_what_no_time_mends_is_not_tried_again(kind: type[EmbedServeClientError]) -> None:
+@pytest.mark.parametrize("kind", NOT_RETRIED)
+def test_permanent_errors_are_not_retried(kind: type[EmbedServeClientError]) -> None:
     assert RetryState(9, None).pause_s(kind("no")) is None
 
 
-def test_there_are_no_more_tries_than_asked_for() -> None:
+def test_retries_end_at_their_limit() -> None:
     tries = RetryState(2, None)
 
     pauses_s = [tries.pause_s(Overloaded("full")) for _ in range(3)]
@@ -61,11 +61,11 @@ def test_there_are_no_more_tries_than_asked_for() -> None:
     assert [pause_s is None for pause_s in pauses_s] == [False, False, True]
 
 
-def test_a_pause_past_the_deadline_is_not_made() -> None:
+def test_no_retry_if_the_pause_would_exceed_the_deadline() -> None:
     assert RetryState(2, 2.0).pause_s(Overloaded("full", retry_after_s=3.0)) is None
 
 
-def test_the_next_try_has_what_is_left_of_the_calls_time() -> None:
+def test_retry_gets_the_remaining_time_of_the_call() -> None:
     tries = RetryState(1, 0.2)
     before_s, end_s = tries.left_s(), time.monotonic() + 0.2
     while time.monotonic() < end_s:
@@ -79,20 +79,20 @@ def test_the_next_try_has_what_is_left_of_the_calls_time() -> None:
 
 @pytest.mark.parametrize("retries", [-1, 1.5, True, "2"])
 @pytest.mark.parametrize("make", [EmbedClient, GrpcEmbedClient])
-def test_retries_are_counted_in_whole_numbers(make: Any, retries: Any) -> None:
+def test_invalid_number_of_retries_is_rejected(make: Any, retries: Any) -> None:
     with pytest.raises(ValueError, match=r"retries: .* is not a whole number"):
         make("127.0.0.1:1", retries=retries)
 
 
-def test_a_call_that_was_refused_is_made_again(retrying_client: Any, model: FakeModel) -> None:
-    model.refusals = ["UNAVAILABLE", "UNAVAILABLE"]
+def test_rejected_call_is_retried(retrying_client: Any, model: FakeModel) -> None:
+    model.rejections = ["UNAVAILABLE", "UNAVAILABLE"]
 
     assert retrying_client.embed({"user": [1]}).batch_size == 1
     assert len(model.requests) == 3
 
 
-def test_after_the_last_try_the_error_is_told(retrying_client: Any, model: FakeModel) -> None:
-    model.refusals = ["UNAVAILABLE"] * 4
+def test_error_is_raised_after_the_last_retry(retrying_client: Any, model: FakeModel) -> None:
+    model.rejections = ["UNAVAILABLE"] * 4
 
     with pytest.raises(Unavailable, match="ordered by the test"):
         retrying_client.embed({"user": [1]})
@@ -100,7 +100,7 @@ def test_after_the_last_try_the_error_is_told(retrying_client: Any, model: FakeM
 
 
 @pytest.mark.parametrize("make", [EmbedClient, GrpcEmbedClient])
-def test_a_server_that_comes_later_is_reached(make: Any, model: FakeModel) -> None:
+def test_server_that_starts_during_the_retries_is_reached(make: Any, model: FakeModel) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool, make(f"127.0.0.1:{port}", retries=50) as client:
         with pytest.raises(Unavailable):
@@ -111,32 +111,30 @@ def test_a_server_that_comes_later_is_reached(make: Any, model: FakeModel) -> No
             assert answer.result().batch_size == 1
 
 
-def test_a_wrong_call_is_made_once(retrying_client: Any, model: FakeModel) -> None:
+def test_invalid_call_is_not_retried(retrying_client: Any, model: FakeModel) -> None:
     with pytest.raises(UnknownModel):
         retrying_client.embed({"user": [1]}, model="books")
     assert len(model.requests) == 1
 
 
-def test_by_default_nothing_is_tried_again(client: Any, model: FakeModel) -> None:
-    model.refusals = ["UNAVAILABLE"]
+def test_no_retries_by_default(client: Any, model: FakeModel) -> None:
+    model.rejections = ["UNAVAILABLE"]
 
     with pytest.raises(Unavailable):
         client.embed({"user": [1]})
     assert len(model.requests) == 1
 
 
-def test_a_server_that_asks_for_more_time_than_there_is_is_not_asked_again(
-    rest_url: str, model: FakeModel
-) -> None:
-    model.refusals, model.retry_after_s = ["RESOURCE_EXHAUSTED"], 60
+def test_retry_after_beyond_the_deadline_is_not_retried(rest_url: str, model: FakeModel) -> None:
+    model.rejections, model.retry_after_s = ["RESOURCE_EXHAUSTED"], 60
 
     with EmbedClient(rest_url, retries=2, timeout_s=59.0) as client, pytest.raises(Overloaded):
         client.embed({"user": [1]})
     assert len(model.requests) == 1
 
 
-def test_the_time_that_is_left_is_the_next_trys_deadline(rest_url: str, model: FakeModel) -> None:
-    model.refusals, model.slow_s = ["UNAVAILABLE"], 0.002  # the header is in whole milliseconds
+def test_timeout_header_of_a_retry_is_the_remaining_time(rest_url: str, model: FakeModel) -> None:
+    model.rejections, model.slow_s = ["UNAVAILABLE"], 0.002  # the header is in whole milliseconds
 
     with EmbedClient(rest_url, retries=1, timeout_s=60.0) as client:
         client.embed({"user": [1]})

@@ -47,7 +47,7 @@ async def call(transport: Transport, is_async: bool) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("closed_at", [0, 2])
-async def test_a_call_that_fails_on_a_closed_client_is_not_retried(
+async def test_call_is_not_retried_if_the_client_was_closed_in_flight(
     closed_at: int, is_async: bool
 ) -> None:
     transport = Transport(closed_at, is_during=True)
@@ -58,7 +58,7 @@ async def test_a_call_that_fails_on_a_closed_client_is_not_retried(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_client_that_is_closed_in_a_pause_raises_its_own_error(is_async: bool) -> None:
+async def test_client_closed_during_a_retry_pause_raises_unavailable(is_async: bool) -> None:
     transport = Transport(1, is_during=False)
 
     with pytest.raises(Unavailable, match="the client was closed during the call") as caught:
@@ -68,7 +68,7 @@ async def test_a_client_that_is_closed_in_a_pause_raises_its_own_error(is_async:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_client_that_was_closed_before_raises_the_error_of_its_transport(
+async def test_client_closed_before_the_call_raises_the_transport_error(
     is_async: bool,
 ) -> None:
     with pytest.raises(RuntimeError, match="the connection is closed"):

@@ -13,21 +13,21 @@ from embedserve_client.core.security import tls_context
 
 
 @pytest.mark.parametrize("url", ["http://host:8000", "HTTP://host"])
-def test_without_tls_no_authorities_are_read_and_nobody_is_trusted(url: str) -> None:
+def test_without_tls_no_certificate_authorities_are_trusted(url: str) -> None:
     context = tls_context(url, None, None)
     assert context.cert_store_stats()["x509_ca"] == 0
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
 
 
 @pytest.mark.parametrize("url", ["https://host", "HTTPS://host:8443"])
-def test_the_systems_authorities_are_trusted(url: str) -> None:
+def test_system_certificate_authorities_are_trusted_by_default(url: str) -> None:
     context = tls_context(url, None, None)
     assert context.cert_store_stats() == ssl.create_default_context().cert_store_stats()
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
 
 
 @pytest.mark.parametrize("url", ["https://host", "http://host"])
-def test_authorities_that_are_named_are_read(url: str, tmp_path: Path) -> None:
+def test_given_certificate_authorities_are_trusted(url: str, tmp_path: Path) -> None:
     root = tmp_path / "root.pem"
     root.write_bytes(Authority().root)
     for path in (str(root), root):

@@ -8,8 +8,8 @@ import pytest
 
 from embedserve_client.grpc.calls import Ending, Status
 
-SERVERS = (grpc.StatusCode.UNAVAILABLE, "draining", (("retry-after", "7"),))
-GRPCS = (grpc.StatusCode.INTERNAL, "Internal error from Core", ())
+SERVER_STATUS = (grpc.StatusCode.UNAVAILABLE, "draining", (("retry-after", "7"),))
+GRPC_STATUS = (grpc.StatusCode.INTERNAL, "Internal error from Core", ())
 
 
 class FakeCall:
@@ -42,14 +42,14 @@ class FakeCall:
 @pytest.mark.parametrize(
     ("statuses", "ended"),
     [
-        ([SERVERS], SERVERS),
-        ([SERVERS, GRPCS], SERVERS),
-        ([GRPCS, SERVERS], SERVERS),
-        ([GRPCS, GRPCS, GRPCS, SERVERS], SERVERS),
-        ([GRPCS], GRPCS),
+        ([SERVER_STATUS], SERVER_STATUS),
+        ([SERVER_STATUS, GRPC_STATUS], SERVER_STATUS),
+        ([GRPC_STATUS, SERVER_STATUS], SERVER_STATUS),
+        ([GRPC_STATUS, GRPC_STATUS, GRPC_STATUS, SERVER_STATUS], SERVER_STATUS),
+        ([GRPC_STATUS], GRPC_STATUS),
     ],
 )
-async def test_the_servers_status_counts_whenever_it_comes(
+async def test_server_status_takes_precedence_whenever_received(
     statuses: list[Status], ended: Status
 ) -> None:
     call = FakeCall(*statuses)
@@ -59,5 +59,5 @@ async def test_the_servers_status_counts_whenever_it_comes(
     assert await ending.status() == ended
 
 
-async def test_a_status_nobody_noted_is_asked_for() -> None:
-    assert await Ending(FakeCall(SERVERS)).status() == SERVERS
+async def test_status_not_recorded_at_the_end_is_read_from_the_call() -> None:
+    assert await Ending(FakeCall(SERVER_STATUS)).status() == SERVER_STATUS

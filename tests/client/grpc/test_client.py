@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 import grpc
 import numpy as np
 import pytest
-from client.fake import ASKED_S_MAX, FakeModel, Silent, grpc_server, pooled
+from client.fake import RESPONSE_S_MAX, FakeModel, SilentModel, grpc_server, pooled
 from running_servers import free_port
 
 from embedserve_client import (
@@ -28,7 +28,7 @@ from embedserve_client.grpc.calls import KEEPALIVE_MS_MAX
 LARGE_BATCH = 4 * 2**20 // (6 * 4) + 1
 
 
-def test_answers_over_grpcs_own_limit_are_taken(grpc_target: str) -> None:
+def test_responses_over_grpc_default_limit_are_accepted(grpc_target: str) -> None:
     ids = np.zeros(LARGE_BATCH, dtype=np.int64)
     ids[-1] = 9
     with GrpcEmbedClient(grpc_target) as client:
@@ -38,7 +38,7 @@ def test_answers_over_grpcs_own_limit_are_taken(grpc_target: str) -> None:
     np.testing.assert_array_equal(result["user"][-1:], pooled("user", [[9]]))
 
 
-def test_answers_over_the_clients_limit_are_refused(grpc_target: str) -> None:
+def test_responses_over_the_client_limit_are_rejected(grpc_target: str) -> None:
     with (
         GrpcEmbedClient(grpc_target, receive_bytes_max=1000) as client,
         pytest.raises(TooLarge, match="larger than max"),
@@ -46,7 +46,7 @@ def test_answers_over_the_clients_limit_are_refused(grpc_target: str) -> None:
         client.embed({"user": np.zeros(100, dtype=np.int64)})
 
 
-def test_a_method_the_server_lacks_is_a_server_error() -> None:
+def test_method_missing_on_the_server_raises_server_error() -> None:
     with ThreadPoolExecutor(max_workers=1) as pool:
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -61,7 +61,7 @@ def test_a_method_the_server_lacks_is_a_server_error() -> None:
     assert isinstance(caught.value.__cause__, grpc.RpcError)
 
 
-def test_a_closed_channel_takes_no_call(grpc_target: str) -> None:
+def test_closed_client_rejects_calls(grpc_target: str) -> None:
     client = GrpcEmbedClient(grpc_target)
     client.close()
 
@@ -69,34 +69,34 @@ def test_a_closed_channel_takes_no_call(grpc_target: str) -> None:
         client.embed({"user": [1]})
 
 
-def test_a_call_in_flight_ends_when_another_thread_closes_the_client() -> None:
-    model = Silent()
+def test_call_in_flight_fails_when_another_thread_closes_the_client() -> None:
+    model = SilentModel()
     with grpc_server(model) as target, ThreadPoolExecutor(max_workers=1) as pool:
-        client = GrpcEmbedClient(target, retries=3, timeout_s=ASKED_S_MAX)
-        asked = pool.submit(client.embed, {"user": [1]})
-        assert model.asked.wait(ASKED_S_MAX)
+        client = GrpcEmbedClient(target, retries=3, timeout_s=RESPONSE_S_MAX)
+        pending = pool.submit(client.embed, {"user": [1]})
+        assert model.requested.wait(RESPONSE_S_MAX)
         client.close()
-        error = asked.exception(ASKED_S_MAX)
-        model.may_answer.set()
+        error = pending.exception(RESPONSE_S_MAX)
+        model.may_respond.set()
     assert isinstance(error, Unavailable)
 
 
-async def test_a_call_in_flight_ends_when_another_task_closes_the_client() -> None:
+async def test_call_in_flight_fails_when_another_task_closes_the_client() -> None:
     """The call fails with a client error; only the task that was cancelled raises
     CancelledError."""
-    model = Silent()
+    model = SilentModel()
     with grpc_server(model) as target:
-        client = AsyncGrpcEmbedClient(target, retries=3, timeout_s=ASKED_S_MAX)
-        asked, cancelled = (asyncio.create_task(client.embed({"user": [1]})) for _ in range(2))
-        assert await asyncio.to_thread(model.asked.wait, ASKED_S_MAX)
+        client = AsyncGrpcEmbedClient(target, retries=3, timeout_s=RESPONSE_S_MAX)
+        pending, cancelled = (asyncio.create_task(client.embed({"user": [1]})) for _ in range(2))
+        assert await asyncio.to_thread(model.requested.wait, RESPONSE_S_MAX)
         cancelled.cancel()
         await client.close()
-        ended = await asyncio.gather(asked, cancelled, return_exceptions=True)
-        model.may_answer.set()
+        ended = await asyncio.gather(pending, cancelled, return_exceptions=True)
+        model.may_respond.set()
     assert list(map(type, ended)) == [Unavailable, asyncio.CancelledError]
 
 
-def test_credentials_make_a_tls_channel(grpc_target: str) -> None:
+def test_credentials_make_the_channel_use_tls(grpc_target: str) -> None:
     """The fake speaks plain text, so a TLS channel cannot connect."""
     with (
         GrpcEmbedClient(grpc_target, credentials=grpc.ssl_channel_credentials()) as client,
@@ -105,13 +105,13 @@ def test_credentials_make_a_tls_channel(grpc_target: str) -> None:
         client.embed({"user": [1]})
 
 
-def test_calls_take_turns_over_the_servers_of_a_target() -> None:
+def test_calls_are_balanced_over_the_servers_of_a_target() -> None:
     """Checks that a stopped server gets no calls, and gets calls again after its restart."""
     models = FakeModel(), FakeModel()
     with ExitStack() as first, grpc_server(models[1]) as other:
         target = first.enter_context(grpc_server(models[0], free_port()))
         with GrpcEmbedClient(f"ipv4:{target},{other}", retries=5) as client:
-            ask_until_all_were_asked(client, models)
+            call_until_every_server_was_called(client, models)
             for _ in range(20):
                 client.embed({"user": [1]})
             counts = [len(model.requests) for model in models]
@@ -121,18 +121,20 @@ def test_calls_take_turns_over_the_servers_of_a_target() -> None:
                 client.embed({"user": [1]})
             assert len(models[1].requests) == counts[1] + 20
             with grpc_server(models[0], int(target.rpartition(":")[2])):
-                ask_until_all_were_asked(client, models)
+                call_until_every_server_was_called(client, models)
 
 
-def ask_until_all_were_asked(client: GrpcEmbedClient, models: Sequence[FakeModel]) -> None:
+def call_until_every_server_was_called(
+    client: GrpcEmbedClient, models: Sequence[FakeModel]
+) -> None:
     before = [len(model.requests) for model in models]
-    end_s = time.monotonic() + ASKED_S_MAX
+    end_s = time.monotonic() + RESPONSE_S_MAX
     while any(len(one.requests) == n for one, n in zip(models, before, strict=True)):
         client.embed({"user": [1]})
         assert time.monotonic() < end_s
 
 
-def test_a_name_is_asked_for_its_addresses(grpc_target: str) -> None:
+def test_dns_target_is_resolved(grpc_target: str) -> None:
     with GrpcEmbedClient(f"dns:///{grpc_target}") as client:
         assert client.embed({"user": [1]}).batch_size == 1
 
@@ -150,7 +152,7 @@ def user_timeouts_ms(port: int) -> list[int]:
     return timeouts
 
 
-async def test_a_host_that_acknowledges_nothing_is_given_up(grpc_target: str) -> None:
+async def test_connections_to_an_unresponsive_host_have_a_tcp_timeout(grpc_target: str) -> None:
     port = int(grpc_target.rpartition(":")[2])
     with GrpcEmbedClient(grpc_target) as client:
         client.models()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client.fake import ASKED_S_MAX, FakeModel, Silent, grpc_server, pooled
+from client.fake import RESPONSE_S_MAX, FakeModel, SilentModel, grpc_server, pooled
 
 from embedserve_client import (
     AsyncGrpcEmbedClient,
@@ -25,14 +25,14 @@ from embedserve_client import (
 )
 
 
-def test_answers_come_in_the_order_of_the_requests(stream_client: Any) -> None:
+def test_results_arrive_in_the_order_of_the_requests(stream_client: Any) -> None:
     answers = stream_client.stream({"user": [n]} for n in range(100))
 
     vectors = np.concatenate([answer.result()["user"] for answer in answers])
     np.testing.assert_array_equal(vectors, pooled("user", [[n] for n in range(100)]))
 
 
-def test_a_failing_item_keeps_its_place_and_the_stream_goes_on(stream_client: Any) -> None:
+def test_failed_item_keeps_its_place_and_the_stream_continues(stream_client: Any) -> None:
     answers = stream_client.stream(
         [
             {"user": [1]},
@@ -53,7 +53,7 @@ def test_a_failing_item_keeps_its_place_and_the_stream_goes_on(stream_client: An
     assert last.result()["user"].tolist() == [[2 + 0.5 * 4, 3 + 0.5 * 5]]
 
 
-def test_a_stream_takes_strings_and_gives_rows_beside_pooled_vectors(stream_client: Any) -> None:
+def test_stream_mixes_unpooled_rows_and_pooled_vectors(stream_client: Any) -> None:
     titles = StreamRequest({"title": [["Alien"], []]}, model="sequence")
     rows, pooled_result = stream_client.stream([titles, {"user": [1]}])
 
@@ -62,40 +62,40 @@ def test_a_stream_takes_strings_and_gives_rows_beside_pooled_vectors(stream_clie
     assert pooled_result.result()["user"].tolist() == [[2, 3]]
 
 
-def test_each_item_has_output_keys_of_its_own(stream_client: Any, model: FakeModel) -> None:
+def test_each_stream_item_has_its_own_output_keys(stream_client: Any, model: FakeModel) -> None:
     items = [StreamRequest({"user": [1]}, output_keys=["user"]), {"user": [2]}]
     assert len(stream_client.stream(items)) == 2
     assert [list(request.output_keys) for request in model.requests] == [["user"], []]
 
 
-def test_each_item_has_an_output_dtype_of_its_own(stream_client: Any) -> None:
+def test_each_stream_item_has_its_own_output_dtype(stream_client: Any) -> None:
     halves = StreamRequest({"user": [1]}, output_dtype="float16")
     wrong: Any = StreamRequest({"user": [1]}, output_dtype="int8")  # type: ignore[arg-type]
-    first, refused, whole = stream_client.stream([halves, wrong, {"user": [1]}])
+    first, rejected, whole = stream_client.stream([halves, wrong, {"user": [1]}])
 
     assert (first.values.dtype, first["user"].tolist()) == (np.float16, [[2, 3]])
-    assert isinstance(refused, InvalidRequest)
-    assert str(refused) == "output_dtype: 'int8' is not float32 or float16"
+    assert isinstance(rejected, InvalidRequest)
+    assert str(rejected) == "output_dtype: 'int8' is not float32 or float16"
     assert (whole.values.dtype, whole["user"].tolist()) == (np.float32, [[2, 3]])
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_items_that_are_never_sent_are_answered_too(stream_client: Any, count: int) -> None:
+def test_items_that_are_never_sent_have_error_results(stream_client: Any, count: int) -> None:
     answers = stream_client.stream([{"user": "x"}] * count)
 
     assert [type(answer) for answer in answers] == [InvalidRequest] * count
 
 
-def test_a_stream_continues_after_a_tensor_that_numpy_cannot_hold(stream_client: Any) -> None:
+def test_stream_continues_after_a_tensor_that_numpy_cannot_hold(stream_client: Any) -> None:
     sparse = torch.tensor([1]).to_sparse()
-    first, refused, last = stream_client.stream([{"user": [1]}, {"user": sparse}, {"user": [1]}])
+    first, rejected, last = stream_client.stream([{"user": [1]}, {"user": sparse}, {"user": [1]}])
 
-    assert isinstance(refused, InvalidRequest)
-    assert refused.field == "features.user"
+    assert isinstance(rejected, InvalidRequest)
+    assert rejected.field == "features.user"
     assert first["user"].tolist() == last["user"].tolist() == [[2, 3]]
 
 
-def test_a_deadline_ends_the_stream(stream_client: Any, model: FakeModel) -> None:
+def test_stream_ends_at_its_deadline(stream_client: Any, model: FakeModel) -> None:
     model.slow_s = 0.2
 
     with pytest.raises(DeadlineExceeded):
@@ -103,7 +103,7 @@ def test_a_deadline_ends_the_stream(stream_client: Any, model: FakeModel) -> Non
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 10, 20])
-def test_a_server_that_aborts_ends_the_stream(stream_client: Any, after: int) -> None:
+def test_abort_by_the_server_ends_the_stream_with_its_error(stream_client: Any, after: int) -> None:
     """Checks that requests in flight do not hide the server's error."""
     abort = StreamRequest({"user": [1]}, model="abort")
 
@@ -112,9 +112,7 @@ def test_a_server_that_aborts_ends_the_stream(stream_client: Any, after: int) ->
 
 
 @pytest.mark.parametrize("after", [0, 10])
-def test_a_rejected_stream_says_when_to_retry_and_what_is_wrong(
-    stream_client: Any, after: int
-) -> None:
+def test_rejected_stream_reports_retry_after_and_field(stream_client: Any, after: int) -> None:
     full = StreamRequest({"user": [1]}, model="full")
 
     with pytest.raises(Overloaded, match=r"^the queue is full$") as caught:
@@ -123,21 +121,23 @@ def test_a_rejected_stream_says_when_to_retry_and_what_is_wrong(
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 10])
-def test_a_server_that_stops_early_is_an_error(stream_client: Any, after: int) -> None:
+def test_stream_that_the_server_ends_early_raises_server_error(
+    stream_client: Any, after: int
+) -> None:
     items = [StreamRequest({"user": [1]}, model="cut")] + [{"user": [1]}] * after
 
     with pytest.raises(ServerError, match="ended the stream before"):
         stream_client.stream(items)
 
 
-def test_a_server_that_says_too_much_is_an_error(stream_client: Any) -> None:
+def test_surplus_response_in_a_stream_raises_server_error(stream_client: Any) -> None:
     item = StreamRequest({"user": [1]}, model="twice")
 
     with pytest.raises(ServerError, match="more answers than it got requests"):
         stream_client.stream([item])
 
 
-def test_what_the_callers_iterable_raises_comes_after_the_answers(stream_client: Any) -> None:
+def test_exception_of_the_request_iterable_is_raised(stream_client: Any) -> None:
     def items() -> Iterator[Any]:
         yield {"user": [1]}
         raise OSError("no more lines")
@@ -146,14 +146,14 @@ def test_what_the_callers_iterable_raises_comes_after_the_answers(stream_client:
         stream_client.stream(items())
 
 
-def test_an_answer_comes_before_the_next_request_is_there(grpc_target: str) -> None:
+def test_result_arrives_before_the_next_request_is_sent(grpc_target: str) -> None:
     """Checks that a caller can wait for one response before it sends its next request."""
     answered = threading.Event()
 
     def items() -> Iterator[Any]:
         yield {"user": [1]}
         yield {"user": "not sent"}
-        assert answered.wait(ASKED_S_MAX)
+        assert answered.wait(RESPONSE_S_MAX)
         yield {"user": [2]}
 
     with GrpcEmbedClient(grpc_target) as client:
@@ -165,13 +165,13 @@ def test_an_answer_comes_before_the_next_request_is_there(grpc_target: str) -> N
         assert list(answers) == []
 
 
-def test_a_stream_to_no_server_is_unavailable() -> None:
+def test_stream_to_a_missing_server_raises_unavailable() -> None:
     """The iterable still waits, so no request can report the failure."""
     release = threading.Event()
     released: list[bool] = []
 
     def items() -> Iterator[Any]:
-        released.append(release.wait(ASKED_S_MAX))
+        released.append(release.wait(RESPONSE_S_MAX))
         yield {"user": [1]}
 
     with GrpcEmbedClient("127.0.0.1:1") as client, pytest.raises(Unavailable):
@@ -187,16 +187,16 @@ def test_closing_the_iterator_ends_the_call(grpc_target: str, model: FakeModel) 
         answers = client.embed_stream({"user": [1]} for _ in range(10_000))
         assert isinstance(next(answers), EmbedResult)
         answers.close()
-        assert model.stream_ended.wait(ASKED_S_MAX)
+        assert model.stream_ended.wait(RESPONSE_S_MAX)
     assert len(model.requests) < 10_000
 
 
-def test_a_wrong_timeout_is_refused_at_once(stream_client: Any) -> None:
+def test_invalid_stream_timeout_is_rejected_immediately(stream_client: Any) -> None:
     with pytest.raises(ValueError, match="timeout_s: -1 "):
         stream_client.embed_stream([], timeout_s=-1)
 
 
-async def test_async_items_are_taken(grpc_target: str) -> None:
+async def test_async_iterable_of_requests_is_accepted(grpc_target: str) -> None:
     async def items() -> AsyncIterator[Any]:
         for n in range(10):
             await asyncio.sleep(0)
@@ -208,48 +208,48 @@ async def test_async_items_are_taken(grpc_target: str) -> None:
     assert firsts == [2 * n for n in range(10)]
 
 
-async def test_an_async_stream_to_no_server_is_unavailable() -> None:
+async def test_async_stream_to_a_missing_server_raises_unavailable() -> None:
     async def items() -> AsyncIterator[Any]:
-        await asyncio.sleep(2 * ASKED_S_MAX)
+        await asyncio.sleep(2 * RESPONSE_S_MAX)
         yield {"user": [1]}
 
-    async with AsyncGrpcEmbedClient("127.0.0.1:1") as client, asyncio.timeout(ASKED_S_MAX):
+    async with AsyncGrpcEmbedClient("127.0.0.1:1") as client, asyncio.timeout(RESPONSE_S_MAX):
         with pytest.raises(Unavailable):
             await anext(client.embed_stream(items()))
 
 
-def test_a_stream_ends_when_another_thread_closes_the_client() -> None:
-    model = Silent()
+def test_stream_fails_when_another_thread_closes_the_client() -> None:
+    model = SilentModel()
     with grpc_server(model) as target, ThreadPoolExecutor(max_workers=1) as pool:
         client = GrpcEmbedClient(target)
         read = pool.submit(lambda: list(client.embed_stream([{"user": [1]}])))
-        assert model.asked.wait(ASKED_S_MAX)
+        assert model.requested.wait(RESPONSE_S_MAX)
         client.close()
-        error = read.exception(ASKED_S_MAX)
-        model.may_answer.set()
+        error = read.exception(RESPONSE_S_MAX)
+        model.may_respond.set()
     assert isinstance(error, Unavailable)
 
 
-async def test_a_stream_ends_when_another_task_closes_the_client() -> None:
+async def test_stream_fails_when_another_task_closes_the_client() -> None:
     """The stream fails with a client error; the task that reads it is not cancelled. Also tested
     with a stream that waits for the caller's next item."""
 
     async def waiting() -> AsyncIterator[Any]:
-        await asyncio.sleep(ASKED_S_MAX)
+        await asyncio.sleep(RESPONSE_S_MAX)
         yield {"user": [1]}
 
     async def read(client: AsyncGrpcEmbedClient, items: Any) -> None:
         async for answer in client.embed_stream(items):
             answer.result()
 
-    model = Silent()
+    model = SilentModel()
     with grpc_server(model) as target:
         client = AsyncGrpcEmbedClient(target)
         sources = waiting(), [{"user": [1]}], [{"user": [1]}]
-        *read_on, cancelled = (asyncio.create_task(read(client, items)) for items in sources)
-        assert await asyncio.to_thread(model.asked.wait, ASKED_S_MAX)
+        *uncancelled, cancelled = (asyncio.create_task(read(client, items)) for items in sources)
+        assert await asyncio.to_thread(model.requested.wait, RESPONSE_S_MAX)
         cancelled.cancel()
         await client.close()
-        ended = await asyncio.gather(*read_on, cancelled, return_exceptions=True)
-        model.may_answer.set()
+        ended = await asyncio.gather(*uncancelled, cancelled, return_exceptions=True)
+        model.may_respond.set()
     assert list(map(type, ended)) == [Unavailable, Unavailable, asyncio.CancelledError]

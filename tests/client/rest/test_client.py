@@ -14,7 +14,7 @@ from client.fake import FakeModel
 from embedserve_client import AsyncEmbedClient, EmbedClient, Overloaded
 
 
-def test_the_deadline_travels_in_a_header(rest_url: str, model: FakeModel) -> None:
+def test_timeout_is_sent_in_a_header(rest_url: str, model: FakeModel) -> None:
     with EmbedClient(rest_url, timeout_s=60.0) as client:
         client.embed({"user": [1]}, timeout_s=59.25)
         client.embed({"user": [1]})
@@ -24,7 +24,7 @@ def test_the_deadline_travels_in_a_header(rest_url: str, model: FakeModel) -> No
     assert model.timeouts_ms == ["59250", "60000", None]
 
 
-def test_the_servers_wait_is_passed_on(rest_url: str) -> None:
+def test_retry_after_of_the_server_is_passed_on(rest_url: str) -> None:
     with EmbedClient(rest_url) as client, pytest.raises(Overloaded) as caught:
         client.embed({"user": [1]}, model="fail:RESOURCE_EXHAUSTED")
 
@@ -56,7 +56,7 @@ def test_calls_share_one_connection(rest_url: str) -> None:
     assert transport.opened == 1
 
 
-def test_a_closed_client_sends_nothing(rest_url: str, model: FakeModel) -> None:
+def test_closed_client_sends_nothing(rest_url: str, model: FakeModel) -> None:
     client = EmbedClient(rest_url)
     client.close()
 
@@ -65,7 +65,7 @@ def test_a_closed_client_sends_nothing(rest_url: str, model: FakeModel) -> None:
     assert model.requests == []
 
 
-async def test_an_async_client_answers_calls_side_by_side(rest_url: str) -> None:
+async def test_async_client_runs_calls_concurrently(rest_url: str) -> None:
     async with AsyncEmbedClient(rest_url) as client:
         results = await asyncio.gather(*(client.embed({"user": [n]}) for n in range(20)))
 
@@ -75,7 +75,7 @@ async def test_an_async_client_answers_calls_side_by_side(rest_url: str) -> None
 CALLS = 50
 SLOW_S = 0.005
 """Seconds that each response takes, so that the calls of two processes overlap."""
-forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+ignore_fork_warning = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
 def forked(act: Callable[[], object]) -> int:
@@ -95,46 +95,46 @@ def has_failed(child: int) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-def ask(client: EmbedClient, first: int) -> None:
+def embed_many(client: EmbedClient, first: int) -> None:
     for n in range(first, first + CALLS):
         assert client.embed({"user": [n]})["user"][0, 0] == 2 * n
 
 
-async def ask_async(client: AsyncEmbedClient, first: int) -> None:
+async def embed_many_async(client: AsyncEmbedClient, first: int) -> None:
     for n in range(first, first + CALLS):
         assert (await client.embed({"user": [n]}))["user"][0, 0] == 2 * n
 
 
-@forks
-def test_forked_processes_get_answers_of_their_own(rest_url: str, model: FakeModel) -> None:
+@ignore_fork_warning
+def test_forked_processes_get_their_own_responses(rest_url: str, model: FakeModel) -> None:
     model.slow_s = SLOW_S
     with EmbedClient(rest_url) as client:
         client.embed({"user": [1]})
-        children = [forked(partial(ask, client, first)) for first in (0, CALLS)]
+        children = [forked(partial(embed_many, client, first)) for first in (0, CALLS)]
 
         assert [has_failed(child) for child in children] == [False, False]
-        ask(client, 0)
+        embed_many(client, 0)
 
 
-@forks
-async def test_forked_processes_get_answers_of_their_own_async(
+@ignore_fork_warning
+async def test_forked_processes_get_their_own_responses_async(
     rest_url: str, model: FakeModel
 ) -> None:
     model.slow_s = SLOW_S
     async with AsyncEmbedClient(rest_url) as client:
         await client.embed({"user": [1]})
 
-        def ask_in_a_loop(first: int) -> None:
-            asyncio.run(ask_async(client, first))
+        def embed_in_a_loop(first: int) -> None:
+            asyncio.run(embed_many_async(client, first))
 
-        children = [forked(partial(ask_in_a_loop, first)) for first in (0, CALLS)]
+        children = [forked(partial(embed_in_a_loop, first)) for first in (0, CALLS)]
 
         assert [has_failed(child) for child in children] == [False, False]
-        await ask_async(client, 0)
+        await embed_many_async(client, 0)
 
 
-@forks
-def test_a_forked_process_does_not_use_a_custom_transport(rest_url: str) -> None:
+@ignore_fork_warning
+def test_custom_transport_is_rejected_in_a_forked_process(rest_url: str) -> None:
     transport = CountingTransport()
     with EmbedClient(rest_url, transport=transport) as client:
         client.embed({"user": [1]})
@@ -148,8 +148,8 @@ def test_a_forked_process_does_not_use_a_custom_transport(rest_url: str) -> None
     assert transport.opened == 1
 
 
-@forks
-def test_a_client_stays_closed_in_a_forked_process(rest_url: str) -> None:
+@ignore_fork_warning
+def test_closed_client_stays_closed_in_a_forked_process(rest_url: str) -> None:
     client = EmbedClient(rest_url)
     client.close()
 

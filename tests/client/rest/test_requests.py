@@ -46,7 +46,7 @@ def error_of(handler: Handler) -> EmbedServeClientError:
     ],
 )
 @pytest.mark.parametrize("body", [b"<html>sorry</html>", b'{"error": "sorry"}', b"[]", b"\xff"])
-def test_a_proxys_answer_goes_by_its_status(
+def test_proxy_error_is_mapped_by_its_status(
     status: int, kind: type[EmbedServeClientError], body: bytes
 ) -> None:
     error = error_of(lambda request: httpx.Response(status, content=body))
@@ -63,7 +63,7 @@ def test_a_proxys_answer_goes_by_its_status(
         (413, "RESOURCE_EXHAUSTED", TooLarge),
     ],
 )
-def test_the_servers_answer_goes_by_its_code(
+def test_server_error_is_mapped_by_its_code(
     status: int, code: str, kind: type[EmbedServeClientError]
 ) -> None:
     body = {"error": {"code": code, "message": "why", "field": "ids"}}
@@ -93,7 +93,7 @@ def test_retry_after_is_read_in_seconds(header: str, retry_after_s: float | None
         (httpx.DecodingError("not gzip"), ServerError),
     ],
 )
-def test_httpx_exceptions_become_ours(
+def test_httpx_exceptions_become_client_errors(
     raised: httpx.HTTPError, kind: type[EmbedServeClientError]
 ) -> None:
     def handler(request: httpx.Request) -> httpx.Response:
@@ -106,13 +106,13 @@ def test_httpx_exceptions_become_ours(
     assert (str(raised) or type(raised).__name__) in str(error)
 
 
-def test_a_body_that_is_no_answer_is_a_server_error() -> None:
+def test_malformed_response_body_raises_server_error() -> None:
     assert type(error_of(lambda request: httpx.Response(200, content=b"hello"))) is ServerError
     assert type(error_of(lambda request: httpx.Response(200))) is ServerError
 
 
 @pytest.mark.parametrize("body", [b"no json", b'{"models": 3}', b"[]", b"\xff\xfe"])
-def test_models_that_cannot_be_read_are_a_server_error(body: bytes) -> None:
+def test_malformed_model_list_raises_server_error(body: bytes) -> None:
     with (
         client_of(lambda request: httpx.Response(200, content=body)) as client,
         pytest.raises(ServerError, match="no ListModelsResponse"),
@@ -120,14 +120,14 @@ def test_models_that_cannot_be_read_are_a_server_error(body: bytes) -> None:
         client.models()
 
 
-def test_paths_keep_the_prefix_and_quote_the_name() -> None:
-    seen: list[Any] = []
+def test_paths_keep_the_prefix_and_quote_the_model_name() -> None:
+    requested_paths: list[Any] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request.url.raw_path)
+        requested_paths.append(request.url.raw_path)
         return httpx.Response(200, json={"model": "a/b c"})
 
     with client_of(handler) as client:
         assert client.model("a/b c").model == "a/b c"
 
-    assert seen == [b"/prefix/models/a%2Fb%20c"]
+    assert requested_paths == [b"/prefix/models/a%2Fb%20c"]

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from client.placed_protocols import PREFIX, PROTOCOLS, Calls, Grpc, Rest, path, protocol_of
+from client.shared_memory_protocols import PREFIX, PROTOCOLS, Calls, Grpc, Rest, path, protocol_of
 from google.protobuf.json_format import ParseDict
 
 from embedserve_client import (
@@ -35,7 +35,7 @@ LAYOUT = Layout(("user",), (WIDTH,))
 
 @pytest.fixture
 def calls(protocol: Any) -> Iterator[Calls]:
-    calls = protocol.made()
+    calls = protocol.make_requests()
     yield calls
     calls.close()
     assert files() == []
@@ -58,7 +58,9 @@ def lookup(calls: Calls, **options: Any) -> Steps[EmbedResult]:
     return question.steps(question.timeout_s)
 
 
-def embedded(version: int = 1, layout: Layout = LAYOUT, examples: int = EXAMPLES) -> EmbedResult:
+def embed_result(
+    version: int = 1, layout: Layout = LAYOUT, examples: int = EXAMPLES
+) -> EmbedResult:
     """Returns the result of a call to /embed."""
     return EmbedResult(np.zeros((examples, layout.width), np.float32), layout, "shop", version)
 
@@ -68,24 +70,24 @@ def protocol(request: pytest.FixtureRequest) -> Any:
     return PROTOCOLS[request.param]
 
 
-def inferred(call: Any, version: int = 1, width: int = WIDTH, **parameters: int) -> Any:
+def infer_result(call: Any, version: int = 1, width: int = WIDTH, **parameters: int) -> Any:
     """Returns the response to an inference; the server has written only the first number of the
     output."""
     protocol = protocol_of(call)
-    (output,) = protocol.asked(call)["outputs"]
+    (output,) = protocol.request_tensors(call)["outputs"]
     place = output["parameters"]
     file = Path("/dev/shm") / place["shared_memory_region"]
     with file.open("r+b") as opened:
         opened.seek(place["shared_memory_offset"])
         opened.write(np.float32(version).tobytes())
     shape = [EXAMPLES, width]
-    placed = {"shared_memory_region": place["shared_memory_region"]}
-    answered = {"name": "pooled", "datatype": "FP32", "shape": shape, "parameters": placed}
-    answer = {"model_name": "shop", "model_version": str(version), "outputs": [answered]}
-    return protocol.answered(call, answer | {"parameters": parameters})
+    location = {"shared_memory_region": place["shared_memory_region"]}
+    output_fields = {"name": "pooled", "datatype": "FP32", "shape": shape, "parameters": location}
+    answer = {"model_name": "shop", "model_version": str(version), "outputs": [output_fields]}
+    return protocol.read_response(call, answer | {"parameters": parameters})
 
 
-def ended(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
+def result_of(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
     try:
         call = steps.send(answer)
     except StopIteration as end:
@@ -94,113 +96,115 @@ def ended(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
     raise AssertionError(f"{path(call)} is asked for, too")
 
 
-def learn(calls: Calls, **options: Any) -> None:
+def look_up_first(calls: Calls, **options: Any) -> None:
     """Runs the first lookup, which registers a region and gets its vectors over /embed."""
     steps = lookup(calls, **options)
     assert path(next(steps)) == "register"
     assert path(steps.send(None)) == "/embed"
-    ended(steps, embedded())
+    result_of(steps, embed_result())
 
 
-def test_the_first_registers_a_region_and_the_next_uses_it(calls: Calls, protocol: Any) -> None:
-    learn(calls)
+def test_first_lookup_registers_a_region_and_the_next_uses_it(calls: Calls, protocol: Any) -> None:
+    look_up_first(calls)
     steps = lookup(calls, routing_key="7")
 
     call = next(steps)
-    result = ended(steps, inferred(call))
+    result = result_of(steps, infer_result(call))
 
-    assert (path(call), protocol.routed(call)) == ("/v2/models/shop/infer", "7")
+    assert (path(call), protocol.routing_key(call)) == ("/v2/models/shop/infer", "7")
     assert (result.model, result.version, result.values.shape) == ("shop", 1, (EXAMPLES, WIDTH))
     assert result.values[0, 0] == 1
     assert result.values.base is not None
     assert len(files()) == 1
 
 
-def test_the_seq_is_a_parameter(calls: Calls) -> None:
-    learn(calls)
+def test_seq_is_read_from_the_parameters(calls: Calls) -> None:
+    look_up_first(calls)
     for seq in (0, 1234):
         steps = lookup(calls)
-        assert ended(steps, inferred(next(steps), seq=seq)).seq == seq
+        assert result_of(steps, infer_result(next(steps), seq=seq)).seq == seq
     steps = lookup(calls)
-    assert ended(steps, inferred(next(steps))).seq is None
+    assert result_of(steps, infer_result(next(steps))).seq is None
 
 
-def test_counts_of_ids_are_parameters(calls: Calls) -> None:
-    learn(calls)
+def test_id_counts_are_read_from_the_parameters(calls: Calls) -> None:
+    look_up_first(calls)
     counts = {"missing_ids.user": 3, "unknown_ids.movie": 4}
     for name, of_name in (("missing_ids", {"user": 3}), ("unknown_ids", {"movie": 4})):
         for parameters, expected in ((counts, of_name), ({}, {})):
             steps = lookup(calls)
-            assert getattr(ended(steps, inferred(next(steps), **parameters)), name) == expected
+            assert (
+                getattr(result_of(steps, infer_result(next(steps), **parameters)), name) == expected
+            )
 
 
-def test_a_name_is_asked_for_as_it_was_given(calls: Calls) -> None:
-    learn(calls, model="shop@stable")
+def test_model_name_is_sent_with_its_alias(calls: Calls) -> None:
+    look_up_first(calls, model="shop@stable")
 
     assert path(next(lookup(calls, model="shop@stable"))) == "/v2/models/shop@stable/infer"
 
 
-def test_a_version_that_is_new_is_asked_for_once_without(calls: Calls) -> None:
-    learn(calls)
+def test_first_lookup_of_a_new_version_is_repeated_over_embed(calls: Calls) -> None:
+    look_up_first(calls)
     steps = lookup(calls)
 
-    assert path(steps.send(inferred(next(steps), version=2))) == "/embed"
-    ended(steps, embedded(version=2))
+    assert path(steps.send(infer_result(next(steps), version=2))) == "/embed"
+    result_of(steps, embed_result(version=2))
 
     for version in (1, 2):
         steps = lookup(calls)
-        assert ended(steps, inferred(next(steps), version)).version == version
+        assert result_of(steps, infer_result(next(steps), version)).version == version
 
 
-def test_vectors_of_another_width_are_not_taken(calls: Calls) -> None:
-    learn(calls)
+def test_vectors_of_unexpected_width_are_requested_again_over_embed(calls: Calls) -> None:
+    look_up_first(calls)
     steps = lookup(calls)
 
-    assert path(steps.send(inferred(next(steps), width=WIDTH // 2))) == "/embed"
+    assert path(steps.send(infer_result(next(steps), width=WIDTH // 2))) == "/embed"
 
 
-REFUSALS = [
+REJECTIONS = [
     (400, "output 'pooled' has 9 bytes, and its shared_memory_byte_size is 8"),
     (404, "shared memory region 'x' is not registered"),
     (413, "inputs has 7 bytes in shared memory, the limit is 6"),
 ]
 
 
-@pytest.mark.parametrize(("status", "said"), REFUSALS)
-def test_what_is_refused_is_asked_for_without_and_its_region_dropped(
-    calls: Calls, status: int, said: str
+@pytest.mark.parametrize(("status", "message"), REJECTIONS)
+def test_rejected_inference_is_repeated_over_embed_and_drops_its_region(
+    calls: Calls, status: int, message: str
 ) -> None:
-    learn(calls)
+    look_up_first(calls)
     steps = lookup(calls)
-    error = error_of(next(steps), status, said)
+    error = error_of(next(steps), status, message)
 
-    assert said in str(error)
+    assert message in str(error)
     assert path(steps.throw(error)) == "/embed"
     assert files() == []
-    ended(steps, embedded())
+    result_of(steps, embed_result())
 
     # A server that forgot the region has been replaced: the client registers and calls /embed
     # again.
     steps = lookup(calls)
     assert path(next(steps)) == "register"
     assert path(steps.send(None)) == "/embed"
-    ended(steps, embedded())
+    result_of(steps, embed_result())
     assert path(next(lookup(calls))) == "/v2/models/shop/infer"
 
 
-def error_of(call: Any, status: int, said: str, **headers: str) -> EmbedServeClientError:
+def error_of(call: Any, status: int, message: str, **headers: str) -> EmbedServeClientError:
     protocol = protocol_of(call)
-    error: EmbedServeClientError = protocol.error(call, status, said, **headers)
+    error: EmbedServeClientError = protocol.error(call, status, message, **headers)
     return error
 
 
 @pytest.mark.parametrize(
     "error", [DeadlineExceeded("late"), Unavailable("gone"), KeyboardInterrupt()]
 )
-def test_a_region_is_not_used_again_where_the_server_may_yet_write_to_it(
+def test_region_is_dropped_if_the_server_may_still_write_to_it(
     calls: Calls, error: BaseException
 ) -> None:
-    learn(calls)
+    look_up_first(calls)
     steps = lookup(calls)
     next(steps)
 
@@ -209,8 +213,8 @@ def test_a_region_is_not_used_again_where_the_server_may_yet_write_to_it(
     assert files() == []
 
 
-def test_of_an_overloaded_server_the_region_is_kept(calls: Calls) -> None:
-    learn(calls)
+def test_region_is_kept_when_the_server_is_overloaded(calls: Calls) -> None:
+    look_up_first(calls)
     steps = lookup(calls)
     error = error_of(next(steps), 429, "the queue is full", **{"Retry-After": "3"})
 
@@ -222,17 +226,17 @@ def test_of_an_overloaded_server_the_region_is_kept(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "expected"),
+    ("status", "message", "expected"),
     [
         (404, "no such route", "the server has no shared memory: it is started with --shared-mem"),
         (400, "key is '/x': it does not begin with '/y-'", "it does not begin with '/y-'"),
     ],
 )
-def test_a_server_that_has_none_or_another_is_told_at_once(
-    calls: Calls, status: int, said: str, expected: str
+def test_server_without_shared_memory_or_with_another_prefix_raises(
+    calls: Calls, status: int, message: str, expected: str
 ) -> None:
     steps = lookup(calls)
-    error = error_of(next(steps), status, said)
+    error = error_of(next(steps), status, message)
 
     with pytest.raises(InvalidRequest, match=f"shared_memory is '{PREFIX}': .*{expected}"):
         steps.throw(error)
@@ -241,16 +245,16 @@ def test_a_server_that_has_none_or_another_is_told_at_once(
 
 
 @pytest.mark.parametrize("status", [401, 403, 409, 413])
-def test_where_a_region_is_refused_lookups_go_without(calls: Calls, status: int) -> None:
+def test_lookups_use_embed_if_registration_is_rejected(calls: Calls, status: int) -> None:
     for _ in range(2):
         steps = lookup(calls)
         error = error_of(next(steps), status, "256 regions of shared memory are registered")
         assert path(steps.throw(error)) == "/embed"
-        ended(steps, embedded())
+        result_of(steps, embed_result())
     assert files() == []
 
 
-def test_a_server_that_is_not_there_is_told_as_without(calls: Calls) -> None:
+def test_missing_server_raises_unavailable(calls: Calls) -> None:
     steps = lookup(calls)
     next(steps)
 
@@ -259,34 +263,36 @@ def test_a_server_that_is_not_there_is_told_as_without(calls: Calls) -> None:
     assert files() == []
 
 
-OVER_THE_CONNECTION: list[dict[str, Any]] = [
+WITHOUT_SHARED_MEMORY: list[dict[str, Any]] = [
     {"features": {"user": USERS[:8]}},
     {"output_keys": ["user"]},
     {"features": {"user": np.array(["a"] * EXAMPLES)}},
 ]
 
 
-@pytest.mark.parametrize("options", OVER_THE_CONNECTION)
-def test_what_goes_over_the_connection(calls: Calls, options: dict[str, Any]) -> None:
-    learn(calls)
+@pytest.mark.parametrize("options", WITHOUT_SHARED_MEMORY)
+def test_small_string_and_output_key_lookups_use_embed(
+    calls: Calls, options: dict[str, Any]
+) -> None:
+    look_up_first(calls)
 
     assert path(next(lookup(calls, **options))) == "/embed"
 
 
-def test_of_a_model_that_is_not_pooled_each_key_is_asked_for(calls: Calls, protocol: Any) -> None:
+def test_each_key_of_an_unpooled_model_is_an_output(calls: Calls, protocol: Any) -> None:
     layout = Layout(("user@t_a", "tag", "user@t_b"), (WIDTH, WIDTH, WIDTH))
     lengths = np.array([[1] * EXAMPLES, [0] * EXAMPLES, [1] * EXAMPLES], np.int32)
     rows = np.zeros((2 * EXAMPLES, WIDTH), np.float32)
     steps = lookup(calls)
     next(steps)
     steps.send(None)
-    ended(steps, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
+    result_of(steps, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
 
     users = USERS[:512]
     steps = lookup(calls, features={"user": users})
     call = next(steps)
 
-    outputs = protocol.asked(call)["outputs"]
+    outputs = protocol.request_tensors(call)["outputs"]
     assert [one["name"] for one in outputs] == list(layout.keys)
     sizes = [one["parameters"]["shared_memory_byte_size"] for one in outputs]
     assert sizes == [4 * WIDTH * users.size, 0, 4 * WIDTH * users.size]
@@ -294,40 +300,40 @@ def test_of_a_model_that_is_not_pooled_each_key_is_asked_for(calls: Calls, proto
     assert starts[1:] == [starts[0] + sizes[0]] * 2
 
 
-def test_of_more_keys_than_a_server_writes_none_is(calls: Calls) -> None:
+def test_unpooled_lookup_of_too_many_keys_uses_embed(calls: Calls) -> None:
     layout = Layout(tuple(f"k{at}" for at in range(65)), (WIDTH,) * 65)
     lengths = np.ones((65, EXAMPLES), np.int32)
     steps = lookup(calls)
     next(steps)
     steps.send(None)
     rows = np.zeros((65 * EXAMPLES, WIDTH), np.float32)
-    ended(steps, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
+    result_of(steps, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
 
     assert path(next(lookup(calls))) == "/embed"
 
 
-def test_where_tensors_lie(calls: Calls, protocol: Any) -> None:
+def test_tensors_are_located_in_the_region_as_declared(calls: Calls, protocol: Any) -> None:
     weights = {"user": [[0.5, 2.0], []], "movie": [[], [3.0]]}
     features = {"user": [[7, 8], []], "movie": [[], [9]]}
     wide = Layout(("user", "movie"), (WIDTH, 512 * WIDTH))
-    learn(calls)
+    look_up_first(calls)
     steps = lookup(calls, features=features)
     assert path(next(steps)) == "/embed"
-    ended(steps, embedded(layout=wide, examples=2))
+    result_of(steps, embed_result(layout=wide, examples=2))
 
     steps = lookup(calls, features=features, weights=weights)
-    body = protocol.asked(next(steps))
+    body = protocol.request_tensors(next(steps))
 
     (file,) = files()
-    data, told = file.read_bytes(), {}
+    data, sent_tensors = file.read_bytes(), {}
     for one in body["inputs"]:
         place, dtype = one["parameters"], {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
         start = place["shared_memory_offset"]
         raw = data[start : start + place["shared_memory_byte_size"]]
-        told[one["name"]] = np.frombuffer(raw, dtype[one["datatype"]]).tolist()
-        assert one["shape"] == [len(told[one["name"]])]
+        sent_tensors[one["name"]] = np.frombuffer(raw, dtype[one["datatype"]]).tolist()
+        assert one["shape"] == [len(sent_tensors[one["name"]])]
         assert place["shared_memory_region"] == file.name
-    assert told == {
+    assert sent_tensors == {
         "user.ids": [7, 8],
         "user.lengths": [2, 0],
         "user.weights": [0.5, 2.0],
@@ -343,8 +349,8 @@ def test_where_tensors_lie(calls: Calls, protocol: Any) -> None:
 
 @pytest.mark.parametrize("protocol", [Rest])
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"outputs": [{"shape": [1]}]}'])
-def test_a_body_that_is_no_answer(calls: RestRequests, body: bytes) -> None:
-    learn(calls)
+def test_malformed_rest_response_raises_server_error(calls: RestRequests, body: bytes) -> None:
+    look_up_first(calls)
     call = next(lookup(calls))
 
     with pytest.raises(ServerError, match="is no inference"):
@@ -353,8 +359,10 @@ def test_a_body_that_is_no_answer(calls: RestRequests, body: bytes) -> None:
 
 @pytest.mark.parametrize("protocol", [Grpc])
 @pytest.mark.parametrize("outputs", [[], [{"name": "pooled", "datatype": "FP32"}]])
-def test_a_message_that_is_no_answer(calls: GrpcRequests, outputs: list[Any]) -> None:
-    learn(calls)
+def test_malformed_grpc_response_raises_server_error(
+    calls: GrpcRequests, outputs: list[Any]
+) -> None:
+    look_up_first(calls)
     call = next(lookup(calls))
 
     answer = {"model_name": "shop", "model_version": "1", "outputs": outputs}

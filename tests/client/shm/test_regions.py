@@ -31,24 +31,24 @@ def files() -> list[Path]:
     return list(Path("/dev/shm").glob(f"{PREFIX[1:]}*"))
 
 
-def taken(regions: Regions, nbytes: int = 1) -> Region:
+def take_region(regions: Regions, nbytes: int = 1) -> Region:
     region = regions.take(nbytes)
     assert region is not None
     return region
 
 
-def test_a_region_is_one_requests_at_a_time(regions: Regions) -> None:
-    first, second = taken(regions), taken(regions)
+def test_region_serves_one_request_at_a_time(regions: Regions) -> None:
+    first, second = take_region(regions), take_region(regions)
 
     assert first is not second
     regions.give(first)
-    assert taken(regions) is first
+    assert take_region(regions) is first
     assert {path.name for path in files()} == {first.name, second.name}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files())
 
 
-def test_what_is_written_is_in_the_file(regions: Regions) -> None:
-    region = taken(regions)
+def test_written_arrays_are_in_the_file(regions: Regions) -> None:
+    region = take_region(regions)
 
     end = region.write(3, np.arange(4, dtype="<i8"))
 
@@ -58,35 +58,37 @@ def test_what_is_written_is_in_the_file(regions: Regions) -> None:
     assert region.write(end, np.zeros(0, "<i8")) == end
 
 
-def test_it_has_the_next_power_of_two_and_a_larger_one_takes_its_place(regions: Regions) -> None:
-    small = taken(regions)
+def test_region_sizes_are_powers_of_two_and_larger_regions_replace_smaller(
+    regions: Regions,
+) -> None:
+    small = take_region(regions)
     regions.give(small)
-    large = taken(regions, 3 * REGION_BYTES_MIN)
+    large = take_region(regions, 3 * REGION_BYTES_MIN)
     regions.give(large)
 
     assert (small.nbytes, large.nbytes) == (REGION_BYTES_MIN, 4 * REGION_BYTES_MIN)
     assert [path.name for path in files()] == [large.name]
-    assert taken(regions, 2 * REGION_BYTES_MIN) is large
+    assert take_region(regions, 2 * REGION_BYTES_MIN) is large
 
 
-def test_vectors_are_lent_until_nobody_holds_a_view(regions: Regions) -> None:
-    region = taken(regions)
+def test_region_stays_lent_while_a_view_of_its_vectors_exists(regions: Regions) -> None:
+    region = take_region(regions)
     region.write(64, np.arange(6, dtype=FLOAT32))
 
     column = regions.lend(region, 64, (2, 3), FLOAT32)[:, 1]
 
     assert column.tolist() == [1.0, 4.0]
     assert not column.flags.writeable
-    assert taken(regions) is not region
+    assert take_region(regions) is not region
     del column
     gc.collect()
-    assert taken(regions) is region
+    assert take_region(regions) is region
 
 
-def test_of_more_results_than_so_many_each_has_a_copy(regions: Regions) -> None:
+def test_results_beyond_the_lending_limit_are_copied(regions: Regions) -> None:
     held = []
     for number in range(LENT_MAX + 3):
-        region = taken(regions)
+        region = take_region(regions)
         region.write(0, np.full(2, number, FLOAT32))
         held.append(regions.lend(region, 0, (1, 2), FLOAT32))
 
@@ -95,19 +97,19 @@ def test_of_more_results_than_so_many_each_has_a_copy(regions: Regions) -> None:
     assert len(files()) == LENT_MAX + 1
 
 
-def test_what_is_dropped_has_no_name_any_more(regions: Regions) -> None:
-    region = taken(regions)
+def test_dropped_region_is_unlinked_and_never_reused(regions: Regions) -> None:
+    region = take_region(regions)
 
     regions.drop(region)
 
     assert files() == []
     regions.give(region)
-    assert taken(regions) is not region
+    assert take_region(regions) is not region
 
 
-def test_vectors_outlive_their_file() -> None:
+def test_lent_vectors_outlive_their_file() -> None:
     regions = Regions(PREFIX)
-    region = taken(regions)
+    region = take_region(regions)
     region.write(0, np.ones(4, FLOAT32))
     values = regions.lend(region, 0, (2, 2), FLOAT32)
 
@@ -118,9 +120,9 @@ def test_vectors_outlive_their_file() -> None:
     assert values.sum() == 4
 
 
-def test_who_forgets_to_close_leaves_nothing() -> None:
+def test_garbage_collected_regions_leave_no_files() -> None:
     regions = Regions(PREFIX)
-    taken(regions)
+    take_region(regions)
     assert len(files()) == 1
 
     del regions
@@ -129,23 +131,23 @@ def test_who_forgets_to_close_leaves_nothing() -> None:
     assert files() == []
 
 
-def test_a_forked_process_has_its_own(regions: Regions) -> None:
-    parents = taken(regions)
-    regions.give(parents)
+def test_forked_process_gets_its_own_region(regions: Regions) -> None:
+    parent_region = take_region(regions)
+    regions.give(parent_region)
 
     child = os.fork()
     if not child:
         own = regions.take(1)
         regions.close()
-        os._exit(own is not None and own is not parents and not os.path.exists(own.path))
+        os._exit(own is not None and own is not parent_region and not os.path.exists(own.path))
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert [path.name for path in files()] == [parents.name]
-    assert taken(regions) is parents
+    assert [path.name for path in files()] == [parent_region.name]
+    assert take_region(regions) is parent_region
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(regions: Regions) -> None:
-    own = taken(regions)
+def test_files_of_a_killed_process_are_removed_by_the_next_process(regions: Regions) -> None:
+    own = take_region(regions)
     child = os.fork()
     if not child:
         regions.take(1)
@@ -153,16 +155,16 @@ def test_what_a_killed_process_left_is_removed_by_the_next(regions: Regions) -> 
     os.waitpid(child, 0)
     assert len(files()) == 2
 
-    next_one = Regions(PREFIX)
-    others = taken(next_one)
+    next_regions = Regions(PREFIX)
+    next_region = take_region(next_regions)
 
-    assert {path.name for path in files()} == {own.name, others.name}
-    next_one.close()
+    assert {path.name for path in files()} == {own.name, next_region.name}
+    next_regions.close()
 
 
-def test_threads_never_share_one(regions: Regions) -> None:
+def test_threads_never_share_a_region(regions: Regions) -> None:
     def use(number: int) -> bool:
-        region = taken(regions)
+        region = take_region(regions)
         region.write(0, np.full(1000, number, "<i8"))
         is_own = bool((region.array(0, 1000, np.dtype("<i8")) == number).all())
         regions.give(region)
@@ -173,17 +175,17 @@ def test_threads_never_share_one(regions: Regions) -> None:
     assert len(files()) <= 8
 
 
-def test_where_there_is_no_room_there_is_none(regions: Regions) -> None:
+def test_no_region_is_returned_if_shared_memory_is_full(regions: Regions) -> None:
     assert regions.take(1 << 50) is None
 
 
 @pytest.mark.parametrize("prefix", ["", "ranker-", "/a/b", 7])
-def test_what_can_be_no_prefix(prefix: str) -> None:
+def test_invalid_prefix_is_rejected(prefix: str) -> None:
     with pytest.raises(ValueError, match="is no slash and what names begin with"):
         Regions(prefix)
 
 
-def test_a_file_that_cannot_be_made_is_told() -> None:
+def test_file_creation_failure_raises_invalid_request() -> None:
     regions = Regions("/" + 300 * "x")
 
     with pytest.raises(InvalidRequest, match="cannot be made: File name too long") as caught:

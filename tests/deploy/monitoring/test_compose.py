@@ -31,14 +31,14 @@ def mounted(service: str) -> dict[str, str]:
     return {inside: outside for outside, inside in pairs}
 
 
-def test_what_is_mounted_is_there_or_declared() -> None:
+def test_mounted_files_exist_and_volumes_are_declared() -> None:
     volumes = read(MONITORING / "compose.yaml")["volumes"]
     for name in compose():
         for outside in mounted(name).values():
             assert outside in volumes or (MONITORING / outside).is_file(), outside
 
 
-def test_the_image_is_built_as_for_kubernetes() -> None:
+def test_image_is_built_like_the_kubernetes_image() -> None:
     (image,) = read(ROOT / "deploy/kubernetes/base/kustomization.yaml")["images"]
     services = compose()
     for name in ("demo", "embedserve"):
@@ -49,7 +49,7 @@ def test_the_image_is_built_as_for_kubernetes() -> None:
     assert image["newTag"].endswith(build["args"]["VARIANT"])
 
 
-def test_prometheus_scrapes_the_server_by_the_rules_that_it_is_given() -> None:
+def test_prometheus_scrapes_the_server_and_loads_the_mounted_rules() -> None:
     config = read(MONITORING / "prometheus.yaml")
     ((target,),) = [one["targets"] for one in config["scrape_configs"][0]["static_configs"]]
     name, _, port = target.partition(":")
@@ -71,17 +71,17 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     assert mounted("grafana")[home] == "./grafana/dashboard.json"
 
 
-def test_nothing_is_open_to_other_hosts() -> None:
+def test_ports_are_published_only_on_localhost() -> None:
     ports = [port for service in compose().values() for port in service.get("ports", ())]
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_the_dashboards_panels_have_places_and_numbers_of_their_own() -> None:
+def test_dashboard_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels = json.loads((GRAFANA / "dashboard.json").read_text())["panels"]
     numbers = [panel["id"] for panel in panels]
     assert len(set(numbers)) == len(numbers)
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
         cells = {
@@ -90,5 +90,5 @@ def test_the_dashboards_panels_have_places_and_numbers_of_their_own() -> None:
             for y in range(place["y"], place["y"] + place["h"])
         }
         assert max(x for x, _ in cells) < 24
-        assert not cells & taken, panel["title"]
-        taken |= cells
+        assert not cells & occupied, panel["title"]
+        occupied |= cells

@@ -43,8 +43,8 @@ def test_the_data_source_is_a_variable_that_comes_first() -> None:
     assert "datasource" not in {one["type"] for one in others}
 
 
-def test_whatever_asks_takes_the_data_source_of_the_variable() -> None:
-    asked = list(queries())
-    assert len(asked) > 50
-    for one in asked:
+def test_every_query_uses_the_data_source_variable() -> None:
+    all_queries = list(queries())
+    assert len(all_queries) > 50
+    for one in all_queries:
         assert one["datasource"] == SOURCE, one.get("title") or one.get("name") or one.get("expr")

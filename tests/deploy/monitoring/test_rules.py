@@ -35,16 +35,16 @@ def alerts() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for rule in rules if "alert" in rule}
 
 
-def test_prometheus_takes_the_rules_and_the_configuration() -> None:
+def test_promtool_accepts_the_rules_and_the_configuration() -> None:
     promtool("check", "rules", RULES)
     promtool("check", "config", MONITORING / "prometheus.yaml")
 
 
-def test_series_raise_the_alerts() -> None:
+def test_promtool_tests_of_the_alerts_pass() -> None:
     promtool("test", "rules", *RULES_TESTS)
 
 
-def test_each_alert_is_seen_to_be_raised_and_to_be_quiet() -> None:
+def test_every_alert_is_tested_both_firing_and_silent() -> None:
     well, *ill = (test for one in RULES_TESTS for test in loaded(one)["tests"])
     assert [one["alertname"] for one in well["alert_rule_test"]] == list(alerts())
     raised = [one["alertname"] for test in ill for one in test["alert_rule_test"][-1:]]

@@ -102,7 +102,7 @@ def start(kubectl: Kubectl, volume: Path, tmp_path: Path) -> Iterator[Start]:
             if change is not None:
                 change(manifests)
             kubectl.apply(manifests["Namespace"], persistent_volume(name, store))
-            ends.callback(kubectl.ask, "delete", "namespace", name, "--wait=false")
+            ends.callback(kubectl.try_run, "delete", "namespace", name, "--wait=false")
             files = [secret(name, *one) for one in (secrets or {}).items()]
             kubectl.apply(*files, *(manifests[one] for one in FAULT_KINDS if one in manifests))
             return kubectl.in_namespace(name)

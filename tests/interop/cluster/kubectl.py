@@ -38,7 +38,7 @@ class Kubectl:
         assert done.returncode == 0, f"kubectl {arguments[0]}: {done.stderr}"
         return done.stdout
 
-    def ask(self, *arguments: object) -> str:
+    def try_run(self, *arguments: object) -> str:
         """Returns the output, including errors. The command may fail, for example without the
         object.
         """
@@ -81,9 +81,9 @@ class Namespaced:
             deployment = self.get("deployment", "embedserve")
             status = deployment["status"]
             counts = {status.get(name, 0) for name in COUNTS}
-            is_seen = status.get("observedGeneration") == deployment["metadata"]["generation"]
+            is_observed = status.get("observedGeneration") == deployment["metadata"]["generation"]
             are_ready = [_is_ready(pod) for pod in self.pods()]
-            if counts == {replicas} and is_seen and are_ready == [True] * replicas:
+            if counts == {replicas} and is_observed and are_ready == [True] * replicas:
                 return time.monotonic() - begin
             assert time.monotonic() < begin + READY_S_MAX, self.state()
             time.sleep(0.2)
@@ -91,10 +91,10 @@ class Namespaced:
     def wait_for(self, text: str, *command: object) -> str:
         """Waits until kubectl's output contains ``text``, and returns the output."""
         end = time.monotonic() + READY_S_MAX
-        while text not in (said := self.kubectl.ask("--namespace", self.name, *command)):
-            assert time.monotonic() < end, f"no {text!r} in: {said}\n{self.state()}"
+        while text not in (output := self.kubectl.try_run("--namespace", self.name, *command)):
+            assert time.monotonic() < end, f"no {text!r} in: {output}\n{self.state()}"
             time.sleep(0.5)
-        return said
+        return output
 
     def wait_for_log(self, text: str) -> str:
         """Waits until the log contains ``text``, also after its container has ended."""
@@ -103,7 +103,7 @@ class Namespaced:
     def state(self) -> str:
         """Returns descriptions and logs, for the message of a failed test."""
         what = (("describe", "pods"), ("logs", "deployment/embedserve", "--tail=30"))
-        return "\n".join(self.kubectl.ask("--namespace", self.name, *one) for one in what)
+        return "\n".join(self.kubectl.try_run("--namespace", self.name, *one) for one in what)
 
 
 def _is_ready(pod: dict[str, Any]) -> bool:

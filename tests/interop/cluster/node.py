@@ -74,7 +74,7 @@ class Node:
 
     def start_control_plane(self, kubectl: Kubectl) -> None:
         self._start_etcd()
-        self._start_apiserver(lambda: kubectl.ask("get", "--raw", "/readyz") == "ok")
+        self._start_apiserver(lambda: kubectl.try_run("get", "--raw", "/readyz") == "ok")
         same = (f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--port=0")
         for program in ("kube-controller-manager", "kube-scheduler"):
             self.start(KUBERNETES / program, *same, f"--cert-dir={self.folder}/{program}")
@@ -206,7 +206,7 @@ BinaryName = "{os.environ["LIMITED_RUNC"]}"
             f"--container-runtime-endpoint=unix://{self.containerd}",
             f"--hostname-override={NAME}",
             f"--node-ip={NODE}",
-            is_ready=lambda: kubectl.ask(*READY) == "True",
+            is_ready=lambda: kubectl.try_run(*READY) == "True",
         )
 
     def start_proxy(self) -> None:

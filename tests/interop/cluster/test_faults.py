@@ -8,13 +8,13 @@ from interop.cluster.manifests import Manifest, container_of
 
 pytestmark = pytest.mark.cluster
 
-TOO_LITTLE = "64Mi"
+INSUFFICIENT_MEMORY = "64Mi"
 """Memory limit below what Python and PyTorch take before they load a model."""
 
 
-def test_a_container_without_memory_is_killed_and_said_to_be(start: Start) -> None:
+def test_container_without_memory_is_reported_as_oom_killed(start: Start) -> None:
     def limit(manifests: dict[str, Manifest]) -> None:
-        memory = {"memory": TOO_LITTLE}
+        memory = {"memory": INSUFFICIENT_MEMORY}
         container_of(manifests)["resources"] = {"limits": memory, "requests": memory}
 
     small = start("small", change=limit)
@@ -32,7 +32,9 @@ def test_a_container_without_memory_is_killed_and_said_to_be(start: Start) -> No
         ("s3", "embedserve-s3", "Failed"),
     ],
 )
-def test_a_missing_secret_is_named(start: Start, component: str, name: str, reason: str) -> None:
+def test_missing_secret_is_named_in_the_events(
+    start: Start, component: str, name: str, reason: str
+) -> None:
     pod = start(f"missing-{component}", component)
     described = pod.wait_for(f'secret "{name}" not found', "describe", "pods")
     (line, *_) = (one for one in described.splitlines() if f'secret "{name}" not found' in one)
@@ -40,16 +42,16 @@ def test_a_missing_secret_is_named(start: Start, component: str, name: str, reas
 
 
 @pytest.mark.parametrize(
-    ("component", "files", "named"),
+    ("component", "files", "named_path"),
     [
         ("tls", {"tls.crt": "-----BEGIN CERTIFICATE-----\nMIIB", "tls.key": ""}, "/tls/tls."),
         ("tokens", {"tokens": '{"name": "ranker", "sha'}, "/tokens/tokens"),
     ],
 )
-def test_a_half_written_secret_is_named(
-    start: Start, component: str, files: dict[str, str], named: str
+def test_truncated_secret_file_is_named_in_the_log(
+    start: Start, component: str, files: dict[str, str], named_path: str
 ) -> None:
     pod = start(f"half-{component}", component, secrets={f"embedserve-{component}": files})
-    log = pod.wait_for_log(named)
+    log = pod.wait_for_log(named_path)
     assert "Traceback" not in log
     pod.wait_for("CrashLoopBackOff", "get", "pods")

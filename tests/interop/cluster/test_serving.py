@@ -33,7 +33,7 @@ ANSWERS = 200
 """Number of responses that each client waits for before and after a change."""
 REQUEST_S_MAX = 60
 RESTARTS = "jsonpath={.status.containerStatuses[0].restartCount}"
-CUT_OFF = ("UNAVAILABLE", "CANCELLED", "RemoteProtocolError", "ReadError", "ConnectError")
+CONNECTION_ERRORS = ("UNAVAILABLE", "CANCELLED", "RemoteProtocolError", "ReadError", "ConnectError")
 """Errors of clients whose connection ends with its server."""
 
 
@@ -45,7 +45,7 @@ def serving(
     manifests = render(tmp_path_factory.mktemp(NAMESPACE), NAMESPACE)
     kubectl.apply(persistent_volume(NAMESPACE, volume), *manifests.values())
     yield kubectl.in_namespace(NAMESPACE)
-    kubectl.ask("delete", "namespace", NAMESPACE, "--wait=false")
+    kubectl.try_run("delete", "namespace", NAMESPACE, "--wait=false")
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def load(serving: Namespaced) -> Iterator[Load]:
             add_clients(load, open_, service, str(number), REQUEST_S_MAX)
         load.wait_until_answered()
         load.start()
-        load.until_each(ANSWERS, ANSWERED)
+        load.wait_for_each(ANSWERS, ANSWERED)
         yield load
         load.stop()
 
@@ -68,7 +68,7 @@ def total(load: Load) -> Counter[str]:
     return sum(load.outcomes.values(), Counter())
 
 
-def test_the_overlay_becomes_ready(serving: Namespaced) -> None:
+def test_overlay_becomes_ready(serving: Namespaced) -> None:
     seconds = serving.wait_until_ready(REPLICAS)
     print(f"\n{REPLICAS}/{REPLICAS} ready after {seconds:.0f} s", end=" ")
     claim = serving.get("pvc", "embedserve-store")
@@ -81,13 +81,13 @@ def test_the_overlay_becomes_ready(serving: Namespaced) -> None:
         assert len(subset["addresses"]) == REPLICAS
 
 
-def test_a_rollout_loses_nothing(serving: Namespaced, load: Load) -> None:
+def test_rollout_loses_no_requests(serving: Namespaced, load: Load) -> None:
     serving.wait_until_ready(REPLICAS)
     for _ in range(ROLLOUTS):
         before = {pod["metadata"]["name"] for pod in serving.pods()}
         serving.run("rollout", "restart", "deployment/embedserve")
         serving.wait_until_ready(REPLICAS)
-        load.until_each(ANSWERS, ANSWERED)
+        load.wait_for_each(ANSWERS, ANSWERED)
         assert not before & {pod["metadata"]["name"] for pod in serving.pods()}
     load.stop()
     for name, met in load.outcomes.items():
@@ -95,38 +95,38 @@ def test_a_rollout_loses_nothing(serving: Namespaced, load: Load) -> None:
     print(f"\n{ROLLOUTS} rollouts, {total(load).total()} requests, none lost", end=" ")
 
 
-def test_a_pod_deleted_by_force(serving: Namespaced, load: Load) -> None:
+def test_force_deleted_pod_loses_only_requests_in_flight(serving: Namespaced, load: Load) -> None:
     """Checks that clients lose at most requests in flight, and none after a new pod is ready."""
     serving.wait_until_ready(REPLICAS)
-    (victim, *_) = serving.pods()
-    serving.run("delete", "pod", victim["metadata"]["name"], "--force", "--grace-period=0")
+    (target_pod, *_) = serving.pods()
+    serving.run("delete", "pod", target_pod["metadata"]["name"], "--force", "--grace-period=0")
     serving.wait_until_ready(REPLICAS)
-    assert_only_cut_off(load, "deleted by force")
+    assert_only_connections_lost(load, "deleted by force")
 
 
-def test_a_killed_server_is_started_again(serving: Namespaced, load: Load) -> None:
+def test_killed_server_is_restarted(serving: Namespaced, load: Load) -> None:
     """Kills with the signal that the kernel uses for a cgroup without memory."""
     serving.wait_until_ready(REPLICAS)
-    victim = serving.pods()[0]["metadata"]["name"]
-    restarts = restarts_of(serving, victim)
-    os.kill(main_process(serving.get("pod", victim)), signal.SIGKILL)
-    serving.wait_for(str(restarts + 1), *("get", "pod", victim, "--output"), RESTARTS)
+    target_pod = serving.pods()[0]["metadata"]["name"]
+    restarts = restarts_of(serving, target_pod)
+    os.kill(main_process(serving.get("pod", target_pod)), signal.SIGKILL)
+    serving.wait_for(str(restarts + 1), *("get", "pod", target_pod, "--output"), RESTARTS)
     serving.wait_until_ready(REPLICAS)
-    assert_only_cut_off(load, "killed")
+    assert_only_connections_lost(load, "killed")
 
 
-def assert_only_cut_off(load: Load, what: str) -> None:
+def assert_only_connections_lost(load: Load, kind: str) -> None:
     """Checks that every client gets correct responses again, and lost only connections before."""
     with load.changed:
         before = {name: met.copy() for name, met in load.outcomes.items()}
-    load.until_each(ANSWERS, ANSWERED)
+    load.wait_for_each(ANSWERS, ANSWERED)
     load.stop()
     for name, met in load.outcomes.items():
         assert set(met - before[name]) <= ANSWERED, (name, met - before[name])
     lost = {outcome: count for outcome, count in total(load).items() if outcome not in ANSWERED}
     for outcome in lost:
-        assert outcome.startswith(CUT_OFF), lost
-    print(f"\n{what}: {sum(lost.values())} of {total(load).total()} requests lost: {lost}", end=" ")
+        assert outcome.startswith(CONNECTION_ERRORS), lost
+    print(f"\n{kind}: {sum(lost.values())} of {total(load).total()} requests lost: {lost}", end=" ")
 
 
 def main_process(pod: dict[str, Any]) -> int:

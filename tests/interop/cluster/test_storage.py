@@ -60,7 +60,7 @@ def no_pods(manifests: dict[str, Manifest]) -> None:
     manifests["Deployment"]["spec"]["replicas"] = 0
 
 
-def test_a_pod_waits_for_the_job_that_publishes(start: Start, publish: Publish, disk: Path) -> None:
+def test_pod_waits_for_the_publishing_job(start: Start, publish: Publish, disk: Path) -> None:
     pod = start("empty", store=disk)
     pod.wait_for_log("waiting")
     pod.wait_for("0/1", "get", "pods")
@@ -69,7 +69,7 @@ def test_a_pod_waits_for_the_job_that_publishes(start: Start, publish: Publish, 
     pod.wait_for("1/1", "get", "job", "embedserve-publish")
 
 
-def test_a_job_on_a_full_volume_names_it(start: Start, publish: Publish, disk: Path) -> None:
+def test_publishing_job_names_a_full_volume(start: Start, publish: Publish, disk: Path) -> None:
     run_tool("mount", "-t", "tmpfs", "-o", f"size={FULL},mode=777", "tmpfs", disk)
     namespace = start("full-store", change=no_pods, store=disk)
     publish(namespace)
@@ -77,7 +77,9 @@ def test_a_job_on_a_full_volume_names_it(start: Start, publish: Publish, disk: P
     assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
-def test_a_job_on_a_read_only_volume_names_it(start: Start, publish: Publish, disk: Path) -> None:
+def test_publishing_job_names_a_read_only_volume(
+    start: Start, publish: Publish, disk: Path
+) -> None:
     run_tool("mount", "--bind", "--options", "ro", disk, disk)
     namespace = start("read-only-store", change=no_pods, store=disk)
     publish(namespace)
@@ -91,13 +93,15 @@ def test_two_pods_share_one_cache(
     pods.wait_until_ready(2)
 
 
-def test_a_full_cache_is_named(start: Start, bucket: dict[str, dict[str, str]], disk: Path) -> None:
+def test_full_cache_is_named_in_the_log(
+    start: Start, bucket: dict[str, dict[str, str]], disk: Path
+) -> None:
     run_tool("mount", "-t", "tmpfs", "-o", f"size={FULL},mode=777", "tmpfs", disk)
     pod = start("full-cache", "s3", change=cache_in(disk), secrets=bucket)
     assert "/cache/s3-bucket-store-" in pod.wait_for_log("the version needs ")
 
 
-def test_a_read_only_cache_is_named(
+def test_read_only_cache_is_named_in_the_log(
     start: Start, bucket: dict[str, dict[str, str]], disk: Path
 ) -> None:
     pod = start("read-only", "s3", change=cache_in(disk, is_read_only=True), secrets=bucket)

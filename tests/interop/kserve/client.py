@@ -17,20 +17,20 @@ from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRe
 from kserve.inference_client import RESTConfig
 
 
-def request_of(model: str, asked: dict[str, Any], *, is_binary: bool) -> InferRequest:
+def request_of(model: str, requested: dict[str, Any], *, is_binary: bool) -> InferRequest:
     """Returns a request with the tensors F.ids and F.lengths of each feature F."""
     inputs = []
-    for feature, bags in asked["bags"].items():
+    for feature, bags in requested["bags"].items():
         ids = np.array([one for bag in bags for one in bag], np.int64)
         lengths = np.array([len(bag) for bag in bags], np.int32)
         for part, values, datatype in (("ids", ids, "INT64"), ("lengths", lengths, "INT32")):
             one = InferInput(f"{feature}.{part}", list(values.shape), datatype)
             one.set_data_from_numpy(values, binary_data=is_binary)
             inputs.append(one)
-    return InferRequest(model_name=model, infer_inputs=inputs, request_id=asked["id"])
+    return InferRequest(model_name=model, infer_inputs=inputs, request_id=requested["id"])
 
 
-def told(response: Any) -> dict[str, Any]:
+def response_as_json(response: Any) -> dict[str, Any]:
     """Returns the outputs as float32 bytes, with the other fields of the response."""
     outputs = {}
     for one in response.outputs:
@@ -45,50 +45,52 @@ def told(response: Any) -> dict[str, Any]:
     }
 
 
-async def over_rest(url: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+async def over_rest(url: str, model: str, parameters: dict[str, Any]) -> dict[str, Any]:
     client = InferenceRESTClient(RESTConfig(protocol="v2"))
-    answers = {}
+    responses = {}
     for name, is_binary in (("REST, JSON", False), ("REST, binary", True)):
-        answers[name] = [
-            told(await client.infer(url, request_of(model, one, is_binary=is_binary), model))
-            for one in given["asked"]
+        responses[name] = [
+            response_as_json(
+                await client.infer(url, request_of(model, one, is_binary=is_binary), model)
+            )
+            for one in parameters["asked"]
         ]
     ready = [await client.is_server_live(url), await client.is_server_ready(url)]
     ready += [await client.is_model_ready(url, one) for one in (model, "nothing")]
-    wrong = request_of(model, given["wrong"], is_binary=True)
-    error = await said(client.infer(url, wrong, model))
+    wrong = request_of(model, parameters["wrong"], is_binary=True)
+    error = await error_of(client.infer(url, wrong, model))
     await client.close()
-    return {"answers": answers, "ready": ready, "error": error}
+    return {"answers": responses, "ready": ready, "error": error}
 
 
-async def over_grpc(target: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+async def over_grpc(target: str, model: str, parameters: dict[str, Any]) -> dict[str, Any]:
     client = InferenceGRPCClient(target)
-    answers = {}
+    responses = {}
     for name, is_raw in (("gRPC, typed", False), ("gRPC, raw", True)):
-        answers[name] = [
-            told(await client.infer(request_of(model, one, is_binary=is_raw)))
-            for one in given["asked"]
+        responses[name] = [
+            response_as_json(await client.infer(request_of(model, one, is_binary=is_raw)))
+            for one in parameters["asked"]
         ]
     ready = [await client.is_server_live(), await client.is_server_ready()]
     ready += [await client.is_model_ready(one) for one in (model, "nothing")]
-    error = await said(client.infer(request_of(model, given["wrong"], is_binary=True)))
+    error = await error_of(client.infer(request_of(model, parameters["wrong"], is_binary=True)))
     await client.close()
-    return {"answers": answers, "ready": ready, "error": error}
+    return {"answers": responses, "ready": ready, "error": error}
 
 
-async def said(asked: Any) -> str:
+async def error_of(requested: Any) -> str:
     """Returns the error that a call raises, or ""."""
     try:
-        await asked
+        await requested
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 async def main() -> None:
-    given = json.load(sys.stdin)
-    rest = await over_rest(given["http"], given["model"], given)
-    grpc = await over_grpc(given["grpc"], given["model"], given)
+    parameters = json.load(sys.stdin)
+    rest = await over_rest(parameters["http"], parameters["model"], parameters)
+    grpc = await over_grpc(parameters["grpc"], parameters["model"], parameters)
     json.dump({"REST": rest, "gRPC": grpc}, sys.stdout)
 
 

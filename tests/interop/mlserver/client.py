@@ -25,20 +25,20 @@ from mlserver.types import InferenceRequest, InferenceResponse
 INFER_S_MAX = 60
 
 
-def request_of(asked: dict[str, Any]) -> InferenceRequest:
+def request_of(requested: dict[str, Any]) -> InferenceRequest:
     """Returns a request with the tensors F.ids and F.lengths of each feature F."""
     inputs = []
-    for feature, bags in asked["bags"].items():
+    for feature, bags in requested["bags"].items():
         ids = np.array([one for bag in bags for one in bag], np.int64)
         lengths = np.array([len(bag) for bag in bags], np.int32)
         for part, values in (("ids", ids), ("lengths", lengths)):
             tensor = NumpyCodec.encode_input(f"{feature}.{part}", values)
             tensor.shape = list(values.shape)  # the codec takes it for a matrix
             inputs.append(tensor)
-    return InferenceRequest(id=asked["id"], inputs=inputs)
+    return InferenceRequest(id=requested["id"], inputs=inputs)
 
 
-def told(response: InferenceResponse) -> dict[str, Any]:
+def response_as_json(response: InferenceResponse) -> dict[str, Any]:
     """Returns the outputs as float32 bytes, with the other fields of the response."""
     outputs = {}
     for one in response.outputs:
@@ -51,33 +51,33 @@ def told(response: InferenceResponse) -> dict[str, Any]:
 def by_command(target: str, model: str, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
     """Runs `mlserver infer`, which writes responses in the order of their arrival."""
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "requests", Path(folder) / "responses"
-        asked.write_text("".join(f"{one.model_dump_json()}\n" for one in requests))
+        requested, answered = Path(folder) / "requests", Path(folder) / "responses"
+        requested.write_text("".join(f"{one.model_dump_json()}\n" for one in requests))
         command = [str(Path(sys.executable).with_name("mlserver")), "infer", "-u", target]
-        command += ["-m", model, "-i", str(asked), "-o", str(answered)]
+        command += ["-m", model, "-i", str(requested), "-o", str(answered)]
         subprocess.run(command, check=True, stdout=sys.stderr, timeout=INFER_S_MAX)
         lines = answered.read_text().splitlines()
-    return [told(InferenceResponse.model_validate_json(line)) for line in lines]
+    return [response_as_json(InferenceResponse.model_validate_json(line)) for line in lines]
 
 
 def by_stub(target: str, model: str, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
-    answers = []
+    responses = []
     with grpc.insecure_channel(target) as channel:
         stub = GRPCInferenceServiceStub(channel)
         for one in requests:
             message = ModelInferRequestConverter.from_types(one, model_name=model)
-            answer = stub.ModelInfer(message, timeout=INFER_S_MAX)
-            answers.append(told(ModelInferResponseConverter.to_types(answer)))
-    return answers
+            reply = stub.ModelInfer(message, timeout=INFER_S_MAX)
+            responses.append(response_as_json(ModelInferResponseConverter.to_types(reply)))
+    return responses
 
 
 def main() -> None:
-    given = json.load(sys.stdin)
-    requests = [request_of(one) for one in given["asked"]]
+    parameters = json.load(sys.stdin)
+    requests = [request_of(one) for one in parameters["asked"]]
     json.dump(
         {
-            "command": by_command(given["http"], given["model"], requests),
-            "stub": by_stub(given["grpc"], given["model"], requests),
+            "command": by_command(parameters["http"], parameters["model"], requests),
+            "stub": by_stub(parameters["grpc"], parameters["model"], requests),
         },
         sys.stdout,
     )

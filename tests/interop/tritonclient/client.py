@@ -43,7 +43,7 @@ def outputs_of(kind: Any, names: list[str], **options: Any) -> list[Any] | None:
     return [kind.InferRequestedOutput(name, **options) for name in names] or None
 
 
-def told(result: Any, names: list[str]) -> dict[str, Any]:
+def result_as_json(result: Any, names: list[str]) -> dict[str, Any]:
     """Returns the outputs as float32 bytes, with the other fields of the response."""
     response = result.get_response()
     if not isinstance(response, dict):
@@ -53,14 +53,14 @@ def told(result: Any, names: list[str]) -> dict[str, Any]:
             "id": response.id,
             "outputs": [{"name": one.name} for one in response.outputs],
         }
-    given = [one["name"] for one in response["outputs"]]
+    output_names = [one["name"] for one in response["outputs"]]
     return {
         "model": response["model_name"],
         "version": response["model_version"],
         "id": response.get("id", ""),
         "outputs": {
             name: [list(result.as_numpy(name).shape), encoded(result.as_numpy(name))]
-            for name in given
+            for name in output_names
         },
     }
 
@@ -70,10 +70,12 @@ def encoded(values: np.ndarray) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
-def over_http(target: str, model: str, asked: list[dict[str, Any]], is_binary: bool) -> list[Any]:
-    answers = []
+def over_http(
+    target: str, model: str, requested: list[dict[str, Any]], is_binary: bool
+) -> list[Any]:
+    responses = []
     with triton_http.InferenceServerClient(target) as client:
-        for one in asked:
+        for one in requested:
             names = one["outputs"]
             result = client.infer(
                 model,
@@ -81,11 +83,11 @@ def over_http(target: str, model: str, asked: list[dict[str, Any]], is_binary: b
                 outputs=outputs_of(triton_http, names, binary_data=is_binary),
                 request_id=one["id"],
             )
-            answers.append(told(result, names))
-    return answers
+            responses.append(result_as_json(result, names))
+    return responses
 
 
-def over_http_at_once(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+def over_http_concurrently(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
     with triton_http.InferenceServerClient(target, concurrency=4) as client:
         waiting = [
             client.async_infer(
@@ -94,15 +96,15 @@ def over_http_at_once(target: str, model: str, asked: list[dict[str, Any]]) -> l
                 outputs=outputs_of(triton_http, one["outputs"]),
                 request_id=one["id"],
             )
-            for one in asked
+            for one in requested
         ]
         return [
-            told(each.get_result(), one["outputs"])
-            for each, one in zip(waiting, asked, strict=True)
+            result_as_json(each.get_result(), one["outputs"])
+            for each, one in zip(waiting, requested, strict=True)
         ]
 
 
-async def over_http_aio(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+async def over_http_aio(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
     async with triton_http_aio.InferenceServerClient(target) as client:
         results = await asyncio.gather(
             *(
@@ -112,16 +114,19 @@ async def over_http_aio(target: str, model: str, asked: list[dict[str, Any]]) ->
                     outputs=outputs_of(triton_http_aio, one["outputs"]),
                     request_id=one["id"],
                 )
-                for one in asked
+                for one in requested
             )
         )
-    return [told(result, one["outputs"]) for result, one in zip(results, asked, strict=True)]
+    return [
+        result_as_json(result, one["outputs"])
+        for result, one in zip(results, requested, strict=True)
+    ]
 
 
-def over_grpc(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+def over_grpc(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
     with triton_grpc.InferenceServerClient(target) as client:
         return [
-            told(
+            result_as_json(
                 client.infer(
                     model,
                     inputs_of(triton_grpc, one["bags"]),
@@ -130,11 +135,11 @@ def over_grpc(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]
                 ),
                 one["outputs"],
             )
-            for one in asked
+            for one in requested
         ]
 
 
-async def over_grpc_aio(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+async def over_grpc_aio(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
     async with triton_grpc_aio.InferenceServerClient(target) as client:
         results = await asyncio.gather(
             *(
@@ -144,33 +149,36 @@ async def over_grpc_aio(target: str, model: str, asked: list[dict[str, Any]]) ->
                     outputs=outputs_of(triton_grpc, one["outputs"]),
                     request_id=one["id"],
                 )
-                for one in asked
+                for one in requested
             )
         )
-    return [told(result, one["outputs"]) for result, one in zip(results, asked, strict=True)]
+    return [
+        result_as_json(result, one["outputs"])
+        for result, one in zip(results, requested, strict=True)
+    ]
 
 
-def over_a_stream(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+def over_a_stream(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
     answered: queue.Queue[Any] = queue.Queue()
     with triton_grpc.InferenceServerClient(target) as client:
         client.start_stream(callback=lambda result, error: answered.put((result, error)))
-        for one in asked:
+        for one in requested:
             client.async_stream_infer(
                 model,
                 inputs_of(triton_grpc, one["bags"]),
                 outputs=outputs_of(triton_grpc, one["outputs"]),
                 request_id=one["id"],
             )
-        answers = []
-        for one in asked:
+        responses = []
+        for one in requested:
             result, error = answered.get(timeout=WAIT_S_MAX)
-            answers.append(str(error) if error else told(result, one["outputs"]))
+            responses.append(str(error) if error else result_as_json(result, one["outputs"]))
         client.stop_stream()
-    return answers
+    return responses
 
 
 def by_shared_memory(
-    kind: Any, target: str, model: str, asked: list[dict[str, Any]], key: str
+    kind: Any, target: str, model: str, requested: list[dict[str, Any]], key: str
 ) -> dict[str, Any]:
     """Looks up ids from one shared-memory region, and receives vectors in another.
 
@@ -187,7 +195,9 @@ def by_shared_memory(
                 client.register_system_shared_memory(name, f"{key}-{name}", REGION_BYTES)
             options: dict[str, bool] = {} if kind is triton_http else {"as_json": True}
             regions = client.get_system_shared_memory_status(**options)
-            answers = [asked_in_memory(kind, client, model, one, ids, vectors) for one in asked]
+            responses = [
+                infer_in_shared_memory(kind, client, model, one, ids, vectors) for one in requested
+            ]
             try:
                 client.register_system_shared_memory("ids", f"{key}-ids", REGION_BYTES)
                 again = ""
@@ -199,15 +209,15 @@ def by_shared_memory(
     finally:
         shared_memory.destroy_shared_memory_region(ids)
         shared_memory.destroy_shared_memory_region(vectors)
-    return {"answers": answers, "regions": regions, "again": again, "left": left}
+    return {"answers": responses, "regions": regions, "again": again, "left": left}
 
 
-def asked_in_memory(
-    kind: Any, client: Any, model: str, asked: dict[str, Any], ids: Any, vectors: Any
+def infer_in_shared_memory(
+    kind: Any, client: Any, model: str, requested: dict[str, Any], ids: Any, vectors: Any
 ) -> dict[str, Any]:
     """Sends a request whose inputs are contiguous in one region, and its outputs in another."""
     inputs, offset = [], 0
-    for feature, bags in asked["bags"].items():
+    for feature, bags in requested["bags"].items():
         of_bags = np.array([one for bag in bags for one in bag], np.int64)
         lengths = np.array([len(bag) for bag in bags], np.int32)
         for part, values, datatype in (("ids", of_bags, "INT64"), ("lengths", lengths, "INT32")):
@@ -217,23 +227,25 @@ def asked_in_memory(
             one.set_shared_memory("ids", values.nbytes, offset=offset)
             inputs.append(one)
             offset += values.nbytes
-    room = REGION_BYTES // len(asked["outputs"])
+    room = REGION_BYTES // len(requested["outputs"])
     outputs, offsets = [], {}
-    for at, name in enumerate(asked["outputs"]):
+    for at, name in enumerate(requested["outputs"]):
         offsets[name] = at * room
         outputs.append(kind.InferRequestedOutput(name))
         outputs[-1].set_shared_memory("vectors", room, offset=offsets[name])
-    result = client.infer(model, inputs, outputs=outputs, request_id=asked["id"])
+    result = client.infer(model, inputs, outputs=outputs, request_id=requested["id"])
     response = result.get_response()
     fields = ("model_name", "model_version", "id")
-    said = [response[one] if kind is triton_http else getattr(response, one) for one in fields]
-    answer: dict[str, Any] = dict(zip(("model", "version", "id"), said, strict=True), outputs={})
+    found = [response[one] if kind is triton_http else getattr(response, one) for one in fields]
+    response_json: dict[str, Any] = dict(
+        zip(("model", "version", "id"), found, strict=True), outputs={}
+    )
     for name, start in offsets.items():
         output = result.get_output(name)
         shape = output["shape"] if isinstance(output, dict) else list(output.shape)
         values = shared_memory.get_contents_as_numpy(vectors, np.float32, shape, offset=start)
-        answer["outputs"][name] = [list(shape), encoded(values)]
-    return answer
+        response_json["outputs"][name] = [list(shape), encoded(values)]
+    return response_json
 
 
 def described(http: str, grpc: str, model: str) -> dict[str, Any]:
@@ -244,14 +256,14 @@ def described(http: str, grpc: str, model: str) -> dict[str, Any]:
     ):
         return {
             "ready": [
-                asked()
+                requested()
                 for client in (rest, rpc)
-                for asked in (client.is_server_live, client.is_server_ready)
+                for requested in (client.is_server_live, client.is_server_ready)
             ],
             "model_ready": [
-                client.is_model_ready(*asked)
+                client.is_model_ready(*requested)
                 for client in (rest, rpc)
-                for asked in ((model,), (model, "1"), (model, "2"), ("nothing",))
+                for requested in ((model,), (model, "1"), (model, "2"), ("nothing",))
             ],
             "server": [rest.get_server_metadata(), rpc.get_server_metadata(as_json=True)],
             "model": [rest.get_model_metadata(model), rpc.get_model_metadata(model, as_json=True)],
@@ -272,7 +284,7 @@ def described(http: str, grpc: str, model: str) -> dict[str, Any]:
 
 def errors(http: str, grpc: str, model: str, bags: dict[str, Any]) -> list[list[str | None]]:
     """Returns (message, status) for a wrong output and an unserved version, over REST and gRPC."""
-    said = []
+    found = []
     for kind, target in ((triton_http, http), (triton_grpc, grpc)):
         with kind.InferenceServerClient(target) as client:
             for names, version in ((["nothing"], ""), ([], "2")):
@@ -284,8 +296,8 @@ def errors(http: str, grpc: str, model: str, bags: dict[str, Any]) -> list[list[
                         outputs=outputs_of(kind, names),
                     )
                 except InferenceServerException as error:
-                    said.append([error.message(), error.status()])
-    return said
+                    found.append([error.message(), error.status()])
+    return found
 
 
 def field_numbers() -> dict[str, Any]:
@@ -304,26 +316,35 @@ def field_numbers() -> dict[str, Any]:
 
 
 def main() -> None:
-    given = json.load(sys.stdin)
-    http, grpc, model, asked = given["http"], given["grpc"], given["model"], given["asked"]
+    parameters = json.load(sys.stdin)
+    http, grpc, model, requested = (
+        parameters["http"],
+        parameters["grpc"],
+        parameters["model"],
+        parameters["asked"],
+    )
     json.dump(
         {
             "answers": {
-                "http": over_http(http, model, asked, True),
-                "http, JSON": over_http(http, model, asked, False),
-                "http, at once": over_http_at_once(http, model, asked),
-                "http, aio": asyncio.run(over_http_aio(http, model, asked)),
-                "grpc": over_grpc(grpc, model, asked),
-                "grpc, aio": asyncio.run(over_grpc_aio(grpc, model, asked)),
-                "grpc, stream": over_a_stream(grpc, model, asked),
+                "http": over_http(http, model, requested, True),
+                "http, JSON": over_http(http, model, requested, False),
+                "http, concurrent": over_http_concurrently(http, model, requested),
+                "http, aio": asyncio.run(over_http_aio(http, model, requested)),
+                "grpc": over_grpc(grpc, model, requested),
+                "grpc, aio": asyncio.run(over_grpc_aio(grpc, model, requested)),
+                "grpc, stream": over_a_stream(grpc, model, requested),
             },
-            "streamed": over_a_stream(grpc, model, given["wrong"]),
+            "streamed": over_a_stream(grpc, model, parameters["wrong"]),
             "described": described(http, grpc, model),
             "shared": {
-                "http": by_shared_memory(triton_http, http, model, given["placed"], given["key"]),
-                "grpc": by_shared_memory(triton_grpc, grpc, model, given["placed"], given["key"]),
+                "http": by_shared_memory(
+                    triton_http, http, model, parameters["placed"], parameters["key"]
+                ),
+                "grpc": by_shared_memory(
+                    triton_grpc, grpc, model, parameters["placed"], parameters["key"]
+                ),
             },
-            "errors": errors(http, grpc, model, asked[0]["bags"]),
+            "errors": errors(http, grpc, model, requested[0]["bags"]),
             "field_numbers": field_numbers(),
         },
         sys.stdout,

@@ -24,21 +24,23 @@ NAMES = sorted(path.name for path in FOLDER.iterdir())
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|Function\("
 )
-TEXTS, GROUNDS = ("text", "quiet", "accent", "bad", "below"), ("page", "card")
+TEXTS, BACKGROUNDS = ("text", "quiet", "accent", "bad", "below"), ("page", "card")
 CONTRAST_MIN = 4.5
 """Minimum contrast of text, WCAG 2.1, 1.4.3."""
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])
-async def test_a_file_is_served_as_it_lies(rest: httpx.AsyncClient, name: str) -> None:
-    answer = await rest.get(f"/console/{name}".rstrip("/"))
-    assert answer.status_code == 200
-    assert answer.content == (FOLDER / (name or "index.html")).read_bytes()
+async def test_page_files_are_served_unchanged_with_security_headers(
+    rest: httpx.AsyncClient, name: str
+) -> None:
+    response = await rest.get(f"/console/{name}".rstrip("/"))
+    assert response.status_code == 200
+    assert response.content == (FOLDER / (name or "index.html")).read_bytes()
     suffix = Path(name or "index.html").suffix
-    assert answer.headers["content-type"] == routes.MEDIA_TYPES[suffix]
-    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["content-type"] == routes.MEDIA_TYPES[suffix]
+    assert response.headers["x-content-type-options"] == "nosniff"
     policy = dict(
-        one.split(" ", 1) for one in answer.headers["content-security-policy"].split("; ")
+        one.split(" ", 1) for one in response.headers["content-security-policy"].split("; ")
     )
     assert policy["default-src"] == "'none'"
     assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {"'self'"}
@@ -47,13 +49,15 @@ async def test_a_file_is_served_as_it_lies(rest: httpx.AsyncClient, name: str) -
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "%2e%2e/routes.py", "..%2froutes.py", "page/a.js"])
-async def test_no_other_file_is_served(rest: httpx.AsyncClient, name: str) -> None:
-    answer = await rest.get(f"/console/{name}")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NOT_FOUND")
+async def test_files_outside_the_page_folder_are_not_served(
+    rest: httpx.AsyncClient, name: str
+) -> None:
+    response = await rest.get(f"/console/{name}")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "NOT_FOUND")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_names_no_other_host_and_makes_no_markup_of_text(name: str) -> None:
+def test_page_files_name_no_other_host_and_create_no_markup_from_text(name: str) -> None:
     text = (FOLDER / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?:|//[\w-]+\.\w", text)
     assert not MARKUP.search(text)
@@ -64,14 +68,14 @@ def test_a_file_names_no_other_host_and_makes_no_markup_of_text(name: str) -> No
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_text_stands_out_from_its_ground(is_dark: bool) -> None:
+def test_text_contrast_meets_wcag(is_dark: bool) -> None:
     text = (FOLDER / "console.css").read_text("utf-8")
     light, dark = (
         dict(re.findall(r"--(\w[\w-]*): (#\w{6})", block))
         for block in re.findall(r":root \{(.*?)\}", text, re.DOTALL)
     )
     colors = light | dark if is_dark else light
-    pairs = [*product(TEXTS, GROUNDS), ("text", "block"), ("bad", "bad-ground")]
+    pairs = [*product(TEXTS, BACKGROUNDS), ("text", "block"), ("bad", "bad-ground")]
     for one, other in [*pairs, ("on-accent", "accent")]:
         lighter, darker = sorted((luminance(colors[one]), luminance(colors[other])), reverse=True)
         assert (lighter + 0.05) / (darker + 0.05) >= CONTRAST_MIN, (one, other)
@@ -86,7 +90,7 @@ def luminance(color: str) -> float:
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-async def test_who_may_have_what(
+async def test_console_routes_require_their_roles(
     engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     roles = {"es_boss": "admin", "es_right": "embed"}
@@ -97,7 +101,7 @@ async def test_who_may_have_what(
     (tmp_path / "tokens").write_text("\n".join(map(json.dumps, lines)))
     access = Authenticator(str(tmp_path / "tokens"))
     app = management_app(make_pipeline(engine, executor=executor, authenticator=access))
-    wanted = {
+    expected_statuses = {
         "/console": (200, 200, 200),
         "/console/console.js": (200, 200, 200),
         "/models/shop/plan": (401, 200, 200),
@@ -106,14 +110,14 @@ async def test_who_may_have_what(
     }
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        for path, statuses in wanted.items():
+        for path, statuses in expected_statuses.items():
             for token, status in zip(("", "es_right", "es_boss"), statuses, strict=True):
                 headers = {"authorization": f"Bearer {token}"} if token else {}
-                answer = await client.get(path, headers=headers)
-                assert (path, token, answer.status_code) == (path, token, status)
+                response = await client.get(path, headers=headers)
+                assert (path, token, response.status_code) == (path, token, status)
 
 
-async def test_labels_are_told_of_served_models(
+async def test_labels_of_served_models_are_returned(
     engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     path = tmp_path / "labels.json"
@@ -127,12 +131,12 @@ async def test_labels_are_told_of_served_models(
         assert (await client.get("/console/labels/other")).status_code == 404
 
 
-async def test_without_labels_there_are_none(rest: httpx.AsyncClient) -> None:
+async def test_labels_are_empty_if_not_configured(rest: httpx.AsyncClient) -> None:
     assert (await rest.get("/console/labels/shop")).json() == {"tables": {}}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
@@ -145,9 +149,11 @@ async def test_without_labels_there_are_none(rest: httpx.AsyncClient) -> None:
         (" " * (LABELS_BYTES_MAX + 1), f"over {LABELS_BYTES_MAX} bytes"),
     ],
 )
-def test_what_is_wrong_with_labels_is_said(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_labels_file_is_rejected_with_the_reason(
+    text: str, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / "labels.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=re.escape(f"labels ({path})")) as raised:
         read_labels(str(path))
-    assert said in str(raised.value)
+    assert reason in str(raised.value)

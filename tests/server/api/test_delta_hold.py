@@ -28,7 +28,7 @@ from embedserve.api import delta_hold
 from embedserve.api.management import management_app
 from embedserve.deltas.status import SharedDeltaState
 
-HOLD, GO_ON = "/admin/deltas/hold", "/admin/deltas/go-on"
+HOLD, RESUME = "/admin/deltas/hold", "/admin/deltas/go-on"
 SHOP = {"model": "shop"}
 
 
@@ -49,7 +49,7 @@ class Server:
             transport=httpx.ASGITransport(app), base_url="http://test", timeout=20
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         status = self.followed.status
         applied = replace(status.read().applied, seq=5)
         state = "held" if self.followed.hold.is_set else "following"
@@ -57,10 +57,10 @@ class Server:
         status.write(now)
 
     @asynccontextmanager
-    async def looking(self) -> AsyncIterator[None]:
+    async def polling(self) -> AsyncIterator[None]:
         async def run() -> None:
             while True:
-                self.look()
+                self.poll()
                 await asyncio.sleep(0.005)
 
         task = asyncio.create_task(run())
@@ -84,53 +84,53 @@ async def server(
         yield server
 
 
-async def test_deltas_are_held_and_applied_again(server: Server) -> None:
+async def test_deltas_are_held_and_resumed(server: Server) -> None:
     described = (await server.client.get("/openapi.json")).json()
-    async with server.looking():
-        for path, state in [(HOLD, "held")] * 2 + [(GO_ON, "following")] * 2:  # twice is like once
-            answer = await server.post(path)
-            assert answer.status_code == 200
-            assert answer.json() == {"model": "shop", "state": state, "seq": 5}
-            validate(answer.json(), "DeltaProgress", described)
+    async with server.polling():
+        for path, state in [(HOLD, "held")] * 2 + [(RESUME, "following")] * 2:  # twice is like once
+            response = await server.post(path)
+            assert response.status_code == 200
+            assert response.json() == {"model": "shop", "state": state, "seq": 5}
+            validate(response.json(), "DeltaProgress", described)
             assert server.followed.hold.is_set == (state == "held")
             shown = (await server.client.get("/models/shop")).json()
             assert shown["deltas"]["state"] == state
             validate(shown, "Model", described)
 
 
-async def test_a_response_waits_for_a_look_that_began_with_the_hold(server: Server) -> None:
+async def test_response_waits_for_a_poll_that_began_with_the_hold(server: Server) -> None:
     """Checks that a response does not take the state of an earlier hold for that of the new one."""
     server.followed.hold.set(True)
-    server.look()
+    server.poll()
     server.followed.hold.set(False)
-    for path, is_held in ((HOLD, True), (GO_ON, False)):
-        answer = asyncio.create_task(server.post(path))
+    for path, is_held in ((HOLD, True), (RESUME, False)):
+        response = asyncio.create_task(server.post(path))
         await until(lambda: server.followed.hold.is_set == is_held)  # noqa: B023
-        done, _ = await asyncio.wait([answer], timeout=0.2)
+        done, _ = await asyncio.wait([response], timeout=0.2)
         assert not done
-        server.look()
-        assert (await answer).json()["state"] == ("held" if is_held else "following")
+        server.poll()
+        assert (await response).json()["state"] == ("held" if is_held else "following")
 
 
-async def test_a_step_in_progress_is_waited_for(server: Server) -> None:
-    answer = asyncio.create_task(server.post(HOLD))
+async def test_response_waits_for_the_step_in_progress(server: Server) -> None:
+    response = asyncio.create_task(server.post(HOLD))
     await until(lambda: server.followed.hold.is_set)
     status = server.followed.status
     status.write(replace(status.read(), state="catching up", looked_at=time.time()))
-    done, _ = await asyncio.wait([answer], timeout=0.2)
+    done, _ = await asyncio.wait([response], timeout=0.2)
     assert not done
-    server.look()
-    assert (await answer).json()["state"] == "held"
+    server.poll()
+    assert (await response).json()["state"] == "held"
 
 
-async def test_a_hold_that_is_reversed_is_not_waited_for(server: Server) -> None:
+async def test_response_does_not_wait_for_a_reversed_hold(server: Server) -> None:
     first = asyncio.create_task(server.post(HOLD))
     await until(lambda: server.followed.hold.is_set)
     server.followed.hold.set(False)
     assert (await first).json()["state"] == "catching up"
 
 
-async def test_the_version_that_takes_over_meanwhile_gets_the_hold(server: Server) -> None:
+async def test_version_switched_to_during_a_hold_request_is_held(server: Server) -> None:
     other = at_seq(model_info(), 5).deltas
     assert other is not None
     served = [server.followed]
@@ -143,19 +143,19 @@ async def test_the_version_that_takes_over_meanwhile_gets_the_hold(server: Serve
     await switching
 
 
-async def test_without_an_applier_the_present_state_is_returned(
+async def test_current_state_is_returned_without_an_applier(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 0.05)
     server.followed.status.stall("the process that applies deltas was ended by SIGKILL")
-    answer = await server.post(HOLD)
-    assert (answer.status_code, answer.json()["state"]) == (200, "stalled")
+    response = await server.post(HOLD)
+    assert (response.status_code, response.json()["state"]) == (200, "stalled")
     assert server.followed.hold.is_set
 
 
-@pytest.mark.parametrize("path", [HOLD, GO_ON])
+@pytest.mark.parametrize("path", [HOLD, RESUME])
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ({"model": "shoes"}, 404, "model is 'shoes': this server has shop, films"),
         ({"model": "shop@9"}, 404, "version is 9: the versions of shop are 7"),
@@ -167,29 +167,34 @@ async def test_without_an_applier_the_present_state_is_returned(
         ([], 400, "body: "),
     ],
 )
-async def test_what_cannot_be_held_is_refused(
-    server: Server, path: str, body: Any, status: int, said: str
+async def test_invalid_hold_requests_are_rejected(
+    server: Server, path: str, body: Any, status: int, message: str
 ) -> None:
-    answer = await server.post(path, body)
-    assert (answer.status_code, answer.json()["error"]["message"][: len(said)]) == (status, said)
+    response = await server.post(path, body)
+    assert (response.status_code, response.json()["error"]["message"][: len(message)]) == (
+        status,
+        message,
+    )
     assert not server.followed.hold.is_set
 
 
-async def test_a_page_of_another_site_cannot_hold(server: Server) -> None:
+async def test_hold_requests_with_cross_site_content_types_are_rejected(server: Server) -> None:
     for headers in ({"Content-Type": "text/plain"}, {}):
-        answer = await server.client.post(HOLD, content=json.dumps(SHOP), headers=headers)
-        assert answer.status_code == 415
+        response = await server.client.post(HOLD, content=json.dumps(SHOP), headers=headers)
+        assert response.status_code == 415
     assert not server.followed.hold.is_set
 
 
-async def test_without_administrators_there_is_no_hold(executor: ThreadPoolExecutor) -> None:
+async def test_hold_routes_are_missing_without_the_admin_service(
+    executor: ThreadPoolExecutor,
+) -> None:
     server = Server(executor, None, has_admin=False)
     async with server.client:
-        assert {(await server.post(path)).status_code for path in (HOLD, GO_ON)} == {404}
+        assert {(await server.post(path)).status_code for path in (HOLD, RESUME)} == {404}
     assert not server.followed.hold.is_set
 
 
-async def test_only_administrators_may_hold(
+async def test_only_administrators_can_hold_deltas(
     executor: ThreadPoolExecutor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     grants = [
@@ -198,8 +203,8 @@ async def test_only_administrators_may_hold(
     ]
     (tmp_path / "tokens").write_text("\n".join(map(json.dumps, grants)))
     server = Server(executor, Authenticator(str(tmp_path / "tokens")), has_admin=True)
-    async with server.client, server.looking():
-        for is_held, path in ((True, HOLD), (False, GO_ON)):
+    async with server.client, server.polling():
+        for is_held, path in ((True, HOLD), (False, RESUME)):
             server.followed.hold.set(not is_held)
             for token, status in (("", 401), ("es_wrong", 401), ("es_embed", 403)):
                 assert (await server.post(path, token=token)).status_code == status

@@ -46,14 +46,16 @@ async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
     return described
 
 
-async def test_live_and_ready(rest: httpx.AsyncClient, pipeline: RequestPipeline) -> None:
+async def test_live_and_ready_routes_report_the_state(
+    rest: httpx.AsyncClient, pipeline: RequestPipeline
+) -> None:
     assert (await rest.get("/health/live")).json() == {"status": "live"}
     assert (await rest.get("/health/ready")).json() == {"status": "ready"}
     pipeline.models.not_ready = DRAINING
     assert (await rest.get("/health/live")).status_code == 200
-    answer = await rest.get("/health/ready")
-    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-    assert answer.json()["error"]["code"] == "UNAVAILABLE"
+    response = await rest.get("/health/ready")
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+    assert response.json()["error"]["code"] == "UNAVAILABLE"
 
 
 async def test_models_are_described(rest: httpx.AsyncClient) -> None:
@@ -76,7 +78,7 @@ async def test_models_are_described(rest: httpx.AsyncClient) -> None:
     assert not shop["unpooled"]
 
 
-async def test_the_plan_tells_which_rank_holds_what(executor: ThreadPoolExecutor) -> None:
+async def test_plan_lists_the_shards_of_each_rank(executor: ThreadPoolExecutor) -> None:
     user, movie = [TableSpec(name, 7, 12, (name,), "sum", "int8") for name in ("user", "movie")]
     tables = {
         "user": TablePlan("column_wise", (Shard(1, 0, 7, 0, 4), Shard(0, 0, 7, 4, 8))),
@@ -85,12 +87,12 @@ async def test_the_plan_tells_which_rank_holds_what(executor: ThreadPoolExecutor
     info = replace(info_of("films", [user, movie], {}), plan=Plan(2, tables, {}))
     app = management_app(make_pipeline(FakeEngine(info), executor=executor))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        told = (await client.get("http://test/models/films/plan")).json()
+        payload = (await client.get("http://test/models/films/plan")).json()
         model = (await client.get("http://test/models/films")).json()
-        validate(told, "Plan", (await client.get("http://test/openapi.json")).json())
+        validate(payload, "Plan", (await client.get("http://test/openapi.json")).json())
         assert (await client.get("http://test/models/shoes/plan")).status_code == 404
-    by_columns, copied = told["tables"]
-    assert (told["version"], told["ranks"], by_columns["sharding"]) == (7, 2, "column_wise")
+    by_columns, copied = payload["tables"]
+    assert (payload["version"], payload["ranks"], by_columns["sharding"]) == (7, 2, "column_wise")
     first, second = by_columns["shards"]
     assert first == {
         **{"rank": 1, "row_offset": 0, "row_count": 7, "col_offset": 0, "col_count": 4},
@@ -101,17 +103,15 @@ async def test_the_plan_tells_which_rank_holds_what(executor: ThreadPoolExecutor
     assert model["bytes_per_rank"] == [7 * 12 + 7 * 16, 7 * 8]
 
 
-async def test_a_version_that_is_to_come_is_shown(
-    rest: httpx.AsyncClient, pipeline: RequestPipeline
-) -> None:
+async def test_pending_version_is_shown(rest: httpx.AsyncClient, pipeline: RequestPipeline) -> None:
     assert "next" not in (await rest.get("/models/shop")).json()
-    coming = PendingVersion(
+    pending = PendingVersion(
         8, "failed", "its goldens are answered otherwise", "2026-11-22T18:00:00Z"
     )
-    pipeline.models.pending_versions["shop"] = coming
+    pipeline.models.pending_versions["shop"] = pending
     listed = (await rest.get("/models")).json()
     assert listed["models"][0]["version"] == 7
-    assert listed["models"][0]["next"] == asdict(coming)
+    assert listed["models"][0]["next"] == asdict(pending)
     validate(listed, "Models", await schema(rest))
 
 
@@ -148,23 +148,23 @@ async def test_tables_are_described_with_their_id_rules(executor: ThreadPoolExec
         ("DELETE", "/models/shop", 405, "INVALID_ARGUMENT"),
     ],
 )
-async def test_every_refusal_has_the_shape_of_the_embed_routes(
+async def test_errors_have_the_format_of_the_embed_routes(
     rest: httpx.AsyncClient, method: str, path: str, status: int, code: str
 ) -> None:
-    answer = await rest.request(method, path)
-    assert (answer.status_code, answer.headers["content-type"]) == (status, JSON)
-    assert answer.json()["error"]["code"] == code
-    assert ("allow" in answer.headers) == (status == 405)
-    validate(answer.json(), "Error", await schema(rest))
+    response = await rest.request(method, path)
+    assert (response.status_code, response.headers["content-type"]) == (status, JSON)
+    assert response.json()["error"]["code"] == code
+    assert ("allow" in response.headers) == (status == 405)
+    validate(response.json(), "Error", await schema(rest))
 
 
-async def test_every_reference_of_the_openapi_document_has_its_schema(
+async def test_every_openapi_reference_has_a_schema(
     rest: httpx.AsyncClient,
 ) -> None:
-    answer = await rest.get("/openapi.json")
-    described = answer.json()
+    response = await rest.get("/openapi.json")
+    described = response.json()
     assert described["openapi"].startswith("3.1")
-    named = set(re.findall(r'"#/components/schemas/(\w+)"', answer.text))
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', response.text))
     assert {"EmbedRequest", "EmbedResponse", "Error"} <= named
     assert named <= described["components"]["schemas"].keys()
     for one in described["components"]["schemas"].values():
@@ -177,7 +177,7 @@ async def test_every_reference_of_the_openapi_document_has_its_schema(
     assert named_in_path == ["model", "X-Timeout-Ms", "X-Routing-Key"]
 
 
-async def test_requests_and_answers_are_what_the_openapi_document_says(
+async def test_requests_and_responses_match_the_openapi_document(
     rest: httpx.AsyncClient,
 ) -> None:
     described = await schema(rest)
@@ -186,9 +186,9 @@ async def test_requests_and_answers_are_what_the_openapi_document_says(
         {"features": {"user": [1]}, "weights": {"user": [0.5]}},
     ):
         validate(request, "EmbedRequest", described)
-        answer = await rest.post("/embed", json=request)
-        assert answer.status_code == 200
-        validate(answer.json(), "EmbedResponse", described)
+        response = await rest.post("/embed", json=request)
+        assert response.status_code == 200
+        validate(response.json(), "EmbedResponse", described)
     validate({"features": {"title": ["Heat"], "user": [[7]]}}, "EmbedRequest", described)
     for bad in (
         {"features": {"user": [1.5]}},
@@ -203,19 +203,19 @@ async def test_requests_and_answers_are_what_the_openapi_document_says(
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc"])
-async def test_a_page_shows_the_document_and_loads_nothing_from_elsewhere(
+async def test_openapi_pages_load_nothing_from_other_hosts(
     rest: httpx.AsyncClient, path: str
 ) -> None:
-    answer = await rest.get(path)
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "/openapi.json" in answer.text
-    rules = answer.headers["content-security-policy"].split("; ")
+    response = await rest.get(path)
+    assert response.headers["content-type"].startswith("text/html")
+    assert "/openapi.json" in response.text
+    rules = response.headers["content-security-policy"].split("; ")
     assert {"default-src 'self'", "img-src 'self' data:"} <= set(rules)
     assert "http" not in " ".join(rules)
     assert "content-security-policy" not in (await rest.get("/models")).headers
 
 
-async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.AsyncClient) -> None:
+async def test_operation_ids_are_unique_and_stable(rest: httpx.AsyncClient) -> None:
     """Covers generated clients, which name their functions after the operations."""
     described = await schema(rest)
     operations = [one for path in described["paths"].values() for one in path.values()]
@@ -224,7 +224,7 @@ async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.Async
         assert "default" in operation["responses"]
 
 
-def test_each_operation_has_a_summary_that_is_not_its_functions_name(
+def test_operation_summaries_differ_from_function_names(
     executor: ThreadPoolExecutor,
 ) -> None:
     """Guards against FastAPI's default, which derives "Models" from models() and describes no
@@ -248,7 +248,9 @@ def test_each_operation_has_a_summary_that_is_not_its_functions_name(
             assert words[1] == "Prometheus" or words[1].islower(), path
 
 
-async def test_only_what_a_route_reads_is_a_parameter(rest: httpx.AsyncClient) -> None:
+async def test_openapi_parameters_are_path_and_header_parameters_only(
+    rest: httpx.AsyncClient,
+) -> None:
     for path, operations in (await schema(rest))["paths"].items():
         for operation in operations.values():
             parameters = operation.get("parameters", ())
@@ -258,12 +260,14 @@ async def test_only_what_a_route_reads_is_a_parameter(rest: httpx.AsyncClient) -
 
 
 @pytest.mark.parametrize("ready", [0, "true", None])
-async def test_the_index_is_asked_with_a_boolean(rest: httpx.AsyncClient, ready: Any) -> None:
-    answer = await rest.post("/v2/repository/index", json={"ready": ready})
-    assert (answer.status_code, answer.json()["error"].split(":")[0]) == (400, "body.ready")
+async def test_repository_index_rejects_a_non_boolean_ready(
+    rest: httpx.AsyncClient, ready: Any
+) -> None:
+    response = await rest.post("/v2/repository/index", json={"ready": ready})
+    assert (response.status_code, response.json()["error"].split(":")[0]) == (400, "body.ready")
 
 
-async def test_what_may_be_left_out_is_not_required(rest: httpx.AsyncClient) -> None:
+async def test_optional_fields_are_not_required_in_the_schema(rest: httpx.AsyncClient) -> None:
     schemas = (await schema(rest))["components"]["schemas"]
     assert schemas["IdRule"]["required"] == ["rule"]
     assert "next" not in schemas["Model"]["required"]
@@ -275,7 +279,7 @@ async def test_what_may_be_left_out_is_not_required(rest: httpx.AsyncClient) -> 
 @pytest.mark.parametrize(
     ("path", "status"), [("/health/ready", "503"), ("/models/{model}", "404"), ("/embed", "429")]
 )
-async def test_errors_are_described_with_their_headers(
+async def test_openapi_describes_errors_and_retry_after_headers(
     rest: httpx.AsyncClient, path: str, status: str
 ) -> None:
     (operation,) = (await schema(rest))["paths"][path].values()
@@ -286,20 +290,18 @@ async def test_errors_are_described_with_their_headers(
 
 
 @pytest.mark.parametrize("path", ["/embed", "/models/{model}/embed"])
-async def test_the_examples_of_the_document_are_requests_to_what_is_served(
-    rest: httpx.AsyncClient, path: str
-) -> None:
+async def test_openapi_examples_are_valid_requests(rest: httpx.AsyncClient, path: str) -> None:
     described = await schema(rest)
     operation = described["paths"][path]["post"]
     examples = operation["requestBody"]["content"]["application/json"]["examples"]
     assert list(examples) == ["shop"]
     validate(examples["shop"]["value"], "EmbedRequest", described)
-    asked = path.format(model=operation["parameters"][0].get("example"))
-    answer = await rest.post(asked, json=examples["shop"]["value"])
-    assert answer.status_code == 200
+    url = path.format(model=operation["parameters"][0].get("example"))
+    response = await rest.post(url, json=examples["shop"]["value"])
+    assert response.status_code == 200
 
 
-async def test_the_examples_of_the_open_inference_protocol_are_requests_too(
+async def test_open_inference_examples_are_valid_requests(
     rest: httpx.AsyncClient,
 ) -> None:
     described = await schema(rest)
@@ -308,12 +310,12 @@ async def test_the_examples_of_the_open_inference_protocol_are_requests_too(
         named = {p["name"]: p["example"] for p in operation["parameters"] if p["in"] == "path"}
         (example,) = operation["requestBody"]["content"]["application/json"]["examples"].values()
         validate(example["value"], "InferRequest", described)
-        answer = await rest.post(path.format(**named), json=example["value"])
-        assert answer.status_code == 200, answer.text
-        validate(answer.json(), "InferResponse", described)
+        response = await rest.post(path.format(**named), json=example["value"])
+        assert response.status_code == 200, response.text
+        validate(response.json(), "InferResponse", described)
 
 
-async def test_the_examples_are_of_what_is_served_now(executor: ThreadPoolExecutor) -> None:
+async def test_openapi_examples_follow_the_served_version(executor: ThreadPoolExecutor) -> None:
     """Checks that examples are not those of a former version. A model without goldens has none."""
     engine = FakeEngine()
     pipeline = make_pipeline(engine, FakeEngine(unpooled_info()), executor=executor)
@@ -332,7 +334,7 @@ async def test_the_examples_are_of_what_is_served_now(executor: ThreadPoolExecut
     assert examples() == {"shop": {"user": [[3]]}}
 
 
-async def test_the_slowest_requests_are_told(
+async def test_slow_route_lists_the_slowest_requests(
     rest: httpx.AsyncClient, pipeline: RequestPipeline
 ) -> None:
     assert (await rest.get("/slow")).json() == {"seconds": 600, "requests": []}
@@ -340,15 +342,15 @@ async def test_the_slowest_requests_are_told(
     ids = {"X-Request-Id": "a7"}
     body = {"features": {"user": [[1, 2], [3]]}}
     assert (await rest.post("/embed", json=body, headers=ids)).status_code == 200
-    told = (await rest.get("/slow")).json()
-    validate(told, "Slow", await schema(rest))
-    (one,) = told["requests"]
+    payload = (await rest.get("/slow")).json()
+    validate(payload, "Slow", await schema(rest))
+    (one,) = payload["requests"]
     assert (one["request_id"], one["model"], one["outcome"]) == ("a7", "shop", "OK")
     assert (one["version"], one["examples"], one["ids"]) == (7, 2, 3)
     assert one["total_ms"] >= one["lookup_ms"] > 0
 
 
-async def test_the_root_has_links_to_what_there_is(engine: FakeEngine) -> None:
+async def test_links_of_the_root_page_work(engine: FakeEngine) -> None:
     async with live_server(engine) as live:
         page = await live.http.get("/")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -366,9 +368,9 @@ async def test_deltas_of_a_followed_model_are_described() -> None:
         pipeline = make_pipeline(engine, executor=executor)
         transport = httpx.ASGITransport(management_app(pipeline))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as rest:
-            told = (await rest.get("/models/shop")).json()["deltas"]
-    assert told.pop("lag_s") >= 0
-    assert told == {
+            payload = (await rest.get("/models/shop")).json()["deltas"]
+    assert payload.pop("lag_s") >= 0
+    assert payload == {
         "line": 3,
         "seq": 4,
         "wanted_seq": 4,
@@ -381,7 +383,7 @@ async def test_deltas_of_a_followed_model_are_described() -> None:
     }
 
 
-async def test_parts_of_a_routers_model_are_described(rest: httpx.AsyncClient) -> None:
+async def test_parts_of_a_router_model_are_described(rest: httpx.AsyncClient) -> None:
     plain = (await rest.get("/models/shop")).json()
     assert not plain.keys() & {"shards", "local_tables"}
     parts = FakeParts(joined={("shop", 7): [2, 0]})
@@ -390,9 +392,9 @@ async def test_parts_of_a_routers_model_are_described(rest: httpx.AsyncClient) -
         pipeline = make_pipeline(engine, executor=executor)
         transport = httpx.ASGITransport(management_app(pipeline))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as router:
-            told = (await router.get("/models/shop")).json()
-    assert told["local_tables"] == ["user"]
-    assert told["shards"] == [
+            payload = (await router.get("/models/shop")).json()
+    assert payload["local_tables"] == ["user"]
+    assert payload["shards"] == [
         {"part": 0, "replicas": 2, "why": ""},
         {"part": 1, "replicas": 0, "why": "part 1 is lost"},
     ]

@@ -41,7 +41,7 @@ async def fill(batcher: Batcher, engine: FakeEngine) -> list[Waiting]:
     return running
 
 
-async def test_what_comes_while_it_has_as_many_as_may_be_is_one_batch(
+async def test_requests_queued_while_the_device_is_full_form_one_batch(
     engine: FakeEngine, batcher: Batcher
 ) -> None:
     running = await fill(batcher, engine)
@@ -69,17 +69,17 @@ class OnTwoGpus:
         self.check = each[0].check
 
 
-async def test_each_replica_has_as_many_as_may_be(engine: FakeEngine) -> None:
+async def test_each_replica_has_the_maximum_of_batches_in_flight(engine: FakeEngine) -> None:
     each = [engine, FakeEngine(engine.model)]
     both = OnTwoGpus(each)
-    at_once = AT_ONCE * len(each)
+    batches_max = AT_ONCE * len(each)
     for one in each:
         one.hold()
-    with ThreadPoolExecutor(at_once) as executor:
+    with ThreadPoolExecutor(batches_max) as executor:
         batcher = Batcher(both, engine.model, Limits(), ModelMetrics(engine.model), executor)
         try:
             running: list[Waiting] = []
-            while len(running) < at_once:
+            while len(running) < batches_max:
                 running.append(submit(batcher, engine.request(USER)))
                 await until(lambda: sum(len(one.lookups) for one in each) == len(running))
             assert [len(one.lookups) for one in each] == [AT_ONCE] * len(each)
@@ -91,23 +91,23 @@ async def test_each_replica_has_as_many_as_may_be(engine: FakeEngine) -> None:
                 one.release()
         for answer in [*running, *waiting]:
             assert np.array_equal((await answer).values, engine.expected(USER))
-    assert sum(len(one.lookups) for one in each) == at_once + 1
+    assert sum(len(one.lookups) for one in each) == batches_max + 1
 
 
-async def test_one_that_is_retired_is_kept_for_all_that_it_has(
+async def test_retired_batcher_ends_after_its_batches_in_flight(
     engine: FakeEngine, batcher: Batcher
 ) -> None:
     running = await fill(batcher, engine)
-    told: list[bool] = []
-    batcher.retire(lambda: told.append(all(one.done() for one in running)))
-    assert told == []
+    notified: list[bool] = []
+    batcher.retire(lambda: notified.append(all(one.done() for one in running)))
+    assert notified == []
     engine.release()
     await asyncio.gather(*running)
-    await until(lambda: told)
-    assert told == [True]
+    await until(lambda: notified)
+    assert notified == [True]
 
 
-async def test_it_rounds_to_float16_where_nobody_wants_more(
+async def test_engine_rounds_to_float16_only_if_all_requests_want_it(
     engine: FakeEngine, batcher: Batcher
 ) -> None:
     """Checks that the engine rounds if all requests of a batch want float16. Half the bytes then
@@ -125,7 +125,7 @@ async def test_it_rounds_to_float16_where_nobody_wants_more(
     assert np.array_equal(both[1].values, expected)
 
 
-async def test_it_is_compared_with_a_shadow_as_float32(
+async def test_batch_with_a_shadow_is_looked_up_as_float32(
     engine: FakeEngine, batcher: Batcher
 ) -> None:
     batcher.runner.shadow = batcher.runner.shadow_of(engine.model, 100, ShadowExecutor())

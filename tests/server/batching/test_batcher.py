@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from time import perf_counter
 
 import numpy as np
 import pytest
+from server.batching.batch_limits import IN_THREAD, INLINE, ONE_BYTES, USER
 from server.conftest import MakeBatcher
-from server.fake_engine import FEATURES, Bags, FakeEngine, model_info
+from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import submit
 from server.waiting import WAIT_S_MAX, until
 
-from embedserve.batching.batcher import BAG_BYTES, Batcher
+from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.errors import (
-    DeadlineExceededError,
-    EngineError,
-    InvalidRequestError,
     OverloadedError,
 )
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve_store.ids.translate import ChangeRows, IdTranslator, Translation
 
-INLINE = Limits()
-IN_THREAD = Limits(inline_bytes_max=0)
-ONE_BYTES = 52 + len(FEATURES) * BAG_BYTES
-"""Bytes of the work of a request with one id: it reads a row of at most 4 dims, and writes 9."""
-USER: Bags = {"user": [[1, 2, 3]]}
 HOUR_S = 3600
 
 
-async def test_an_idle_engine_takes_a_request_at_once(
+async def test_idle_engine_looks_up_a_request_immediately(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     answer = submit(make_batcher(INLINE), engine.request(USER))
@@ -45,7 +34,7 @@ async def test_an_idle_engine_takes_a_request_at_once(
     assert answer.result().model is engine.model
 
 
-async def test_requests_of_one_turn_form_one_batch(
+async def test_requests_of_one_event_loop_iteration_form_one_batch(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(INLINE)
@@ -56,7 +45,7 @@ async def test_requests_of_one_turn_form_one_batch(
         assert np.array_equal(result.values, engine.expected(bags))
 
 
-async def test_a_large_batch_is_cut_for_all_threads(engine: FakeEngine) -> None:
+async def test_large_batch_is_divided_among_all_threads(engine: FakeEngine) -> None:
     with ThreadPoolExecutor(3) as executor:
         metrics = ModelMetrics(engine.model)
         batcher = Batcher(engine, engine.model, IN_THREAD, metrics, executor, threads=3)
@@ -72,7 +61,7 @@ async def test_a_large_batch_is_cut_for_all_threads(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
-async def test_an_engine_that_waits_for_its_device_gets_whole_batches_beside_the_event_loop(
+async def test_device_engine_gets_whole_batches_off_the_event_loop(
     engine: FakeEngine, limits: Limits
 ) -> None:
     engine.waits_for_device = True
@@ -90,19 +79,7 @@ async def test_an_engine_that_waits_for_its_device_gets_whole_batches_beside_the
         assert not result.extra_chunks
 
 
-async def test_a_piece_that_fails_fails_its_batch(engine: FakeEngine) -> None:
-    engine.failure = RuntimeError("of one piece")
-    with ThreadPoolExecutor(2) as executor:
-        metrics = ModelMetrics(engine.model)
-        batcher = Batcher(engine, engine.model, IN_THREAD, metrics, executor, threads=2)
-        answer = submit(batcher, engine.request({"user": [[1], [2]]}))
-        with pytest.raises(EngineError):
-            await answer
-        engine.failure = None
-        await submit(batcher, engine.request(USER))
-
-
-async def test_float16_is_what_its_caller_asked_for_alone(
+async def test_only_the_request_for_float16_gets_float16(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(INLINE)
@@ -116,7 +93,7 @@ async def test_float16_is_what_its_caller_asked_for_alone(
     assert np.array_equal(results[1].values, expected)
 
 
-async def test_requests_gather_while_the_engine_works(
+async def test_requests_are_batched_while_the_engine_is_busy(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(IN_THREAD)
@@ -149,7 +126,7 @@ async def test_a_batch_ends_at_its_limits(
     assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 1]
 
 
-async def test_a_request_past_the_batch_limit_is_a_batch_of_its_own(
+async def test_request_over_the_batch_limit_is_a_batch_of_its_own(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(Limits(batch_ids_max=4))
@@ -160,7 +137,7 @@ async def test_a_request_past_the_batch_limit_is_a_batch_of_its_own(
     assert np.array_equal(results[1].values, engine.expected(large))
 
 
-async def test_small_batches_run_in_the_event_loop_and_large_ones_beside_it(
+async def test_small_batches_run_in_the_event_loop_and_large_ones_in_a_thread(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
@@ -169,17 +146,7 @@ async def test_small_batches_run_in_the_event_loop_and_large_ones_beside_it(
     assert [lookup.is_inline for lookup in engine.lookups] == [True, False]
 
 
-async def test_a_batch_that_no_thread_takes_fails(
-    engine: FakeEngine, make_batcher: MakeBatcher, executor: ThreadPoolExecutor
-) -> None:
-    batcher = make_batcher(IN_THREAD)
-    executor.shutdown()
-    for _ in range(2):
-        with pytest.raises(EngineError):
-            await submit(batcher, engine.request(USER))
-
-
-async def test_the_event_loop_goes_on_while_a_large_batch_runs(
+async def test_event_loop_continues_while_a_large_batch_runs(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     engine.hold()
@@ -192,7 +159,7 @@ async def test_the_event_loop_goes_on_while_a_large_batch_runs(
     await answer
 
 
-async def test_with_a_delay_a_lone_request_waits_for_company(
+async def test_lone_request_waits_for_the_configured_delay(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(Limits(delay_ms_max=HOUR_S * 1000))
@@ -211,7 +178,7 @@ async def test_with_a_delay_a_lone_request_waits_for_company(
         Limits(delay_ms_max=60_000, batch_output_bytes_max=2 * 36),
     ],
 )
-async def test_a_full_batch_does_not_wait_for_company(
+async def test_full_batch_does_not_wait_for_the_delay(
     engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
 ) -> None:
     batcher = make_batcher(limits)
@@ -224,7 +191,7 @@ async def test_a_full_batch_does_not_wait_for_company(
     assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 2]
 
 
-async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
+async def test_batch_that_fills_as_its_delay_ends_starts_once(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher = make_batcher(Limits(delay_ms_max=20, batch_ids_max=6, inline_bytes_max=0))
@@ -241,7 +208,7 @@ async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
     await asyncio.gather(*answers)
 
 
-async def test_a_request_that_waited_for_the_engine_has_waited_for_company(
+async def test_wait_for_the_engine_counts_towards_the_delay(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     limits = Limits(delay_ms_max=HOUR_S * 1000, batch_ids_max=6, inline_bytes_max=0)
@@ -263,7 +230,7 @@ async def test_a_request_that_waited_for_the_engine_has_waited_for_company(
         (Limits(inline_bytes_max=0, queue_ids_max=9), "9 ids; 3 more would exceed its limit of 9"),
     ],
 )
-async def test_a_full_queue_refuses_at_once_and_recovers(
+async def test_full_queue_rejects_immediately_and_recovers(
     engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits, message: str
 ) -> None:
     batcher = make_batcher(limits)
@@ -278,7 +245,7 @@ async def test_a_full_queue_refuses_at_once_and_recovers(
     await submit(batcher, engine.request(USER))
 
 
-async def test_a_lone_request_has_room_however_large(
+async def test_lone_request_is_accepted_whatever_its_size(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(Limits(queue_examples_max=1, queue_ids_max=1))
@@ -287,98 +254,7 @@ async def test_a_lone_request_has_room_however_large(
     assert np.array_equal(result.values, engine.expected(bags))
 
 
-async def test_a_cancelled_request_costs_no_lookup(
-    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
-) -> None:
-    batcher = make_batcher(INLINE)
-    answers = [submit(batcher, engine.request({"user": [[i]]})) for i in range(3)]
-    answers[1].cancel()
-    await asyncio.gather(answers[0], answers[2])
-    assert [lookup.ids.tolist() for lookup in engine.lookups] == [[0, 2]]
-    alone = submit(batcher, engine.request(USER))
-    alone.cancel()
-    await asyncio.sleep(0.01)
-    assert len(engine.lookups) == 1
-    assert metrics.count_queue() == (0, 0)
-
-
-async def test_a_request_cancelled_during_its_lookup_harms_nobody(
-    engine: FakeEngine, make_batcher: MakeBatcher
-) -> None:
-    batcher = make_batcher(IN_THREAD)
-    engine.hold()
-    all_bags: list[Bags] = [{"user": [[i]]} for i in range(3)]
-    answers = [submit(batcher, engine.request(bags)) for bags in all_bags]
-    await until(lambda: engine.lookups)
-    answers[0].cancel()
-    engine.release()
-    for bags, answer in list(zip(all_bags, answers, strict=True))[1:]:
-        assert np.array_equal((await answer).values, engine.expected(bags))
-
-
-async def test_an_expired_deadline_is_answered_without_a_lookup(
-    engine: FakeEngine, make_batcher: MakeBatcher
-) -> None:
-    batcher = make_batcher(IN_THREAD)
-    engine.hold()
-    running = submit(batcher, engine.request(USER))
-    await until(lambda: engine.lookups)
-    late = submit(batcher, engine.request(USER), perf_counter() + 0.01)
-    in_time = submit(batcher, engine.request(USER), perf_counter() + 60)
-    await asyncio.sleep(0.03)
-    engine.release()
-    await asyncio.gather(running, in_time)
-    with pytest.raises(DeadlineExceededError, match=r"after \d+\.\d ms in the queue"):
-        await late
-    assert [lookup.batch_size for lookup in engine.lookups] == [1, 1]
-
-
-@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
-async def test_a_failing_lookup_is_answered_in_general_and_logged_in_full(
-    engine: FakeEngine,
-    make_batcher: MakeBatcher,
-    limits: Limits,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    batcher = make_batcher(limits)
-    engine.failure = RuntimeError("row cache at 0x7f is corrupt")
-    answers = [submit(batcher, engine.request(USER)) for _ in range(3)]
-    with caplog.at_level(logging.ERROR):
-        for answer in answers:
-            with pytest.raises(EngineError) as caught:
-                await answer
-            assert "0x7f" not in caught.value.message
-    assert "row cache at 0x7f is corrupt" in caplog.text
-    engine.failure = None
-    await submit(batcher, engine.request(USER))
-
-
-async def test_an_invalid_request_fails_alone(
-    engine: FakeEngine, make_batcher: MakeBatcher
-) -> None:
-    batcher = make_batcher(INLINE)
-    good: Bags = {"user": [[1], [2]]}
-    before, bad, after = (
-        submit(batcher, engine.request(bags)) for bags in (good, {"user": [[7]]}, good)
-    )
-    with pytest.raises(InvalidRequestError, match="is 7"):
-        await bad
-    for answer in (before, after):
-        assert np.array_equal((await answer).values, engine.expected(good))
-    assert [lookup.batch_size for lookup in engine.lookups] == [4]
-
-
-async def test_a_batch_of_invalid_requests_only_costs_no_lookup(
-    engine: FakeEngine, make_batcher: MakeBatcher
-) -> None:
-    batcher = make_batcher(INLINE)
-    answers = [submit(batcher, engine.request({"tag": [[-1]]})) for _ in range(3)]
-    outcomes = await asyncio.gather(*answers, return_exceptions=True)
-    assert all(isinstance(outcome, InvalidRequestError) for outcome in outcomes)
-    assert engine.lookups == []
-
-
-async def test_what_happened_is_counted(
+async def test_queue_batches_and_times_are_counted(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher = make_batcher(INLINE)
@@ -390,64 +266,3 @@ async def test_what_happened_is_counted(
     assert metrics.version.batch_ids.samples()[1] == 12
     assert metrics.version.wait_seconds.samples()[0][-1] == ("+Inf", 4)
     assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
-
-
-class NotRounding(FakeEngine):
-    """Fails to round while ``is_failing``."""
-
-    is_failing = True
-
-    def to_float16(self, values: np.ndarray) -> np.ndarray:
-        if self.is_failing:
-            raise MemoryError("no room for the rounded values")
-        return super().to_float16(values)
-
-
-@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
-async def test_a_failure_while_splitting_still_answers_everyone(
-    executor: ThreadPoolExecutor, limits: Limits, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = NotRounding()
-    batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
-    requests = [engine.request(USER) for _ in range(3)]
-    requests[1].output_dtype = "float16"
-    for answer in [submit(batcher, request) for request in requests]:
-        with pytest.raises(EngineError, match="the server's log says why"):
-            await asyncio.wait_for(answer, WAIT_S_MAX)
-    assert "no room for the rounded values" in caplog.text
-    engine.is_failing = False
-    assert (await submit(batcher, requests[1])).values.dtype == np.float16
-
-
-class FailingTranslator(IdTranslator):
-    """Fails while ``is_failing``, like a batch without enough memory."""
-
-    def __init__(self, translator: IdTranslator) -> None:
-        vars(self).update(vars(translator))
-        self.is_identity = False
-        self.is_failing = True
-
-    def translate(
-        self, ids: np.ndarray, ids_per_feature: np.ndarray, change: ChangeRows | None = None
-    ) -> Translation:
-        if self.is_failing:
-            raise MemoryError("no room for the batch")
-        return super().translate(ids, ids_per_feature, change)
-
-
-async def test_a_failure_while_joining_still_answers_everyone(
-    executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = model_info()
-    translator = FailingTranslator(plain.translator)
-    engine = FakeEngine(replace(plain, translator=translator))
-    metrics = ModelMetrics(engine.model)
-    batcher = Batcher(engine, engine.model, INLINE, metrics, executor)
-    answers = [submit(batcher, engine.request(USER)) for _ in range(3)]
-    for answer in answers:
-        with pytest.raises(EngineError, match="the server's log says why"):
-            await asyncio.wait_for(answer, WAIT_S_MAX)
-    assert "no room for the batch" in caplog.text
-    assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
-    translator.is_failing = False
-    assert (await submit(batcher, engine.request(USER))).values.shape[0] == 1

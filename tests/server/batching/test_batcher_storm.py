@@ -106,7 +106,7 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_request_gets_exactly_one_answer(seed: int, executor: ThreadPoolExecutor) -> None:
+def test_every_request_gets_exactly_one_result(seed: int, executor: ThreadPoolExecutor) -> None:
     storm = Storm(seed, executor)
     asyncio.run(storm.run())
     assert storm.outcomes.total() == CALLERS * REQUESTS_EACH

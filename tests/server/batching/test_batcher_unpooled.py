@@ -43,7 +43,7 @@ async def test_an_unpooled_batch_ends_at_the_bytes_of_its_rows(
         assert result.unknown_ids == {"item": 1}
 
 
-async def test_small_unpooled_batches_run_inline_and_large_ones_beside_it(
+async def test_small_unpooled_batches_run_inline_and_large_ones_in_a_thread(
     executor: ThreadPoolExecutor,
 ) -> None:
     engine = FakeEngine(MODEL)

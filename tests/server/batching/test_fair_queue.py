@@ -36,8 +36,8 @@ class Queued:
             self.put(name, work)
 
     def put(self, name: str, work: int = 10) -> FutureRequest:
-        nobody = cast("asyncio.Future[LookupResult]", None)
-        pending = FutureRequest(nobody, source=name)
+        no_future = cast("asyncio.Future[LookupResult]", None)
+        pending = FutureRequest(no_future, source=name)
         pending.request = make_request({"user": [[1]] * work})
         self.queue.put(pending)
         return pending
@@ -56,7 +56,7 @@ def test_sources_take_turns() -> None:
     assert Queued("aaaabbc").names(7) == "abcabaa"
 
 
-def test_one_that_comes_late_gets_its_share_from_then_on() -> None:
+def test_late_source_gets_its_share_from_then_on() -> None:
     queued = Queued("aaaaaa")
     assert queued.names(3) == "aaa"
     for _ in range(2):
@@ -64,14 +64,14 @@ def test_one_that_comes_late_gets_its_share_from_then_on() -> None:
     assert queued.names(5) == "babaa"
 
 
-def test_shares_are_of_work_and_not_of_requests() -> None:
+def test_shares_count_work_instead_of_requests() -> None:
     queued = Queued("aaaa", work=100)
     for _ in range(20):
         queued.put("b", 10)
     assert Counter(queued.names(13)) == {"a": 2, "b": 11}
 
 
-def test_one_that_asks_again_each_time_gets_no_more_than_its_share() -> None:
+def test_source_that_requests_again_each_time_gets_only_its_share() -> None:
     """Covers a source whose queue is briefly empty, and one with a request more than it has
     taken."""
     for waiting in ("abbbbb", "aabbbbb"):
@@ -84,33 +84,33 @@ def test_one_that_asks_again_each_time_gets_no_more_than_its_share() -> None:
         assert taken == "abababab"
 
 
-def test_what_was_given_up_costs_its_source_nothing() -> None:
+def test_withdrawn_requests_do_not_count_against_their_source() -> None:
     queued = Queued()
-    given_up = [queued.put("a") for _ in range(20)]
+    withdrawn = [queued.put("a") for _ in range(20)]
     for _ in range(5):
         queued.put("b")
     assert queued.names(2) == "ab"
-    assert all(queued.queue.withdraw(one) for one in given_up[1:])
+    assert all(queued.queue.withdraw(one) for one in withdrawn[1:])
     assert queued.queue.held_by("a") == (0, 0)
     queued.put("a")
     assert queued.names(5) == "abbbb"
-    assert not queued.queue.withdraw(given_up[0])
+    assert not queued.queue.withdraw(withdrawn[0])
 
 
-Asked = st.tuples(st.sampled_from("abc"), st.integers(1, WORK_MAX))
-Step = Asked | st.sampled_from(["take", "give up"])
+NewRequest = st.tuples(st.sampled_from("abc"), st.integers(1, WORK_MAX))
+Step = NewRequest | st.sampled_from(["take", "give up"])
 
 
 @given(st.lists(Step, max_size=80), st.randoms(use_true_random=False))
-def test_while_two_wait_they_are_given_alike(
+def test_two_waiting_sources_get_equal_work(
     steps: list[tuple[str, int] | str], random: Random
 ) -> None:
     """Checks that two waiting sources get equal work, up to one request of each, in the order of
     their requests."""
     queued = Queued()
     waiting: dict[object, list[FutureRequest]] = {name: [] for name in "abc"}
-    had = Counter[object]()
-    apart = dict.fromkeys(combinations("abc", 2), 0)  # difference when both began to wait
+    received = Counter[object]()
+    differences = dict.fromkeys(combinations("abc", 2), 0)  # difference when both began to wait
     for step in [*steps, *["take"] * len(steps)]:
         alive = [pending for requests in waiting.values() for pending in requests]
         assert len(queued.queue.source_of) == len(alive)
@@ -123,15 +123,17 @@ def test_while_two_wait_they_are_given_alike(
         elif alive:
             pending = queued.pop()
             assert pending is waiting[pending.source].pop(0)
-            had[pending.source] += pending.request.batch_size
+            received[pending.source] += pending.request.batch_size
         for name, requests in waiting.items():
             work = sum(one.request.batch_size for one in requests)
             assert queued.queue.held_by(name) == (work, work)
-        for one, other in apart:
+        for one, other in differences:
             if waiting[one] and waiting[other]:
-                assert abs(had[one] - had[other] - apart[one, other]) <= 2 * WORK_MAX
+                assert (
+                    abs(received[one] - received[other] - differences[one, other]) <= 2 * WORK_MAX
+                )
             else:
-                apart[one, other] = had[one] - had[other]
+                differences[one, other] = received[one] - received[other]
     assert queued.queue.first() is None
 
 
@@ -142,7 +144,7 @@ def one_id(engine: FakeEngine, number: int = 1) -> LookupRequest:
     return engine.request({"user": [[number]]})
 
 
-async def busy(engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits) -> Batcher:
+async def busy_batcher(engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits) -> Batcher:
     """Returns a batcher whose engine is held in the lookup of a request of id 0."""
     batcher = make_batcher(limits)
     engine.hold()
@@ -151,11 +153,11 @@ async def busy(engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits) ->
     return batcher
 
 
-async def test_one_with_many_requests_does_not_keep_another_waiting(
+async def test_source_with_many_requests_does_not_delay_other_sources(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     """Checks this with batches of four ids."""
-    batcher = await busy(engine, make_batcher, Limits(inline_bytes_max=0, batch_ids_max=4))
+    batcher = await busy_batcher(engine, make_batcher, Limits(inline_bytes_max=0, batch_ids_max=4))
     answers = [submit(batcher, one_id(engine, 1), source="a") for _ in range(8)]
     engine.release()
     await until(lambda: len(engine.lookups) > 1)
@@ -186,7 +188,7 @@ async def test_one_with_many_requests_does_not_keep_another_waiting(
 async def test_no_source_fills_the_queue(
     engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits, message: str
 ) -> None:
-    batcher = await busy(engine, make_batcher, limits)
+    batcher = await busy_batcher(engine, make_batcher, limits)
     answers = [submit(batcher, one_id(engine), source="a") for _ in range(8)]
     with pytest.raises(OverloadedError, match=message):
         submit(batcher, one_id(engine), source="a")
@@ -197,32 +199,34 @@ async def test_no_source_fills_the_queue(
     await submit(batcher, one_id(engine), source="a")
 
 
-async def test_a_lone_request_over_its_share_is_taken(
+async def test_lone_request_over_its_share_is_accepted(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher = await busy(engine, make_batcher, Limits(inline_bytes_max=0, queue_examples_max=4))
+    batcher = await busy_batcher(
+        engine, make_batcher, Limits(inline_bytes_max=0, queue_examples_max=4)
+    )
     bags: Bags = {"user": [[1], [2], [3], [4]]}
     answer = submit(batcher, engine.request(bags), source="a")
     engine.release()
     assert np.array_equal((await answer).values, engine.expected(bags))
 
 
-async def test_one_who_goes_away_from_the_backlog_leaves_the_others_there(
+async def test_abandoned_requests_leave_other_queued_requests_in_place(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=2 * GONE_MIN)
-    batcher = await busy(engine, make_batcher, limits)
+    batcher = await busy_batcher(engine, make_batcher, limits)
     answers = [submit(batcher, one_id(engine, i % 7), source="a") for i in range(GONE_MIN)]
     with pytest.raises(OverloadedError, match="share"):
         submit(batcher, one_id(engine), source="a")
     answers += [submit(batcher, one_id(engine, i % 7), source="b") for i in range(9)]
-    stay = answers[::200]
+    remaining = answers[::200]
     for one in answers:
-        if one not in stay:
+        if one not in remaining:
             one.pending.abandon()
-    assert metrics.count_queue()[0] == len(stay)
+    assert metrics.count_queue()[0] == len(remaining)
     engine.release()
-    await asyncio.gather(*stay)
-    assert sum(lookup.batch_size for lookup in engine.lookups) == 1 + len(stay)
+    await asyncio.gather(*remaining)
+    assert sum(lookup.batch_size for lookup in engine.lookups) == 1 + len(remaining)
     assert metrics.count_queue()[0] == 0
-    assert not any(one.done() for one in answers if one not in stay)
+    assert not any(one.done() for one in answers if one not in remaining)

@@ -29,19 +29,19 @@ def ordered(bags: Bags, weights: Weights | None = None) -> LookupRequest:
     return adapt_to_model(make_request(bags, weights), MODEL)
 
 
-def answered(
-    engine: FakeEngine, requests: list[LookupRequest], pieces: int = 1
+def batched_results(
+    engine: FakeEngine, requests: list[LookupRequest], chunks: int = 1
 ) -> list[LookupResult]:
-    """Returns the batcher's results of ``requests``, looked up in ``pieces``."""
+    """Returns the batcher's results of ``requests``, looked up in ``chunks``."""
     batch = join(requests, engine.model)
     assert batch is not None
     assert batch.batch_size == sum(request.batch_size for request in requests)
     values = []
-    for piece in split_by_examples(batch, len(engine.model.features), pieces):
-        answer = engine.lookup(piece.ids, piece.lengths, piece.weights)
+    for chunk in split_by_examples(batch, len(engine.model.features), chunks):
+        answer = engine.lookup(chunk.ids, chunk.lengths, chunk.weights)
         assert len(answer) or not engine.model.is_pooled
-        values.append(in_request_order(answer, piece, engine.model))
-    assert len(values) == min(pieces, batch.batch_size)
+        values.append(in_request_order(answer, chunk, engine.model))
+    assert len(values) == min(chunks, batch.batch_size)
     return split(values, batch, requests, engine.model)
 
 
@@ -52,7 +52,9 @@ def rows(result: LookupResult) -> np.ndarray:
 @pytest.mark.parametrize("engine", [ENGINE, RULED, UNPOOLED], ids=lambda e: e.model.name)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataObject) -> None:
+def test_batched_results_equal_results_of_single_requests(
+    engine: FakeEngine, data: st.DataObject
+) -> None:
     all_bags = data.draw(st.lists(bags_of(engine.model), min_size=1, max_size=6))
     all_weights = [
         data.draw(weights_or_none(bags)) if engine.model.is_pooled else None for bags in all_bags
@@ -60,8 +62,8 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
     requests = [
         engine.request(bags, weights) for bags, weights in zip(all_bags, all_weights, strict=True)
     ]
-    pieces = data.draw(st.integers(1, 5)) if engine.model.is_pooled else 1
-    results = answered(engine, requests, pieces)
+    chunks = data.draw(st.integers(1, 5)) if engine.model.is_pooled else 1
+    results = batched_results(engine, requests, chunks)
     for bags, weights, result in zip(all_bags, all_weights, results, strict=True):
         assert np.array_equal(rows(result), engine.expected(bags, weights))
         assert result.unknown_ids == engine.expected_unknown(bags)
@@ -74,7 +76,7 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
 
 @settings(max_examples=50)
 @given(data=st.data())
-def test_joining_leaves_the_requests_as_they_were(data: st.DataObject) -> None:
+def test_joining_does_not_change_the_requests(data: st.DataObject) -> None:
     """Covers requests that are joined again, because another request of their batch was
     rejected."""
     requests = [
@@ -83,7 +85,7 @@ def test_joining_leaves_the_requests_as_they_were(data: st.DataObject) -> None:
     ]
     for request in requests:
         request.ids.flags.writeable = request.lengths.flags.writeable = False
-    first, again = answered(RULED, requests), answered(RULED, requests)
+    first, again = batched_results(RULED, requests), batched_results(RULED, requests)
     for one, other in zip(first, again, strict=True):
         assert np.array_equal(one.values, other.values)
 
@@ -101,7 +103,7 @@ def test_a_request_in_the_models_order_is_not_copied() -> None:
     assert adapt_to_model(request, MODEL) is request
 
 
-def test_an_unknown_feature_is_named_with_those_that_there_are() -> None:
+def test_unknown_feature_error_lists_the_known_features() -> None:
     with pytest.raises(InvalidRequestError, match="it has user, movie, tag") as caught:
         ordered({"user": [[1]], "actor": [[1]]})
     assert caught.value.field == "features.actor"
@@ -121,7 +123,7 @@ class CountedName(str):
 
 
 @pytest.mark.parametrize("words", [False, True], ids=["integers", "strings"])
-def test_each_feature_is_compared_a_few_times(words: bool) -> None:
+def test_comparisons_per_feature_do_not_grow_with_feature_count(words: bool) -> None:
     """Checks that the number per feature does not grow with the number of features."""
     count = 300
     model = model_info("wide", {f"f{at}": (3, 1) for at in range(count)})
@@ -134,11 +136,11 @@ def test_each_feature_is_compared_a_few_times(words: bool) -> None:
 
 
 @pytest.mark.parametrize(("count", "of"), [(1, "a lone request"), (2, "a batch of several")])
-def test_bags_take_no_more_than_the_page_on_threats_says(count: int, of: str) -> None:
+def test_memory_per_bag_stays_within_the_documented_limit(count: int, of: str) -> None:
     """Measures the worst case: unknown ids, and features in another order than the model's."""
     page = " ".join((ROOT / "docs" / "threat-model.md").read_text().split())
-    said = re.search(rf"(\d+) (?:bytes )?for each bag of {of}", page)
-    assert said is not None
+    documented = re.search(rf"(\d+) (?:bytes )?for each bag of {of}", page)
+    assert documented is not None
     model = UNPOOLED.model
     examples = 50_000
     lengths = np.zeros(examples * len(model.features), np.int32)
@@ -151,9 +153,11 @@ def test_bags_take_no_more_than_the_page_on_threats_says(count: int, of: str) ->
         ]
         tracemalloc.reset_peak()
         batch, _, errors = adapt_and_join(requests, model)
-        _, most = tracemalloc.get_traced_memory()
+        _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (batch is None, errors) == (False, {})
     bags = count * lengths.size
-    assert most / bags < int(said[1]) + 1  # with the arrays of the requests and of the batch
+    assert (
+        peak_bytes / bags < int(documented[1]) + 1
+    )  # with the arrays of the requests and of the batch

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from server.batching.test_batcher import ONE_BYTES, USER
+from server.batching.batch_limits import ONE_BYTES, USER
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import submit
@@ -21,7 +21,7 @@ LARGE, SMALL = (1, 100), (1, 1)
 """(bags, ids) of requests."""
 
 
-async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
+async def test_small_requests_do_not_wait_for_a_large_request(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     small: Bags = {"user": [[1]]}
@@ -41,7 +41,7 @@ async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
         assert np.array_equal((await answer).values, engine.expected(USER))
 
 
-async def test_large_requests_fill_no_queue_but_their_own(
+async def test_large_requests_fill_only_their_own_queue(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     small: Bags = {"user": [[1]]}
@@ -56,9 +56,9 @@ async def test_large_requests_fill_no_queue_but_their_own(
     with pytest.raises(OverloadedError, match=r"large requests holds 2 examples; 1 more would"):
         submit(batcher, engine.request(USER))
     assert batcher.has_full_queue
-    for ask in (lambda: batcher.check_queue_for(*LARGE), lambda: submit(batcher, large)):
+    for attempt in (lambda: batcher.check_queue_for(*LARGE), lambda: submit(batcher, large)):
         with pytest.raises(OverloadedError, match=r"large requests is full: it holds 2 examples"):
-            ask()
+            attempt()
     batcher.check_unsized_queue()
     batcher.check_queue_for(*SMALL)
     result = await submit(batcher, engine.request(small))
@@ -69,7 +69,7 @@ async def test_large_requests_fill_no_queue_but_their_own(
     await submit(batcher, large)
 
 
-async def test_two_small_requests_that_are_a_large_batch_together_run_beside_a_large_one(
+async def test_large_batch_of_small_requests_runs_beside_a_large_request(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     small: Bags = {"user": [[1]]}
@@ -83,7 +83,7 @@ async def test_two_small_requests_that_are_a_large_batch_together_run_beside_a_l
         assert np.array_equal((await answer).values, engine.expected(bags))
 
 
-async def test_one_that_does_not_fit_shuts_nobody_out(
+async def test_request_that_does_not_fit_blocks_no_smaller_requests(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     limits = Limits(inline_bytes_max=ONE_BYTES, queue_ids_max=100)

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from server.batching.test_batcher import IN_THREAD, ONE_BYTES, USER
+from server.batching.batch_limits import IN_THREAD, ONE_BYTES, USER
 from server.batching.test_live_batches import NextRows
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.gate import Gate
@@ -27,7 +27,7 @@ from embedserve_store.ids.translate import ChangeRows, IdTranslator, Translation
 
 LARGE_ALONE = Limits(inline_bytes_max=ONE_BYTES)
 SMALL: Bags = {"user": [[1]]}
-WRONG: Bags = {"user": [[1, 2, 7]]}
+INVALID: Bags = {"user": [[1, 2, 7]]}
 
 
 class HeldTranslator(IdTranslator):
@@ -69,7 +69,7 @@ def make_batcher(
     return Batcher(engine, engine.model, limits, metrics, executor, threads)
 
 
-async def test_small_requests_are_answered_while_a_large_one_is_translated(
+async def test_small_requests_are_answered_while_a_large_request_is_translated(
     engine: FakeEngine, translator: HeldTranslator, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     batcher = make_batcher(engine, executor)
@@ -84,7 +84,7 @@ async def test_small_requests_are_answered_while_a_large_one_is_translated(
     assert threading.main_thread() not in translator.large
 
 
-async def test_small_requests_that_are_large_together_are_translated_in_a_thread(
+async def test_large_batch_of_small_requests_is_translated_in_a_thread(
     engine: FakeEngine, translator: HeldTranslator, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     batcher = make_batcher(engine, executor)
@@ -97,11 +97,11 @@ async def test_small_requests_that_are_large_together_are_translated_in_a_thread
     assert threading.main_thread() not in translator.large
 
 
-async def test_an_invalid_one_is_rejected_alone_and_found_in_a_thread(
+async def test_invalid_request_is_found_in_a_thread_and_rejected_alone(
     engine: FakeEngine, translator: HeldTranslator, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     batcher = make_batcher(engine, executor)
-    before, bad, after = (submit(batcher, engine.request(bags)) for bags in (USER, WRONG, USER))
+    before, bad, after = (submit(batcher, engine.request(bags)) for bags in (USER, INVALID, USER))
     gate.opened.set()
     with pytest.raises(InvalidRequestError, match=r"user\[0\]\[2\] is 7"):
         await bad
@@ -110,12 +110,12 @@ async def test_an_invalid_one_is_rejected_alone_and_found_in_a_thread(
     assert [lookup.batch_size for lookup in engine.lookups] == [2]
     assert threading.main_thread() not in translator.large
     with pytest.raises(InvalidRequestError):
-        await submit(batcher, engine.request(WRONG))
+        await submit(batcher, engine.request(INVALID))
     assert len(engine.lookups) == 1
     await submit(batcher, engine.request(USER))
 
 
-async def test_one_of_the_wrong_type_is_rejected_alone(
+async def test_request_with_ids_of_the_wrong_type_is_rejected_alone(
     engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     gate.opened.set()
@@ -128,7 +128,7 @@ async def test_one_of_the_wrong_type_is_rejected_alone(
         assert np.array_equal((await answer).values, engine.expected(USER))
 
 
-async def test_features_are_put_in_order_in_a_thread_and_names_are_checked_at_once(
+async def test_features_are_ordered_in_a_thread_and_names_checked_immediately(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
     gate: Gate,
@@ -152,14 +152,14 @@ async def test_features_are_put_in_order_in_a_thread_and_names_are_checked_at_on
         submit(batcher, make_request({"user": [[1, 2]], "nobody": [[1, 2]]}))
 
 
-async def test_one_that_leaves_or_is_late_meanwhile_costs_no_lookup(
+async def test_request_cancelled_or_expired_during_the_join_costs_no_lookup(
     engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     batcher = make_batcher(engine, executor)
-    gone = submit(batcher, engine.request(USER))
+    cancelled = submit(batcher, engine.request(USER))
     late = submit(batcher, engine.request(USER), perf_counter() + 60)
     await until(lambda: gate.threads)
-    gone.cancel()
+    cancelled.cancel()
     late.pending.deadline_s = perf_counter()
     after = submit(batcher, engine.request(USER))
     gate.opened.set()
@@ -169,36 +169,36 @@ async def test_one_that_leaves_or_is_late_meanwhile_costs_no_lookup(
     assert [lookup.batch_size for lookup in engine.lookups] == [1]
 
 
-async def test_one_that_leaves_meanwhile_harms_nobody(
+async def test_cancellation_during_the_join_does_not_affect_other_requests(
     engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     batcher = make_batcher(engine, executor)
-    answers = [submit(batcher, engine.request(bags)) for bags in (WRONG, USER, USER)]
+    answers = [submit(batcher, engine.request(bags)) for bags in (INVALID, USER, USER)]
     await until(lambda: gate.threads)
-    for gone in answers[:2]:
-        gone.cancel()
+    for cancelled in answers[:2]:
+        cancelled.cancel()
     gate.opened.set()
     assert np.array_equal((await answers[2]).values, engine.expected(USER))
 
 
-async def test_a_batcher_that_is_retired_meanwhile_answers_first(
+async def test_batcher_retired_during_the_join_answers_its_requests_first(
     engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     batcher = make_batcher(engine, executor)
-    answers = [submit(batcher, engine.request(bags)) for bags in (USER, WRONG)]
+    answers = [submit(batcher, engine.request(bags)) for bags in (USER, INVALID)]
     await until(lambda: gate.threads)
-    told: list[bool] = []
-    batcher.retire(lambda: told.append(all(one.done() for one in answers)))
-    assert told == []
+    notified: list[bool] = []
+    batcher.retire(lambda: notified.append(all(one.done() for one in answers)))
+    assert notified == []
     gate.opened.set()
-    await until(lambda: told)
-    assert told == [True]
+    await until(lambda: notified)
+    assert notified == [True]
     assert np.array_equal((await answers[0]).values, engine.expected(USER))
     with pytest.raises(InvalidRequestError):
         await answers[1]
 
 
-@pytest.mark.parametrize("bags", [USER, WRONG])
+@pytest.mark.parametrize("bags", [USER, INVALID])
 async def test_a_view_lasts_while_a_large_batch_is_joined(
     engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate, bags: Bags
 ) -> None:
@@ -209,11 +209,11 @@ async def test_a_view_lasts_while_a_large_batch_is_joined(
     assert rows.views == [1]
     gate.opened.set()
     await asyncio.wait([answer])
-    assert answer.exception() is None or bags is WRONG
+    assert answer.exception() is None or bags is INVALID
     assert not rows.views
 
 
-async def test_a_failure_while_joining_answers_everyone(
+async def test_failure_while_joining_fails_all_requests_of_the_batch(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
     gate: Gate,

@@ -82,7 +82,7 @@ def batcher_of(engine: FakeEngine, limits: Limits, executor: Executor) -> Batche
 
 
 @pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
-async def test_each_batch_is_looked_up_in_the_view_that_it_began_with(
+async def test_each_batch_is_looked_up_in_its_own_view(
     engine: FakeEngine, rows: NextRows, limits: Limits, executor: ThreadPoolExecutor
 ) -> None:
     batcher = batcher_of(engine, limits, executor)
@@ -96,7 +96,7 @@ async def test_each_batch_is_looked_up_in_the_view_that_it_began_with(
 
 @pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
 @pytest.mark.parametrize("fails", ["rows", "lookup"])
-async def test_a_view_ends_with_a_lookup_that_fails(
+async def test_view_ends_if_its_lookup_fails(
     engine: FakeEngine, rows: NextRows, limits: Limits, fails: str, executor: ThreadPoolExecutor
 ) -> None:
     batcher = batcher_of(engine, limits, executor)
@@ -111,9 +111,7 @@ async def test_a_view_ends_with_a_lookup_that_fails(
     assert not rows.views
 
 
-async def test_a_view_ends_where_no_thread_takes_the_batch(
-    engine: FakeEngine, rows: NextRows
-) -> None:
+async def test_view_ends_if_the_executor_is_shut_down(engine: FakeEngine, rows: NextRows) -> None:
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
     with pytest.raises(EngineError):
@@ -122,7 +120,7 @@ async def test_a_view_ends_where_no_thread_takes_the_batch(
     assert not rows.views
 
 
-async def test_ids_that_are_skipped_shift_no_feature(executor: ThreadPoolExecutor) -> None:
+async def test_skipped_ids_do_not_shift_features(executor: ThreadPoolExecutor) -> None:
     engine = FakeEngine(ruled_info())
     engine.rows_reader = NextRows()
     request = engine.request({"user": [[7, 4040404]], "day": [[2]]})
@@ -130,7 +128,7 @@ async def test_ids_that_are_skipped_shift_no_feature(executor: ThreadPoolExecuto
 
 
 @pytest.mark.parametrize("ids", [[[6]], [[4040404]], [[5050505]]])
-async def test_ids_are_those_of_the_view(
+async def test_ids_are_translated_by_the_view_of_the_batch(
     ids: list[list[int]], executor: ThreadPoolExecutor
 ) -> None:
     """Looks up an id that has a row in the view only. Checks that a view also ends if ids are
@@ -150,7 +148,7 @@ async def test_ids_are_those_of_the_view(
     assert not rows.views
 
 
-async def test_a_view_ends_with_a_batch_that_cannot_be_joined(executor: ThreadPoolExecutor) -> None:
+async def test_view_ends_if_its_batch_cannot_be_joined(executor: ThreadPoolExecutor) -> None:
     engine = FakeEngine(ruled_info())
     rows = engine.rows_reader = NextRows()
     rows.id_failure = MemoryError()
@@ -161,7 +159,7 @@ async def test_a_view_ends_with_a_batch_that_cannot_be_joined(executor: ThreadPo
     assert not rows.views
 
 
-async def test_rows_that_never_change_have_no_seq(
+async def test_results_without_a_rows_reader_have_no_seq(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     assert (await submit(batcher_of(engine, INLINE, executor), engine.request(USER))).seq is None

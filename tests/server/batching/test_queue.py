@@ -29,7 +29,7 @@ ONE: Bags = {"user": [[1]]}
 IN_THREAD = Limits(inline_bytes_max=0)
 
 
-async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
+async def test_full_queue_accepts_requests_once_an_eighth_is_free(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     # A batch holds two of these requests of one id.
@@ -62,7 +62,7 @@ async def busy_batcher(
     return batcher, running
 
 
-async def test_one_who_goes_away_is_not_counted_any_more(
+async def test_abandoned_requests_are_no_longer_counted(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
@@ -83,7 +83,7 @@ async def test_one_who_goes_away_is_not_counted_any_more(
     assert metrics.count_queue() == (0, 0)
 
 
-async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
+async def test_request_abandoned_during_its_lookup_gets_no_result(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
@@ -95,46 +95,46 @@ async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
     assert metrics.count_queue() == (0, 0)
 
 
-async def test_what_went_away_does_not_keep_its_request_in_memory(
+async def test_abandoned_requests_are_freed_during_a_long_lookup(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     """Checks that memory is freed even during a long lookup: requests at the head of the queue keep
     no later ones alive."""
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     first = submit(batcher, engine.request(ONE))
-    gone = []
+    abandoned = []
     for _ in range(3 * GONE_MIN):
         waiting = submit(batcher, engine.request(ONE))
-        gone.append(weakref.ref(waiting))
+        abandoned.append(weakref.ref(waiting))
         waiting.pending.abandon()
     del waiting
     gc.collect()
-    assert sum(ref() is not None for ref in gone) < GONE_MIN
+    assert sum(ref() is not None for ref in abandoned) < GONE_MIN
     engine.release()
     await asyncio.gather(running, first)
     gc.collect()
-    assert not any(ref() for ref in gone)
+    assert not any(ref() for ref in abandoned)
 
 
-async def test_those_who_stay_are_answered_in_order_when_others_are_cleared_away(
+async def test_remaining_requests_stay_in_order_when_others_are_abandoned(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     waiting = [
         submit(batcher, engine.request({"user": [[i % 7]]})) for i in range(2 * GONE_MIN + 10)
     ]
-    stay = waiting[:: len(waiting) // 5]
+    remaining = waiting[:: len(waiting) // 5]
     for one in waiting:
-        if one not in stay:
+        if one not in remaining:
             one.pending.abandon()
-    assert metrics.count_queue() == (len(stay), len(stay))
+    assert metrics.count_queue() == (len(remaining), len(remaining))
     engine.release()
-    await asyncio.gather(running, *stay)
-    ids = [waiting.index(one) % 7 for one in stay]
+    await asyncio.gather(running, *remaining)
+    ids = [waiting.index(one) % 7 for one in remaining]
     assert [lookup.ids.tolist() for lookup in engine.lookups] == [[1], ids]
 
 
-async def test_a_full_queue_is_open_again_when_enough_went_away(
+async def test_full_queue_reopens_once_enough_requests_are_abandoned(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=16)
@@ -156,7 +156,7 @@ async def test_a_full_queue_is_open_again_when_enough_went_away(
     await asyncio.gather(running, *waiting[:3], *waiting[6:])
 
 
-async def test_a_full_queue_is_open_again_when_its_batch_begins(
+async def test_full_queue_reopens_when_its_batch_begins(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_ids_max=8)
@@ -173,28 +173,28 @@ async def test_a_full_queue_is_open_again_when_its_batch_begins(
 
 
 @pytest.mark.parametrize("limits", [Limits(), IN_THREAD])
-async def test_the_end_of_each_batch_is_told_once_after_its_callers_were(
+async def test_batch_end_is_notified_once_after_its_requests_are_done(
     engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
 ) -> None:
     batcher = make_batcher(limits)
-    told: list[list[bool]] = []
+    notified: list[list[bool]] = []
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(3)]
-    batcher.runner.on_batch_done = lambda: told.append([one.done() for one in waiting])
+    batcher.runner.on_batch_done = lambda: notified.append([one.done() for one in waiting])
     await asyncio.gather(*waiting)
-    assert told == [[True] * 3]
+    assert notified == [[True] * 3]
 
 
-def fails(engine: FakeEngine) -> Bags:
+def failing_bags(engine: FakeEngine) -> Bags:
     engine.failure = RuntimeError("on order")
     return ONE
 
 
 @pytest.mark.parametrize(
     ("bags_of", "error"),
-    [(fails, EngineError), (lambda engine: {"user": [[99]]}, InvalidRequestError)],
+    [(failing_bags, EngineError), (lambda engine: {"user": [[99]]}, InvalidRequestError)],
 )
 @pytest.mark.parametrize("limits", [Limits(), IN_THREAD])
-async def test_the_end_of_a_batch_that_has_no_answers_is_told_too(
+async def test_batch_end_is_notified_if_the_batch_fails(
     engine: FakeEngine,
     make_batcher: MakeBatcher,
     limits: Limits,
@@ -202,15 +202,15 @@ async def test_the_end_of_a_batch_that_has_no_answers_is_told_too(
     error: type[Exception],
 ) -> None:
     batcher = make_batcher(limits)
-    told: list[bool] = []
+    notified: list[bool] = []
     waiting = submit(batcher, engine.request(bags_of(engine)))
-    batcher.runner.on_batch_done = lambda: told.append(waiting.done())
+    batcher.runner.on_batch_done = lambda: notified.append(waiting.done())
     with pytest.raises(error):
         await waiting
-    assert told == [True]
+    assert notified == [True]
 
 
-async def test_the_end_of_a_batch_whose_requests_all_expired_is_told(
+async def test_batch_end_is_notified_if_all_requests_expired(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(Limits())
@@ -222,51 +222,51 @@ async def test_the_end_of_a_batch_whose_requests_all_expired_is_told(
     assert engine.lookups == []
 
 
-async def test_requests_that_all_left_are_not_kept(
+async def test_cancelled_requests_of_a_whole_batch_are_freed(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(Limits())
-    left = [submit(batcher, engine.request(ONE)) for _ in range(3)]
-    alive = [weakref.ref(one) for one in left]
-    for one in left:
+    cancelled = [submit(batcher, engine.request(ONE)) for _ in range(3)]
+    alive = [weakref.ref(one) for one in cancelled]
+    for one in cancelled:
         one.cancel()
-    left.clear()
+    cancelled.clear()
     del one
     await asyncio.sleep(0)
     gc.collect()
     assert [one() for one in alive] == [None, None, None]
 
 
-async def test_one_that_is_retired_answers_what_waits_and_lets_go_of_its_engine(
+async def test_retired_batcher_answers_queued_requests_and_releases_its_engine(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     waiting = submit(batcher, engine.request(ONE))
-    told: list[bool] = []
-    batcher.retire(lambda: told.append(running.done() and waiting.done()))
-    assert told == []
+    notified: list[bool] = []
+    batcher.retire(lambda: notified.append(running.done() and waiting.done()))
+    assert notified == []
     engine.release()
     for answer in (running, waiting):
         assert np.array_equal((await answer).values, engine.expected(ONE))
-    await until(lambda: told)
-    assert told == [True]
+    await until(lambda: notified)
+    assert notified == [True]
     assert not any(one is engine for one in vars(batcher).values())
 
 
-async def test_an_idle_one_that_is_retired_does_so_at_once(make_batcher: MakeBatcher) -> None:
-    told: list[bool] = []
-    make_batcher(IN_THREAD).retire(lambda: told.append(True))
-    assert told == [True]
+async def test_idle_batcher_retires_immediately(make_batcher: MakeBatcher) -> None:
+    notified: list[bool] = []
+    make_batcher(IN_THREAD).retire(lambda: notified.append(True))
+    assert notified == [True]
 
 
-async def test_one_whose_last_request_went_away_retires(
+async def test_batcher_retires_after_its_last_request_is_cancelled(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     waiting = submit(batcher, engine.request(ONE))
-    told: list[bool] = []
-    batcher.retire(lambda: told.append(True))
+    notified: list[bool] = []
+    batcher.retire(lambda: notified.append(True))
     waiting.cancel()
     engine.release()
     await running
-    await until(lambda: told)
+    await until(lambda: notified)

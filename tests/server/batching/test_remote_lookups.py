@@ -26,7 +26,7 @@ USER: Bags = {"user": [[1, 2, 3]]}
 Finish = Callable[[np.ndarray | EmbedServeError], None]
 
 
-class OtherServers:
+class RemoteServers:
     """Lookups that end when the test says so.
 
     Attributes:
@@ -49,13 +49,13 @@ class OtherServers:
 
 
 @pytest.fixture
-def servers(engine: FakeEngine) -> OtherServers:
-    servers = engine.remote = OtherServers()
+def servers(engine: FakeEngine) -> RemoteServers:
+    servers = engine.remote = RemoteServers()
     return servers
 
 
 @pytest.fixture
-def batcher(engine: FakeEngine, servers: OtherServers) -> Iterator[Batcher]:
+def batcher(engine: FakeEngine, servers: RemoteServers) -> Iterator[Batcher]:
     with ThreadPoolExecutor(1) as executor:
         executor.shutdown()  # no lookup may run in it
         yield Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
@@ -85,11 +85,13 @@ class TracedRequest(FutureRequest):
         return self.context
 
 
-def answer(engine: FakeEngine, batch: Batch) -> np.ndarray:
+def lookup_values(engine: FakeEngine, batch: Batch) -> np.ndarray:
     return engine.lookup(batch.ids, batch.lengths, batch.weights)
 
 
-async def begin(batcher: Batcher, engine: FakeEngine, servers: OtherServers) -> list[Waiting]:
+async def fill_servers(
+    batcher: Batcher, engine: FakeEngine, servers: RemoteServers
+) -> list[Waiting]:
     """Submits requests one at a time until as many batches as allowed are in flight."""
     running: list[Waiting] = []
     while len(running) < servers.batches_max:
@@ -98,31 +100,31 @@ async def begin(batcher: Batcher, engine: FakeEngine, servers: OtherServers) -> 
     return running
 
 
-async def test_requests_gather_while_as_many_batches_as_may_be_are_in_flight(
-    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+async def test_requests_are_batched_while_the_maximum_of_batches_is_in_flight(
+    engine: FakeEngine, batcher: Batcher, servers: RemoteServers
 ) -> None:
-    running = await begin(batcher, engine, servers)
+    running = await fill_servers(batcher, engine, servers)
     waiting = [submit(batcher, engine.request(USER)) for _ in range(4)]
     await asyncio.sleep(0.02)
     assert len(servers.begun) == servers.batches_max
     last, _, finish = servers.begun[-1]
-    finish(answer(engine, last))  # in another order than they began
+    finish(lookup_values(engine, last))  # in another order than they began
     assert np.array_equal((await running[-1]).values, engine.expected(USER))
     await until(lambda: len(servers.begun) == servers.batches_max + 1)
     assert servers.begun[-1][0].batch_size == 4
     for batch, _, finish in [*servers.begun[:-2], servers.begun[-1]]:
-        finish(answer(engine, batch))
+        finish(lookup_values(engine, batch))
     for one in [*running[:-1], *waiting]:
         assert np.array_equal((await one).values, engine.expected(USER))
 
 
-async def test_only_requests_with_examples_that_failed_are_rejected(
-    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+async def test_only_requests_with_failed_examples_are_rejected(
+    engine: FakeEngine, batcher: Batcher, servers: RemoteServers
 ) -> None:
-    await begin(batcher, engine, servers)
+    await fill_servers(batcher, engine, servers)
     two = {"user": [[4], [5]]}
     waiting = [submit(batcher, engine.request(bags)) for bags in (USER, two, USER, two)]
-    servers.begun[0][2](answer(engine, servers.begun[0][0]))
+    servers.begun[0][2](lookup_values(engine, servers.begun[0][0]))
     await until(lambda: len(servers.begun) == servers.batches_max + 1)
     batch, _, finish = servers.begun[-1]
     assert batch.sizes == [1, 2, 1, 2]
@@ -130,7 +132,7 @@ async def test_only_requests_with_examples_that_failed_are_rejected(
         (np.array([2]), NotReadyError("part 0 is not available")),
         (np.array([2, 3]), NotReadyError("part 1 is not available")),
     ]
-    finish(answer(engine, batch))
+    finish(lookup_values(engine, batch))
     assert np.array_equal((await waiting[0]).values, engine.expected(USER))
     with pytest.raises(NotReadyError, match="part 0"):
         await waiting[1]
@@ -139,20 +141,20 @@ async def test_only_requests_with_examples_that_failed_are_rejected(
     assert np.array_equal((await waiting[3]).values, engine.expected(two))
 
 
-async def test_only_requests_that_lack_rows_say_so(
-    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+async def test_only_requests_with_missing_rows_report_missing_ids(
+    engine: FakeEngine, batcher: Batcher, servers: RemoteServers
 ) -> None:
     """Checks also that no shadow compares their batch."""
     shadow = batcher.runner.shadow = OfferedBatches()
-    await begin(batcher, engine, servers)
+    await fill_servers(batcher, engine, servers)
     waiting = [submit(batcher, engine.request(USER)) for _ in range(3)]
-    servers.begun[0][2](answer(engine, servers.begun[0][0]))
+    servers.begun[0][2](lookup_values(engine, servers.begun[0][0]))
     await until(lambda: len(servers.begun) == servers.batches_max + 1)
     assert shadow.count == 1
     batch, _, finish = servers.begun[-1]
     batch.missing_counts = np.array([[0, 0, 0], [1, 0, 2], [0, 3, 0]])
     batch.failures = [(np.array([2]), NotReadyError("part 0 is not available"))]
-    finish(answer(engine, batch))
+    finish(lookup_values(engine, batch))
     assert (await waiting[0]).missing_ids is None
     first, _, last = engine.model.features
     assert (await waiting[1]).missing_ids == {first: 1, last: 2}
@@ -161,14 +163,14 @@ async def test_only_requests_that_lack_rows_say_so(
     running = servers.begun[1:-1]
     running[0][0].missing_counts = np.array([[1, 0, 0]])
     for batch, _, finish in running:
-        finish(answer(engine, batch))
+        finish(lookup_values(engine, batch))
     assert shadow.count == 2
 
 
-async def test_an_error_ends_the_whole_batch(
-    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+async def test_error_fails_the_whole_batch(
+    engine: FakeEngine, batcher: Batcher, servers: RemoteServers
 ) -> None:
-    running = await begin(batcher, engine, servers)
+    running = await fill_servers(batcher, engine, servers)
     servers.begun[0][2](NotReadyError("gone"))
     with pytest.raises(NotReadyError, match="gone"):
         await running[0]
@@ -177,22 +179,22 @@ async def test_an_error_ends_the_whole_batch(
         await submit(batcher, engine.request(USER))
 
 
-async def test_a_batch_lasts_until_the_latest_deadline_of_its_requests(
-    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+async def test_batch_deadline_is_the_latest_of_its_requests(
+    engine: FakeEngine, batcher: Batcher, servers: RemoteServers
 ) -> None:
-    await begin(batcher, engine, servers)
+    await fill_servers(batcher, engine, servers)
     assert servers.begun[0][1] == float("inf")
     now_s = perf_counter()
     for deadline_s in (now_s + 50, now_s + 70, now_s + 60):
         submit(batcher, engine.request(USER), deadline_s)
-    servers.begun[0][2](answer(engine, servers.begun[0][0]))
+    servers.begun[0][2](lookup_values(engine, servers.begun[0][0]))
     await until(lambda: len(servers.begun) == servers.batches_max + 1)
     assert servers.begun[-1][1] == now_s + 70
 
 
 @pytest.mark.parametrize("traces_calls", [True, False])
 async def test_a_batch_with_a_traced_request_records_its_calls(
-    engine: FakeEngine, servers: OtherServers, traces_calls: bool
+    engine: FakeEngine, servers: RemoteServers, traces_calls: bool
 ) -> None:
     servers.traces_calls = traces_calls
     first, second = (TraceContext(digit * 32, "", True) for digit in "ab")
@@ -212,12 +214,12 @@ async def test_a_batch_with_a_traced_request_records_its_calls(
         for pending in requests:
             assert pending.ticket is not None
             assert pending.ticket.calls is batch.calls
-        finish(answer(engine, batch))
+        finish(lookup_values(engine, batch))
         await asyncio.gather(*(pending.future for pending in requests))
 
 
-async def test_a_batch_without_a_traced_request_records_nothing(
-    engine: FakeEngine, servers: OtherServers
+async def test_batch_without_a_traced_request_records_no_calls(
+    engine: FakeEngine, servers: RemoteServers
 ) -> None:
     servers.traces_calls = True
     with ThreadPoolExecutor(1) as executor:
@@ -226,5 +228,5 @@ async def test_a_batch_without_a_traced_request_records_nothing(
         await until(lambda: servers.begun)
         [(batch, _, finish)] = servers.begun
         assert batch.calls is None
-        finish(answer(engine, batch))
+        finish(lookup_values(engine, batch))
         await waiting

@@ -33,7 +33,7 @@ def version(model: ModelInfo, number: int, name: str = "") -> ModelInfo:
     return replace(model, manifest=replace(model.manifest, version=number), served_name=name)
 
 
-def answered(requests: list[LookupRequest], engine: FakeEngine) -> np.ndarray:
+def lookup_values(requests: list[LookupRequest], engine: FakeEngine) -> np.ndarray:
     batch = join(requests, engine.model)
     assert batch is not None
     values = engine.lookup(batch.ids, batch.lengths, batch.weights)
@@ -42,7 +42,7 @@ def answered(requests: list[LookupRequest], engine: FakeEngine) -> np.ndarray:
 
 def differences(served: FakeEngine, ours: FakeEngine, bags: list[Bags]) -> Differences:
     requests = [adapt_to_model(make_request(one), served.model) for one in bags]
-    values = answered(requests, served)
+    values = lookup_values(requests, served)
     return compare(requests, values, None, served.model, ours, ours.model)
 
 
@@ -57,11 +57,11 @@ def test_equal_versions_do_not_differ() -> None:
     assert found.refused == 0
 
 
-def test_others_differ_as_computed_by_hand() -> None:
+def test_differences_of_two_versions_equal_a_manual_computation() -> None:
     served, ours = FakeEngine(seed=3), FakeEngine(seed=4)
     found = differences(served, ours, BAGS)
     requests = [adapt_to_model(make_request(one), served.model) for one in BAGS]
-    one, other = answered(requests, ours), answered(requests, served)
+    one, other = lookup_values(requests, ours), lookup_values(requests, served)
     start = 0
     for i, width in enumerate(served.model.length_per_key):
         a, b = (values[:, start : start + width].astype(np.float64) for values in (one, other))
@@ -89,7 +89,7 @@ def test_features_in_another_order_are_compared_by_their_keys() -> None:
     assert found.refused == 0
 
 
-def test_a_feature_that_the_shadow_lacks_is_left_out() -> None:
+def test_feature_missing_in_the_shadow_is_not_compared() -> None:
     """Also covers a request of no other feature: it has empty bags of the others, as in its
     response."""
     served = FakeEngine(model_info("shop", {"user": (7, 4), "movie": (11, 3)}), seed=3)
@@ -100,7 +100,7 @@ def test_a_feature_that_the_shadow_lacks_is_left_out() -> None:
     assert found.refused == 0
 
 
-def test_features_that_nobody_asked_for_agree_on_nothing() -> None:
+def test_unrequested_features_count_as_empty() -> None:
     """Covers zeros on both sides, which have no direction and so no cosine."""
     model = model_info("shop", {"user": (7, 4), "movie": (11, 3)})
     served, ours = FakeEngine(model, seed=3), FakeEngine(model, seed=4)
@@ -109,7 +109,7 @@ def test_features_that_nobody_asked_for_agree_on_nothing() -> None:
     assert found.sums[[0, 4], 0].tolist() == [2, 0]
 
 
-def test_what_it_would_have_refused_is_counted_and_the_rest_is_compared() -> None:
+def test_requests_that_the_shadow_rejects_are_counted_and_the_rest_compared() -> None:
     served = FakeEngine(model_info("shop", {"user": (7, 4)}), seed=3)
     ours = FakeEngine(model_info("shop", {"user": (5, 4)}), seed=3)
     found = differences(served, ours, [{"user": [[1], [6]]}, {"user": [[2]]}, {"user": [[5]]}])
@@ -134,7 +134,7 @@ def test_vectors_of_an_unpooled_model_are_compared_one_by_one() -> None:
     assert (differences(one, other, bags).sums[2] > 0).tolist() == [bool(n) for n in expected]
 
 
-def test_models_that_have_nothing_in_common_are_not_compared() -> None:
+def test_versions_without_comparable_keys_are_not_compared() -> None:
     served = FakeEngine(model_info("shop", {"user": (7, 4)}))
     for ours in (
         FakeEngine(model_info("shop", {"person": (7, 4)})),
@@ -147,13 +147,13 @@ def test_models_that_have_nothing_in_common_are_not_compared() -> None:
             differences(served, ours, [{"user": [[1]]}])
 
 
-def test_ids_without_a_row_are_counted_for_both() -> None:
+def test_unknown_ids_are_counted_for_both_versions() -> None:
     model = ruled_info()
     served, ours = FakeEngine(model), FakeEngine(version(model, 8))
     requests = [adapt_to_model(make_request({"day": [[1]]}), model)]
     counts = np.zeros((1, len(model.features)), np.int64)
     counts[0, model.features.index("day")] = 3
-    values = answered(requests, served)
+    values = lookup_values(requests, served)
     found = compare(requests, values, counts, served.model, ours, ours.model)
     assert found.served_unknown_ids.tolist() == counts[0].tolist()
     assert found.unknown_ids.sum() == 0
@@ -170,39 +170,43 @@ def pipeline(executor: ThreadPoolExecutor) -> RequestPipeline:
     return make_pipeline(*engines, executor=executor)
 
 
-async def ask(pipeline: RequestPipeline) -> None:
+async def send_request(pipeline: RequestPipeline) -> None:
     result = await submit_to(pipeline.models, make_request({"user": [[1]]}))
     assert result.model.version == 7
 
 
-def counted(pipeline: RequestPipeline, outcome: str = "compared") -> float:
+def batch_count(pipeline: RequestPipeline, outcome: str = "compared") -> float:
     return pipeline.metrics.models["shop@canary"].version.shadow.batches()[outcome]
 
 
-async def until_counted(pipeline: RequestPipeline, count: int, outcome: str = "compared") -> None:
-    await until(lambda: counted(pipeline, outcome) == count)
+async def until_batch_count(
+    pipeline: RequestPipeline, count: int, outcome: str = "compared"
+) -> None:
+    await until(lambda: batch_count(pipeline, outcome) == count)
 
 
-async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> None:
-    await ask(pipeline)
-    assert counted(pipeline) == 0
+async def test_batches_are_compared_only_while_a_shadow_share_is_set(
+    pipeline: RequestPipeline,
+) -> None:
+    await send_request(pipeline)
+    assert batch_count(pipeline) == 0
     pipeline.models.set_shadow("shop@canary", 100.0)
     pipeline.models.set_shadow("shop", 100.0)  # the served version, no shadow
     for count in range(1, 4):
-        await ask(pipeline)
-        await until_counted(pipeline, count)
+        await send_request(pipeline)
+        await until_batch_count(pipeline, count)
     assert pipeline.models.status(pipeline.models.model("shop@canary"))["shadow"] == 100.0
     sums = pipeline.metrics.models["shop@canary"].version.shadow.per_key()
     assert sums[0].tolist() == [3, 0, 0]  # no request has ids of the other features
     assert sums[2].tolist() == [0] * 3
     assert sums[4].tolist() == [0, 3, 3]
     pipeline.models.set_shadow("shop@canary", 0.0)
-    await ask(pipeline)
-    assert counted(pipeline) == 3
+    await send_request(pipeline)
+    assert batch_count(pipeline) == 3
 
 
 @pytest.mark.parametrize("names", [("beta", "canary"), ("canary", "beta")])
-async def test_of_two_the_first_by_name_is_compared(
+async def test_only_the_first_of_two_shadows_by_name_is_compared(
     executor: ThreadPoolExecutor, names: tuple[str, str]
 ) -> None:
     """Checks that all workers compare the same version, in whatever order each learned of the
@@ -212,13 +216,13 @@ async def test_of_two_the_first_by_name_is_compared(
     pipeline = make_pipeline(FakeEngine(version(model, 7), seed=7), *engines, executor=executor)
     for name in names:
         pipeline.models.set_shadow(f"shop@{name}", 100.0)
-    await ask(pipeline)
+    await send_request(pipeline)
     metrics = pipeline.metrics.models
     await until(lambda: metrics["shop@beta"].version.shadow.batches()["compared"] == 1)
-    assert counted(pipeline) == 0
+    assert batch_count(pipeline) == 0
 
 
-async def test_nobody_waits_for_it_and_what_comes_meanwhile_is_skipped(
+async def test_busy_shadow_delays_no_request_and_skips_batches(
     executor: ThreadPoolExecutor,
 ) -> None:
     model = model_info()
@@ -227,13 +231,13 @@ async def test_nobody_waits_for_it_and_what_comes_meanwhile_is_skipped(
     slow.hold()
     pipeline.models.set_shadow("shop@canary", 100.0)
     for _ in range(5):
-        await ask(pipeline)
-    assert (counted(pipeline), counted(pipeline, "skipped")) == (0, 4)
+        await send_request(pipeline)
+    assert (batch_count(pipeline), batch_count(pipeline, "skipped")) == (0, 4)
     slow.release()
-    await until(lambda: counted(pipeline) == 1)
+    await until(lambda: batch_count(pipeline) == 1)
 
 
-async def test_one_that_fails_is_counted_and_said_once(
+async def test_failed_comparisons_are_counted_and_logged_once(
     executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = version(model_info("shop", {"person": (7, 4)}), 8, "shop@canary")
@@ -243,36 +247,36 @@ async def test_one_that_fails_is_counted_and_said_once(
     caplog.set_level(logging.WARNING)
     pipeline.models.set_shadow("shop@canary", 100.0)
     for count in (1, 2):
-        await ask(pipeline)
-        await until_counted(pipeline, count, "failed")
-    (said,) = [one.getMessage() for one in caplog.records if one.name.startswith("embedserve")]
-    assert said.startswith("shop@canary cannot be compared with version 7")
+        await send_request(pipeline)
+        await until_batch_count(pipeline, count, "failed")
+    (logged,) = [one.getMessage() for one in caplog.records if one.name.startswith("embedserve")]
+    assert logged.startswith("shop@canary cannot be compared with version 7")
 
 
-async def test_one_without_a_thread_fails_and_the_next_is_compared(
+async def test_comparison_without_a_thread_fails_and_the_next_succeeds(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     pipeline.models.set_shadow("shop@canary", 100.0)
     refuse_thread(monkeypatch, "shadow")
-    await ask(pipeline)
-    assert counted(pipeline, "failed") == 1
+    await send_request(pipeline)
+    assert batch_count(pipeline, "failed") == 1
     for count in (1, 2):  # the failed one is not compared later
-        await ask(pipeline)
-        await until_counted(pipeline, count)
-    (said,) = caplog.messages
-    assert said.startswith("shop@canary cannot be compared with version 7")
+        await send_request(pipeline)
+        await until_batch_count(pipeline, count)
+    (logged,) = caplog.messages
+    assert logged.startswith("shop@canary cannot be compared with version 7")
 
 
-async def test_another_version_is_compared_from_zero(
+async def test_counts_restart_at_zero_for_another_served_version(
     pipeline: RequestPipeline, executor: ThreadPoolExecutor
 ) -> None:
     pipeline.models.set_shadow("shop@canary", 100.0)
-    await ask(pipeline)
-    await until(lambda: counted(pipeline) == 1)
+    await send_request(pipeline)
+    await until(lambda: batch_count(pipeline) == 1)
     shadow = pipeline.metrics.models["shop@canary"].version.shadow
     assert shadow.against == 7
     shadow.begin(7)
-    assert counted(pipeline) == 1
+    assert batch_count(pipeline) == 1
     shadow.begin(9)
-    assert (shadow.against, counted(pipeline)) == (9, 0)
+    assert (shadow.against, batch_count(pipeline)) == (9, 0)

@@ -26,7 +26,7 @@ def test_pooled_values_are_slices_of_the_batch() -> None:
         assert (result.unknown_ids, result.lengths) == (None, None)
 
 
-def test_rows_of_a_lone_request_are_in_its_order_already() -> None:
+def test_rows_of_a_lone_request_are_not_reordered() -> None:
     request = adapt_to_model(make_request(BAGS), UNPOOLED.model)
     batch = join([request], UNPOOLED.model)
     assert batch is not None
@@ -34,9 +34,9 @@ def test_rows_of_a_lone_request_are_in_its_order_already() -> None:
     assert in_request_order(values, batch, UNPOOLED.model) is values
 
 
-def test_rows_come_key_after_key_for_each_request() -> None:
-    asked: tuple[Bags, ...] = (BAGS, {"last": [[5, 6]]}, {"item": [[]]})
-    requests = [adapt_to_model(make_request(bags), UNPOOLED.model) for bags in asked]
+def test_rows_are_grouped_by_key_for_each_request() -> None:
+    all_bags: tuple[Bags, ...] = (BAGS, {"last": [[5, 6]]}, {"item": [[]]})
+    requests = [adapt_to_model(make_request(bags), UNPOOLED.model) for bags in all_bags]
     batch = join(requests, UNPOOLED.model)
     assert batch is not None
     values = UNPOOLED.lookup(batch.ids, batch.lengths)

@@ -28,7 +28,7 @@ def test_ids_become_rows_by_the_rule_of_each_feature() -> None:
     assert batch.unknown_counts is None
 
 
-def test_a_skipped_id_and_its_weight_leave_the_bag() -> None:
+def test_skipped_id_and_its_weight_are_removed_from_the_bag() -> None:
     """Checks that a mean divides by the number of remaining ids."""
     request = make_request({"tag": [["war", "drama", ""], ["war"]]}, {"tag": [[1, 2, 3], [4]]})
     batch = join([adapt_to_model(request, RULED)], RULED)
@@ -41,7 +41,7 @@ def test_a_skipped_id_and_its_weight_leave_the_bag() -> None:
     assert request.lengths.tolist() == [3, 1]
 
 
-def test_a_default_row_stands_for_an_unknown_id() -> None:
+def test_unknown_id_becomes_the_default_row() -> None:
     batch = joined(RULED, {"movie": [[11, 2, -1]]})
     assert batch is not None
     assert batch.ids.tolist() == [3, 2, 3]
@@ -60,12 +60,12 @@ def test_unknown_ids_are_counted_for_each_request_and_feature() -> None:
     assert batch.unknown_counts.tolist() == [[3, 1, 0, 0, 0], [0] * 5, [1, 0, 2, 0, 0]]
 
 
-def test_an_id_that_must_be_known_refuses_the_batch() -> None:
+def test_batch_with_a_forbidden_unknown_id_is_not_joined() -> None:
     assert joined(RULED, {"shelf": [[100]]}, {"shelf": [[101]]}) is None
     assert joined(RULED, {"shelf": [[100]]}, {"shelf": [[200]]}) is not None
 
 
-def test_where_nothing_is_pooled_a_skipped_id_keeps_its_place() -> None:
+def test_skipped_id_keeps_its_place_in_an_unpooled_model() -> None:
     batch = joined(UNPOOLED, {"item": [[9, 1]]}, {"last": [[2, -5]]})
     assert batch is not None
     assert batch.lengths.tolist() == [2, 0, 0, 2, 0, 0]

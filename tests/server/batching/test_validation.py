@@ -40,7 +40,7 @@ def ordered(bags: Bags, weights: Weights | None = None, model: ModelInfo = MODEL
     return adapt_to_model(make_request(bags, weights), model)
 
 
-def spoil(request: LookupRequest, how: str, place: int) -> LookupRequest:
+def make_invalid(request: LookupRequest, how: str, place: int) -> LookupRequest:
     """Returns ``request`` with one id, length or weight made invalid."""
     ids, lengths = request.ids.copy(), request.lengths.copy()
     weights = np.ones(ids.size, np.float32) if request.weights is None else request.weights.copy()
@@ -52,7 +52,7 @@ def spoil(request: LookupRequest, how: str, place: int) -> LookupRequest:
         lengths[place - 1] += lengths[place] + 1
         lengths[place] = -1
     elif not ids.size:
-        return spoil(request, "length", place)
+        return make_invalid(request, "length", place)
     elif how in ("nan", "inf"):
         weights[place % ids.size] = float(how)
     else:
@@ -60,31 +60,33 @@ def spoil(request: LookupRequest, how: str, place: int) -> LookupRequest:
     return LookupRequest(request.model, request.features, ids, lengths, weights, request.batch_size)
 
 
-HOW = ("length", "negative length", "nan", "inf", "negative", "large", "huge")
+DEFECTS = ("length", "negative length", "nan", "inf", "negative", "large", "huge")
 
 
 @given(data=st.data())
-def test_exactly_the_bad_requests_are_found_and_no_neighbour_is_harmed(
+def test_only_invalid_requests_are_found_and_others_keep_their_results(
     data: st.DataObject,
 ) -> None:
     all_bags = data.draw(st.lists(bags_of_ids(), min_size=1, max_size=5))
-    bad = data.draw(st.sets(st.integers(0, len(all_bags) - 1)))
+    invalid = data.draw(st.sets(st.integers(0, len(all_bags) - 1)))
     requests = [
-        spoil(ordered(bags), data.draw(st.sampled_from(HOW)), data.draw(st.integers(0, 99)))
-        if i in bad
+        make_invalid(
+            ordered(bags), data.draw(st.sampled_from(DEFECTS)), data.draw(st.integers(0, 99))
+        )
+        if i in invalid
         else ordered(bags)
         for i, bags in enumerate(all_bags)
     ]
     errors = find_invalid(requests, MODEL)
-    assert errors.keys() == bad
+    assert errors.keys() == invalid
     assert all(error.field for error in errors.values())
-    assert (join(requests, MODEL) is None) == bool(bad)
-    good = [i for i in range(len(requests)) if i not in bad]
-    if good:
-        batch = join([requests[i] for i in good], MODEL)
+    assert (join(requests, MODEL) is None) == bool(invalid)
+    valid = [i for i in range(len(requests)) if i not in invalid]
+    if valid:
+        batch = join([requests[i] for i in valid], MODEL)
         assert batch is not None
         values = ENGINE.lookup(batch.ids, batch.lengths, batch.weights)
-        alone = [ENGINE.expected(all_bags[i]) for i in good]
+        alone = [ENGINE.expected(all_bags[i]) for i in valid]
         assert np.array_equal(values, np.concatenate(alone))
 
 
@@ -109,7 +111,7 @@ def test_exactly_the_bad_requests_are_found_and_no_neighbour_is_harmed(
         ),
     ],
 )
-def test_an_id_past_its_table_is_named_with_place_and_value(
+def test_out_of_range_id_error_names_position_and_value(
     bags: Bags, field: str, message: str
 ) -> None:
     error = find_invalid([ordered(bags)], MODEL)[0]
@@ -118,12 +120,12 @@ def test_an_id_past_its_table_is_named_with_place_and_value(
     assert join([ordered(bags)], MODEL) is None
 
 
-def test_the_last_row_of_every_table_is_a_row() -> None:
+def test_last_row_of_every_table_is_valid() -> None:
     bags = {feature: [[rows - 1, 0]] for feature, (rows, _) in FEATURES.items()}
     assert find_invalid([ordered(bags)], MODEL) == {}
 
 
-def test_a_weight_that_is_not_a_number_is_named_with_its_place() -> None:
+def test_nan_weight_error_names_its_position() -> None:
     weights = {"user": [[1.0], [2.0, float("nan")]], "tag": [[], [1.0]]}
     request = ordered({"user": [[1], [2, 3]], "tag": [[], [4]]}, weights)
     error = find_invalid([request], MODEL)[0]
@@ -140,7 +142,7 @@ def test_a_weight_that_is_not_a_number_is_named_with_its_place() -> None:
     ],
 )
 @pytest.mark.parametrize("features", [("user", "movie", "tag"), ("tag", "movie", "user")])
-def test_lengths_that_are_no_partition_of_the_ids_are_said_so(
+def test_lengths_that_do_not_match_the_ids_are_rejected(
     lengths: list[int], message: str, features: tuple[str, ...]
 ) -> None:
     ids = np.zeros(6, np.int64)
@@ -161,7 +163,7 @@ def test_lengths_that_are_no_partition_of_the_ids_are_said_so(
         ),
     ],
 )
-def test_an_id_that_no_vocabulary_has_is_named_with_place_and_value(
+def test_id_outside_the_vocabulary_error_names_position_and_value(
     bags: Bags, field: str, message: str
 ) -> None:
     request = ordered(bags, model=RULED)
@@ -171,7 +173,7 @@ def test_an_id_that_no_vocabulary_has_is_named_with_place_and_value(
     assert join([request], RULED) is None
 
 
-def test_an_unknown_id_of_a_vocabulary_that_changes_is_named_with_the_delta() -> None:
+def test_unknown_id_error_of_a_changing_vocabulary_names_the_delta() -> None:
     deltas: Any = SimpleNamespace(live=SimpleNamespace(seq=5))
     model = replace(RULED, deltas=deltas)
     error = find_invalid([ordered({"shelf": [[12]]}, model=model)], model)[0]
@@ -180,7 +182,7 @@ def test_an_unknown_id_of_a_vocabulary_that_changes_is_named_with_the_delta() ->
     )
 
 
-def test_ids_that_may_be_unknown_are_not_wrong() -> None:
+def test_unknown_ids_are_valid_if_the_rule_allows_them() -> None:
     bags: Bags = {
         "user": [[5, 2**62]],
         "movie": [[-1, 11, 2**63 - 1]],
@@ -190,7 +192,7 @@ def test_ids_that_may_be_unknown_are_not_wrong() -> None:
     assert find_invalid([ordered(bags, model=RULED)], RULED) == {}
 
 
-def test_a_string_that_is_unknown_is_shown_as_it_was_sent_and_shortened() -> None:
+def test_unknown_string_id_is_quoted_and_shortened_in_the_error() -> None:
     strict = string_model()
     for string, shown in (("wär", "'wär'"), ("a'\n", '"a\'\\n"'), ("x" * 99, "'" + "x" * 59 + "…")):
         error = find_invalid([ordered({"title": [["Heat", string]]}, model=strict)], strict)[0]
@@ -226,7 +228,7 @@ def test_a_string_that_is_unknown_is_shown_as_it_was_sent_and_shortened() -> Non
         ({"tag": [[0]]}, UNPOOLED, "features.tag[0][0]", "is 0: ids of 'tag' are strings"),
     ],
 )
-def test_strings_for_integers_and_the_reverse_are_refused(
+def test_ids_of_the_wrong_type_are_rejected(
     bags: Bags, model: ModelInfo, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -236,7 +238,7 @@ def test_strings_for_integers_and_the_reverse_are_refused(
 
 
 @given(data=st.data(), model=st.sampled_from([MODEL, RULED, UNPOOLED]))
-def test_integers_may_be_given_as_strings(data: st.DataObject, model: ModelInfo) -> None:
+def test_integer_ids_may_be_sent_as_strings(data: st.DataObject, model: ModelInfo) -> None:
     bags = data.draw(bags_of(model))
     as_strings = {
         feature: [list(map(str, bag)) for bag in feature_bags]
@@ -246,38 +248,38 @@ def test_integers_may_be_given_as_strings(data: st.DataObject, model: ModelInfo)
     }
     sent = make_request(as_strings)
     sent_ids = sent.ids.copy()
-    taken, plain = adapt_to_model(sent, model), ordered(bags, model=model)
-    assert taken.features == plain.features
-    assert np.array_equal(taken.ids, plain.ids)
-    assert np.array_equal(taken.lengths, plain.lengths)
-    assert taken.string_features == plain.string_features
-    assert (taken.strings is None) == (not taken.string_features)
+    adapted, plain = adapt_to_model(sent, model), ordered(bags, model=model)
+    assert adapted.features == plain.features
+    assert np.array_equal(adapted.ids, plain.ids)
+    assert np.array_equal(adapted.lengths, plain.lengths)
+    assert adapted.string_features == plain.string_features
+    assert (adapted.strings is None) == (not adapted.string_features)
     assert np.array_equal(sent.ids, sent_ids)  # another version may get the same request
 
 
-def test_an_integer_that_was_a_string_is_checked_as_any() -> None:
+def test_integer_id_sent_as_a_string_is_validated() -> None:
     error = find_invalid([ordered({"user": [["1", "7"]]})], MODEL)[0]
     assert error.message == "features.user[0][1] is 7: ids of 'user' are row numbers from 0 to 6"
 
 
-def test_empty_bags_are_of_either_type() -> None:
+def test_empty_bags_are_valid_for_either_id_type() -> None:
     request = ordered({"user": [[]], "movie": [[1]], "tag": [[]]}, model=RULED)
     assert find_invalid([request], RULED) == {}
 
 
-def test_an_unknown_feature_is_said_before_the_type_of_its_ids() -> None:
+def test_unknown_feature_is_reported_before_wrong_id_types() -> None:
     with pytest.raises(InvalidRequestError, match="no such feature"):
         ordered({"actor": [["x"]]}, model=RULED)
 
 
-def test_lengths_that_do_not_add_up_are_said_before_types() -> None:
+def test_wrong_lengths_are_reported_before_wrong_id_types() -> None:
     request = make_request({"tag": [["drama"]], "user": [[1]]})
     request.lengths = np.array([9, -3], np.int32)
     with pytest.raises(InvalidRequestError, match=r"^lengths\[1\] is -3"):
         adapt_to_model(request, RULED)
 
 
-def test_weights_are_refused_where_nothing_is_pooled() -> None:
+def test_weights_are_rejected_for_unpooled_models() -> None:
     request = make_request({"item": [[1]]}, {"item": [[0.5]]})
     with pytest.raises(InvalidRequestError, match=r"^weights: model 'sequence'") as caught:
         adapt_to_model(request, UNPOOLED)

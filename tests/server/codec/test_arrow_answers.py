@@ -29,15 +29,15 @@ def values_of(examples: int, dtype: str = "float32") -> np.ndarray:
 def encoded(result: LookupResult) -> bytes:
     """Returns the encoded result. Checks that inline encoding, if it is quick enough, yields the
     same bytes as encoding in chunks."""
-    in_pieces = b"".join(ARROW.encode(result))
-    now = ARROW.try_encode_inline(result)
-    if now is not None:
-        assert b"".join(now[0]) == in_pieces
-        assert now[1] == len(in_pieces)
-    return in_pieces
+    in_chunks = b"".join(ARROW.encode(result))
+    inline = ARROW.try_encode_inline(result)
+    if inline is not None:
+        assert b"".join(inline[0]) == in_chunks
+        assert inline[1] == len(in_chunks)
+    return in_chunks
 
 
-def said_of(model: ModelInfo, **more: object) -> Mapping[str, object]:
+def metadata_of(model: ModelInfo, **more: object) -> Mapping[str, object]:
     return {
         "model": model.name,
         "version": model.version,
@@ -50,7 +50,7 @@ def said_of(model: ModelInfo, **more: object) -> Mapping[str, object]:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("examples", [1, 2, 3, 5])
 @pytest.mark.parametrize("cut", [1, 9])
-def test_one_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cut: int) -> None:
+def test_values_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cut: int) -> None:
     values = values_of(examples, dtype)
     for _ in range(2):  # the second time the cached prefix is used
         result = LookupResult(POOLED, values)
@@ -60,12 +60,12 @@ def test_one_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cut: 
         assert table.column_names == ["values"]
         assert vectors(table["values"]).dtype == dtype
         assert np.array_equal(vectors(table["values"]), values)
-        assert said_in(table) == said_of(POOLED)
+        assert said_in(table) == metadata_of(POOLED)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("examples", [1, 2, 5])
-def test_a_column_for_each_key(examples: int, dtype: str) -> None:
+def test_each_key_has_its_own_column_if_requested(examples: int, dtype: str) -> None:
     values = values_of(examples, dtype)
     result = LookupResult(POOLED, values, output=BY_KEY)
     halves = LookupResult(POOLED, values[:1], extra_chunks=[values[1:]], output=BY_KEY)
@@ -74,10 +74,10 @@ def test_a_column_for_each_key(examples: int, dtype: str) -> None:
         assert table.column_names == list(KEYS)
         for key, columns in KEYS.items():
             assert np.array_equal(vectors(table[key]), values[:, columns])
-        assert said_in(table) == said_of(POOLED)
+        assert said_in(table) == metadata_of(POOLED)
 
 
-def test_polars_reads_them() -> None:
+def test_polars_reads_pooled_responses() -> None:
     values = values_of(3)
     whole = pl.read_ipc_stream(io.BytesIO(encoded(LookupResult(POOLED, values))))
     assert np.array_equal(whole["values"].to_numpy(), values)
@@ -86,40 +86,44 @@ def test_polars_reads_them() -> None:
     assert np.array_equal(by_key["movie"].to_numpy(), values[:, 4:7])
 
 
-@pytest.mark.parametrize("form", [None, BY_KEY])
-def test_some_keys_and_unknown_ids(form: OutputOptions | None) -> None:
+@pytest.mark.parametrize("output_options", [None, BY_KEY])
+def test_selected_keys_and_unknown_ids_are_encoded(output_options: OutputOptions | None) -> None:
     part = POOLED.with_keys(("tag", "user"))
     values = values_of(2)[:, [0, 1, 2, 3, 7, 8]]
-    result = LookupResult(part, np.ascontiguousarray(values), {"tag": 3}, output=form)
+    result = LookupResult(part, np.ascontiguousarray(values), {"tag": 3}, output=output_options)
     table = read_answer(encoded(result))
     found = [vectors(column) for column in table.columns]
     assert np.array_equal(np.concatenate(found, axis=1), values)
-    assert said_in(table) == said_of(part, unknown_ids={"tag": 3})
-    again = read_answer(encoded(LookupResult(part, np.ascontiguousarray(values), output=form)))
-    assert said_in(again) == said_of(part)
+    assert said_in(table) == metadata_of(part, unknown_ids={"tag": 3})
+    again = read_answer(
+        encoded(LookupResult(part, np.ascontiguousarray(values), output=output_options))
+    )
+    assert said_in(again) == metadata_of(part)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("form", [None, BY_KEY])
-def test_lists_of_vectors_of_an_unpooled_model(form: OutputOptions | None, dtype: str) -> None:
+@pytest.mark.parametrize("output_options", [None, BY_KEY])
+def test_unpooled_response_has_a_list_of_vectors_per_example(
+    output_options: OutputOptions | None, dtype: str
+) -> None:
     lengths = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 1], [2, 0, 1]], np.int32)
     lengths = lengths[: len(UNPOOLED.keys)]
     values = np.arange(4 * lengths.sum(), dtype=dtype).reshape(-1, 4)
-    result = LookupResult(UNPOOLED, values, None, lengths, output=form)
+    result = LookupResult(UNPOOLED, values, None, lengths, output=output_options)
     table = read_answer(encoded(result))
     assert table.column_names == list(UNPOOLED.keys)
     ends = lengths.sum(axis=1).cumsum()
     for key, own, rows in zip(UNPOOLED.keys, lengths, np.split(values, ends[:-1]), strict=True):
         assert [len(one) for one in table[key].to_pylist()] == own.tolist()
         assert np.array_equal(vectors(table[key]), rows)
-    assert said_in(table) == said_of(UNPOOLED)
+    assert said_in(table) == metadata_of(UNPOOLED)
 
 
-def test_values_are_not_copied_and_never_take_long_but_by_key() -> None:
+def test_values_are_not_copied_and_large_by_key_results_are_not_inline() -> None:
     values = values_of(INLINE_VECTORS_MAX // 3 + 1)
-    now = ARROW.try_encode_inline(LookupResult(POOLED, values))
-    assert now is not None
-    assert any(np.shares_memory(np.asarray(one), values) for one in now[0])
+    inline = ARROW.try_encode_inline(LookupResult(POOLED, values))
+    assert inline is not None
+    assert any(np.shares_memory(np.asarray(one), values) for one in inline[0])
     large = LookupResult(POOLED, values, output=BY_KEY)
     assert ARROW.try_encode_inline(large) is None
     table = read_answer(b"".join(ARROW.encode(large)))

@@ -37,7 +37,7 @@ def streams() -> list[bytes]:
     ]
 
 
-def test_what_the_library_rejects_of_data_is_rejected() -> None:
+def test_accepted_mutated_streams_are_read_like_pyarrow_reads_them() -> None:
     draw, seeds = Random(SEED), streams()
     both = not_verified = 0
     for _ in range(INPUTS):

@@ -49,7 +49,7 @@ def assert_reads(body: bytes, bags: Bags, weights: Weights | None = None) -> Loo
     ids=st.sampled_from(INTEGERS),
     rows=st.integers(1, 5),
 )
-def test_lists_in_one_batch_or_several(
+def test_lists_are_read_from_one_or_several_batches(
     data: st.DataObject, layout: Any, ids: Any, rows: int
 ) -> None:
     bags = data.draw(bags_of_ids())
@@ -61,14 +61,14 @@ def test_lists_in_one_batch_or_several(
     table = columns_of(bags, weights, layout=layout, ids=ids)
     body = stream_of(table, rows=rows)
     read = assert_reads(body, bags, weights)
-    now = ARROW.try_decode_inline(body, "", DEFAULT_LIMITS)
-    assert now is not None
-    assert now.ids.tolist() == read.ids.tolist()
+    inline = ARROW.try_decode_inline(body, "", DEFAULT_LIMITS)
+    assert inline is not None
+    assert inline.ids.tolist() == read.ids.tolist()
     assert ARROW.estimate_size(body) == (read.lengths.size, read.ids.size)
 
 
 @given(data=st.data(), start=st.integers(0, 2))
-def test_slices_and_nulls(data: st.DataObject, start: int) -> None:
+def test_slices_and_null_bags_are_read(data: st.DataObject, start: int) -> None:
     """Checks that values outside a slice, and values behind a null bag, are ignored."""
     bags = data.draw(bags_of_ids())
     examples = len(next(iter(bags.values())))
@@ -93,7 +93,7 @@ STRINGS: Bags = {"tag": [["drama", ""], [], ["映画"]], "user": [[1], [2, 3], [
 
 @pytest.mark.parametrize("text", [pa.string(), pa.large_string()])
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_strings_beside_integers(text: Any, rows: int) -> None:
+def test_string_and_integer_columns_are_read_together(text: Any, rows: int) -> None:
     tags = pa.array([["x"], *STRINGS["tag"]], pa.list_(text)).slice(1)
     body = stream_of(pa.table({"tag": tags, "user": STRINGS["user"]}), rows=rows)
     read = assert_reads(body, STRINGS)
@@ -115,7 +115,7 @@ def test_strings_beside_integers(text: Any, rows: int) -> None:
     ],
     ids=str,
 )
-def test_layouts(array: Any, bags: list[list[Any]] | None) -> None:
+def test_columns_of_various_layouts_are_read(array: Any, bags: list[list[Any]] | None) -> None:
     table = pa.table({"user": array, "movie": [[5], [], [6, 7]]})
     if bags is None:
         with pytest.raises(InvalidRequestError, match=r"features.user\[0\]\[1\] is null"):
@@ -127,7 +127,7 @@ def test_layouts(array: Any, bags: list[list[Any]] | None) -> None:
 
 @pytest.mark.parametrize("weight", [pa.float16(), pa.float32(), pa.float64()])
 @pytest.mark.parametrize("layout", [pa.list_, pa.large_list, lambda of: pa.list_(of, 2)])
-def test_weights_of_any_width(weight: Any, layout: Any) -> None:
+def test_weights_of_any_float_width_are_read(weight: Any, layout: Any) -> None:
     bags: Bags = {"movie": [[5, 6], [7, 8]], "user": [[1, 2], [3, 4]]}
     weights: Weights = {"user": [[0.5, -2.0], [1.5, 0.0]]}
     table = columns_of(bags, layout=layout)
@@ -136,7 +136,7 @@ def test_weights_of_any_width(weight: Any, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [2.0, float("nan")])
-def test_weights_of_strings_alone(value: float) -> None:
+def test_weights_of_string_ids_are_read(value: float) -> None:
     bags: Bags = {"tag": [["drama", "x"], ["y"]]}
     weights: Weights = {"tag": [[0.5, value], [3.0]]}
     read = ARROW.decode_request(stream_of(columns_of(bags, weights)))
@@ -144,7 +144,7 @@ def test_weights_of_strings_alone(value: float) -> None:
     assert read.weights.tobytes() == np.array([0.5, value, 3.0], np.float32).tobytes()
 
 
-def test_columns_of_pandas_and_polars() -> None:
+def test_columns_from_pandas_and_polars_are_read() -> None:
     bags: Bags = {"user": [[1, 2], [], [3]], "movie": [[4], [5], [6]]}
     frame = pd.DataFrame(bags)
     frame["movie"] = [4, 5, 6]
@@ -159,7 +159,7 @@ def test_columns_of_pandas_and_polars() -> None:
         ARROW.decode_request(sink.getvalue())
 
 
-def test_empty_batches_between_others() -> None:
+def test_empty_record_batches_are_skipped() -> None:
     table = columns_of({"user": [[1], [2]]})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -169,13 +169,13 @@ def test_empty_batches_between_others() -> None:
     assert_reads(sink.getvalue().to_pybytes(), {"user": [[1], [2]]})
 
 
-def test_a_stream_may_end_without_its_mark() -> None:
+def test_stream_without_end_marker_is_read() -> None:
     body = stream_of(columns_of({"user": [[1], [2]]}))
     assert body.endswith(b"\xff\xff\xff\xff\0\0\0\0")
     assert_reads(body[:-8], {"user": [[1], [2]]})
 
 
-def test_what_is_wanted_of_the_answer() -> None:
+def test_response_options_are_read_from_schema_metadata() -> None:
     table = columns_of({"user": [[1]]})
     options = {"version": "3", "output_dtype": "float16", "output_keys": '["user", "tag"]'}
     read = ARROW.decode_request(stream_of(table, options=options), "shop")
@@ -186,7 +186,7 @@ def test_what_is_wanted_of_the_answer() -> None:
     assert (plain.model, plain.output_dtype, plain.output) == ("", "float32", None)
 
 
-def test_schemas_are_cached_and_few_of_them() -> None:
+def test_schema_cache_is_bounded() -> None:
     decoder = ArrowDecoder()
     cache = decoder.schemas
     first = stream_of(columns_of({"first": [[0]]}))
@@ -207,7 +207,7 @@ def test_schemas_are_cached_and_few_of_them() -> None:
     assert cache.templates == before
 
 
-def test_what_takes_long_is_left_to_the_thread() -> None:
+def test_expensive_streams_are_not_decoded_inline() -> None:
     """Covers many columns, batches, bags, ids or strings. A cached schema no longer counts as many
     columns."""
     bags: Bags = {f"f{at}": [[1]] for at in range(200)}

@@ -36,7 +36,7 @@ class Kind:
 
     seeds: list[bytes]
     library: type[Any]
-    ways: dict[str, Decode]
+    decoders: dict[str, Decode]
 
 
 def embed_requests() -> list[bytes]:
@@ -100,7 +100,7 @@ KINDS = {
 }
 
 
-def asked(request: LookupRequest) -> tuple[Any, ...]:
+def fields_of(request: LookupRequest) -> tuple[Any, ...]:
     weights = request.weights
     return (
         request.model,
@@ -112,7 +112,7 @@ def asked(request: LookupRequest) -> tuple[Any, ...]:
     )
 
 
-def read(decode: Decode, body: bytes) -> LookupRequest | None:
+def decode_or_none(decode: Decode, body: bytes) -> LookupRequest | None:
     try:
         return decode(body)
     except EmbedServeError:
@@ -120,22 +120,22 @@ def read(decode: Decode, body: bytes) -> LookupRequest | None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_right_messages_are_accepted(kind: Kind) -> None:
+def test_valid_messages_are_accepted(kind: Kind) -> None:
     """Covers messages with a group, which is an unknown field to all decoders."""
     for seed in kind.seeds:
         for body in (seed, seed + GROUP, GROUP + seed):
             kind.library.FromString(body)
-            for decode in kind.ways.values():
+            for decode in kind.decoders.values():
                 assert decode(body) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_what_the_library_rejects_no_way_accepts(kind: Kind) -> None:
+def test_messages_rejected_by_protobuf_are_rejected_by_every_decoder(kind: Kind) -> None:
     draw = Random(SEED)
     accepted = 0
     for _ in range(INPUTS):
         body = mutated(draw, draw.choice(kind.seeds), kind.seeds)
-        found = {name: read(decode, body) for name, decode in kind.ways.items()}
+        found = {name: decode_or_none(decode, body) for name, decode in kind.decoders.items()}
         requests = [one for one in found.values() if one is not None]
         if not requests:
             continue
@@ -146,5 +146,5 @@ def test_what_the_library_rejects_no_way_accepts(kind: Kind) -> None:
             raise AssertionError(f"accepted {[*found]}, {error}: {body!r}") from error
         if "now" in found and found["now"] is not None:
             assert found["whole"] is not None, body
-        assert len({asked(one) for one in requests}) == 1, body
+        assert len({fields_of(one) for one in requests}) == 1, body
     assert accepted > INPUTS / 100

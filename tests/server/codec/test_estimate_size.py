@@ -22,7 +22,7 @@ from embedserve_proto import embedding_pb2 as pb
     lengths=st.lists(st.integers(0, 2**31 - 1), max_size=50),
     is_raw=st.booleans(),
 )
-def test_of_a_message_it_is_what_it_holds(ids: list[int], lengths: list[int], is_raw: bool) -> None:
+def test_protobuf_estimate_is_exact(ids: list[int], lengths: list[int], is_raw: bool) -> None:
     message = pb.EmbedRequest(model="shop", keys=["user", "item"], weights=[1.0] * len(ids))
     if is_raw:
         message.ids_bytes = np.array(ids, "<i8").tobytes()
@@ -37,34 +37,37 @@ def test_of_a_message_it_is_what_it_holds(ids: list[int], lengths: list[int], is
     bags=bags_of_ids(),
     padded=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), max_size=3),
 )
-def test_of_the_open_inference_protocol_it_is_what_shapes_say(
+def test_open_inference_estimate_equals_the_declared_shapes(
     bags: dict[str, list[list[int]]], padded: list[list[int]]
 ) -> None:
     inputs = jagged(bags)
     inputs += [Input("more", "INT64", padded)] if padded else []
-    asked = Asked(inputs)
+    infer_request = Asked(inputs)
     flat = [bag for feature in (*bags.values(), padded) for bag in feature]
     expected = len(flat), sum(map(len, flat))
-    assert bodies.estimate_size(asked.json_body()) == expected
-    body, headers = asked.binary_body()
+    assert bodies.estimate_size(infer_request.json_body()) == expected
+    body, headers = infer_request.binary_body()
     assert bodies.estimate_size(body, int(headers[LENGTH_HEADER])) == expected
     for is_raw in (True, False):
-        message = asked.message("shop", is_raw=is_raw).SerializeToString()
+        message = infer_request.message("shop", is_raw=is_raw).SerializeToString()
         assert infer_messages.estimate_size(message) == expected
 
 
 @pytest.mark.parametrize("size", [-1, 2**62])
-def test_shapes_that_say_too_much_are_no_more_than_the_body(size: int) -> None:
-    asked = Asked([Input("f.ids", "INT64", [1], [size])])
+def test_estimate_of_false_shapes_is_at_most_the_body_size(size: int) -> None:
+    infer_request = Asked([Input("f.ids", "INT64", [1], [size])])
     for estimate_size, body in (
-        (bodies.estimate_size, asked.json_body()),
-        (infer_messages.estimate_size, asked.message("shop", is_raw=True).SerializeToString()),
+        (bodies.estimate_size, infer_request.json_body()),
+        (
+            infer_messages.estimate_size,
+            infer_request.message("shop", is_raw=True).SerializeToString(),
+        ),
     ):
         assert estimate_size(body) == (0, len(body) if size > 0 else 0)
 
 
 @given(st.binary(max_size=200))
-def test_of_garbage_it_is_nothing_that_breaks(body: bytes) -> None:
+def test_estimate_of_garbage_is_at_most_the_body_size(body: bytes) -> None:
     for estimate_size in (
         protobuf_codec.estimate_size,
         json_codec.estimate_size,
@@ -77,14 +80,18 @@ def test_of_garbage_it_is_nothing_that_breaks(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(("more", "sizes"), [(0, (1, 1)), (1, (0, 0))])
-def test_of_a_message_in_many_pieces_it_is_unknown(more: int, sizes: tuple[int, int]) -> None:
+def test_protobuf_estimate_is_zero_beyond_the_field_limit(
+    more: int, sizes: tuple[int, int]
+) -> None:
     body = pb.EmbedRequest(ids=[1], lengths=[1]).SerializeToString()
     body += pb.EmbedRequest(keys=[""] * (INLINE_FIELDS_MAX - 2 + more)).SerializeToString()
     assert protobuf_codec.estimate_size(body) == sizes
 
 
 @given(data=st.data(), output_dtype=st.sampled_from(["float32", "float16", None]))
-def test_of_json_it_is_no_more_than_it_holds(data: st.DataObject, output_dtype: str | None) -> None:
+def test_json_estimate_does_not_exceed_the_actual_size(
+    data: st.DataObject, output_dtype: str | None
+) -> None:
     features = data.draw(bags_of_ids())
     weights = data.draw(weights_or_none(features))
     body: dict[str, object] = {"features": features}
@@ -96,13 +103,13 @@ def test_of_json_it_is_no_more_than_it_holds(data: st.DataObject, output_dtype: 
     assert ids <= sum(map(len, flat))
 
 
-def test_of_json_with_strings_it_is_unknown() -> None:
+def test_json_estimate_with_string_ids_is_zero() -> None:
     body = json.dumps({"features": {"word": [["a,b,[c,,,,,,,,,"]]}})
     assert json_codec.estimate_size(body.encode()) == (0, 0)
 
 
 @pytest.mark.parametrize("weights", [{}, {"weights": {"user": [[0.5] * 1000] * 10}}])
-def test_of_json_with_long_bags_it_is_nearly_what_it_holds(weights: dict[str, object]) -> None:
+def test_json_estimate_of_long_bags_is_close_to_the_actual_size(weights: dict[str, object]) -> None:
     body = json.dumps({"features": {"user": [[7] * 1000] * 10}} | weights)
     bags, ids = json_codec.estimate_size(body.encode())
     assert bags == 10

@@ -16,16 +16,16 @@ WRONG = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc3\xa9" * 100_000 + b"\x80")
 @pytest.mark.parametrize(
     "wrong", [b"\xff", b"\xc3", b"\xed\xa0\x80", "é".encode() * 100_000 + b"\x80"]
 )
-def test_json_that_is_not_utf8_is_rejected_wherever_that_is(wrong: bytes) -> None:
+def test_invalid_utf8_in_json_is_rejected_in_any_field(wrong: bytes) -> None:
     """Covers invalid bytes in fields that are skipped: json and orjson reject those, too."""
-    for said in ((b"", wrong), (wrong, b"")):
-        head = HEAD % said
+    for texts in ((b"", wrong), (wrong, b"")):
+        head = HEAD % texts
         for json_bytes in (None, len(head)):
             with pytest.raises(InvalidRequestError, match=r"^body is not an inference request: "):
                 BodyDecoder().decode_request(head, "m", DEFAULT_LIMITS, json_bytes)
 
 
-def test_json_may_have_any_characters() -> None:
+def test_json_with_any_unicode_characters_is_read() -> None:
     head = HEAD % ("é".encode(), "\N{PILE OF POO}".encode() * 50_000)
     request = BodyDecoder().decode_request(head, "m", DEFAULT_LIMITS, None)
     assert request.ids.tolist() == [3]

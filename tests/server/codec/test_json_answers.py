@@ -20,50 +20,50 @@ UNPOOLED = FakeEngine(unpooled_info())
 
 
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=9, max_size=9))
-def test_float32_values_survive_json_bit_for_bit(bits: list[int]) -> None:
+def test_float32_values_round_trip_through_json(bits: list[int]) -> None:
     values = np.array(bits, np.uint32).view(np.float32)
     values[~np.isfinite(values)] = np.finfo(np.float32).max
-    answer = json.loads(encode_result(LookupResult(model_info(), values.reshape(1, 9))))
-    read = np.array(answer["values"], np.float64).astype(np.float32)
+    response = json.loads(encode_result(LookupResult(model_info(), values.reshape(1, 9))))
+    read = np.array(response["values"], np.float64).astype(np.float32)
     assert read.reshape(-1).view(np.uint32).tolist() == values.view(np.uint32).tolist()
 
 
-def test_a_sum_past_float32_is_null() -> None:
+def test_infinite_values_are_null() -> None:
     values = np.array([[np.inf, -np.inf, 1.5, *[0.0] * 6]], np.float32)
-    answer = json.loads(encode_result(LookupResult(model_info(), values)))
-    assert answer["values"][0][:3] == [None, None, 1.5]
+    response = json.loads(encode_result(LookupResult(model_info(), values)))
+    assert response["values"][0][:3] == [None, None, 1.5]
 
 
 @given(bits=st.lists(st.integers(0, 2**16 - 1), min_size=18, max_size=18))
-def test_float16_values_survive_json_bit_for_bit(bits: list[int]) -> None:
+def test_float16_values_round_trip_through_json(bits: list[int]) -> None:
     values = np.array(bits, np.uint16).view(np.float16)
     values[~np.isfinite(values)] = np.finfo(np.float16).max
-    answer = json.loads(encode_result(LookupResult(model_info(), values.reshape(2, 9))))
-    read = np.array(answer["values"], np.float64).astype(np.float16)
+    response = json.loads(encode_result(LookupResult(model_info(), values.reshape(2, 9))))
+    read = np.array(response["values"], np.float64).astype(np.float16)
     assert read.reshape(-1).view(np.uint16).tolist() == values.view(np.uint16).tolist()
 
 
-def test_a_float16_answer_says_so_and_has_few_digits() -> None:
+def test_float16_response_names_its_dtype_and_has_few_digits() -> None:
     values = np.array([[0.1, np.inf, -2.5, *[0.0] * 6]], np.float16)
     encoded = encode_result(LookupResult(model_info(), values, {"movie": 2}))
-    answer = json.loads(encoded)
-    assert answer["output_dtype"] == "float16"
+    response = json.loads(encoded)
+    assert response["output_dtype"] == "float16"
     assert b"[[0.1,null,-2.5,0.0," in encoded
-    del answer["output_dtype"]
+    del response["output_dtype"]
     whole = json.loads(encode_result(LookupResult(model_info(), values, {"movie": 2})))
-    assert list(answer) == [key for key in whole if key != "output_dtype"]
+    assert list(response) == [key for key in whole if key != "output_dtype"]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_an_answer_in_pieces_is_the_joined_one(dtype: type[np.floating]) -> None:
+def test_chunked_result_is_encoded_like_the_joined_result(dtype: type[np.floating]) -> None:
     values = np.random.default_rng(1).standard_normal((7, 9)).astype(dtype)
-    pieces = LookupResult(model_info(), values[:3], extra_chunks=[values[3:4], values[4:]])
-    assert encode_result(pieces) == encode_result(LookupResult(model_info(), values))
+    chunked = LookupResult(model_info(), values[:3], extra_chunks=[values[3:4], values[4:]])
+    assert encode_result(chunked) == encode_result(LookupResult(model_info(), values))
 
 
-def test_an_answer_says_which_model_and_which_columns() -> None:
-    answer = json.loads(encode_result(LookupResult(model_info(), np.zeros((2, 9), np.float32))))
-    assert answer == {
+def test_response_names_model_version_keys_and_lengths() -> None:
+    response = json.loads(encode_result(LookupResult(model_info(), np.zeros((2, 9), np.float32))))
+    assert response == {
         "model": "shop",
         "version": 7,
         "keys": ["user", "movie", "tag"],
@@ -72,36 +72,36 @@ def test_an_answer_says_which_model_and_which_columns() -> None:
     }
 
 
-def test_unknown_ids_are_counted_before_the_values() -> None:
+def test_unknown_id_counts_precede_the_values() -> None:
     result = LookupResult(model_info(), np.zeros((1, 9), np.float32), {"movie": 2, "tag": 1})
-    answer = json.loads(encode_result(result))
-    assert answer["unknown_ids"] == {"movie": 2, "tag": 1}
-    assert list(answer)[-2:] == ["unknown_ids", "values"]
+    response = json.loads(encode_result(result))
+    assert response["unknown_ids"] == {"movie": 2, "tag": 1}
+    assert list(response)[-2:] == ["unknown_ids", "values"]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @given(data=st.data())
-def test_an_unpooled_answer_has_a_vector_for_each_id_and_lengths(
+def test_unpooled_response_has_lengths_and_a_vector_per_id(
     dtype: type[np.floating], data: st.DataObject
 ) -> None:
     bags = data.draw(bags_of(UNPOOLED.model))
     lengths = UNPOOLED.expected_lengths(bags)
     values = UNPOOLED.expected(bags).astype(dtype)
     result = LookupResult(UNPOOLED.model, values, None, np.array(lengths, np.int32))
-    answer = json.loads(encode_result(result))
+    response = json.loads(encode_result(result))
     keys = ["item@t_item", "last", "tag", "item@t_again"]
-    said = ["output_dtype"] if dtype is np.float16 else []
+    dtype_field = ["output_dtype"] if dtype is np.float16 else []
     first = ["model", "version", "keys", "length_per_key"]
-    assert list(answer) == [*first, *said, "lengths", "values"]
-    assert (answer["keys"], answer["length_per_key"]) == (keys, [4] * 4)
-    assert answer["lengths"] == dict(zip(keys, lengths, strict=True))
-    assert list(answer["values"]) == keys
-    rows = [row for key in keys for row in answer["values"][key]]
-    assert [len(answer["values"][key]) for key in keys] == [sum(row) for row in lengths]
+    assert list(response) == [*first, *dtype_field, "lengths", "values"]
+    assert (response["keys"], response["length_per_key"]) == (keys, [4] * 4)
+    assert response["lengths"] == dict(zip(keys, lengths, strict=True))
+    assert list(response["values"]) == keys
+    rows = [row for key in keys for row in response["values"][key]]
+    assert [len(response["values"][key]) for key in keys] == [sum(row) for row in lengths]
     assert np.array_equal(np.array(rows, dtype).reshape(-1, 4), values)
 
 
-def test_an_error_has_code_message_and_field() -> None:
+def test_error_has_code_message_and_field() -> None:
     error = InvalidRequestError("features.user[0] is -1: …", "features.user[0]")
     assert json.loads(encode_error(error)) == {
         "error": {

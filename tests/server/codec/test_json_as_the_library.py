@@ -27,7 +27,7 @@ Values = dict[str, tuple[list[int], list[Any], list[float] | None]]
 
 
 @dataclass(frozen=True)
-class Form:
+class BodyFormat:
     """Valid bodies of one kind, our decoder, and a function from json's result to values."""
 
     seeds: list[bytes]
@@ -56,7 +56,7 @@ HEADS = [
     ' "datatype": "INT64", "shape": [2, 2], "parameters":'
     ' {"binary_data_size": 32, "unknown": "é"}}]}'.encode(),
 ]
-BEHIND = np.array([1, 2, 300, 1 + (2 << 32)], "<i8").tobytes()
+TENSOR_BYTES = np.array([1, 2, 300, 1 + (2 << 32)], "<i8").tobytes()
 """Bytes of the tensors behind each JSON head."""
 
 
@@ -98,7 +98,7 @@ def infer_values(parsed: Any) -> Values:
 
 def head_values(parsed: Any) -> Values:
     """Returns the values of tensors whose bytes follow the JSON, in the order of the tensors."""
-    rest = BEHIND
+    rest = TENSOR_BYTES
     for tensor in parsed["inputs"]:
         nbytes = (tensor.get("parameters") or {}).get("binary_data_size")
         if nbytes is not None:
@@ -121,26 +121,28 @@ def _flat(data: list[Any]) -> list[Any]:
     return flat
 
 
-FORMS = {
-    "embed": Form(EMBED, lambda body: json_codec.decode_request(body, "m"), embed_values),
-    "infer": Form(
+FORMATS = {
+    "embed": BodyFormat(EMBED, lambda body: json_codec.decode_request(body, "m"), embed_values),
+    "infer": BodyFormat(
         INFER, lambda body: BodyDecoder().decode_request(body, "m", DEFAULT_LIMITS), infer_values
     ),
-    "head": Form(
+    "head": BodyFormat(
         HEADS,
-        lambda head: BodyDecoder().decode_request(head + BEHIND, "m", DEFAULT_LIMITS, len(head)),
+        lambda head: BodyDecoder().decode_request(
+            head + TENSOR_BYTES, "m", DEFAULT_LIMITS, len(head)
+        ),
         head_values,
     ),
 }
 
 
-def refuse(constant: str) -> None:
+def reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
 def parsed_by_library(body: bytes) -> Any:
     """Parses UTF-8 only, because ``json.loads`` of bytes would guess other encodings."""
-    return json.loads(body.decode("utf-8"), parse_constant=refuse)
+    return json.loads(body.decode("utf-8"), parse_constant=reject_constant)
 
 
 def check_same(request: LookupRequest, values: Values, body: bytes) -> None:
@@ -166,20 +168,20 @@ def check_same(request: LookupRequest, values: Values, body: bytes) -> None:
     assert start == request.ids.size, body
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_right_bodies_are_accepted(form: Form) -> None:
-    for seed in form.seeds:
-        check_same(form.decode(seed), form.values(parsed_by_library(seed)), seed)
+@pytest.mark.parametrize("body_format", FORMATS.values(), ids=FORMATS)
+def test_valid_bodies_are_accepted(body_format: BodyFormat) -> None:
+    for seed in body_format.seeds:
+        check_same(body_format.decode(seed), body_format.values(parsed_by_library(seed)), seed)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_what_the_library_rejects_is_rejected(form: Form) -> None:
+@pytest.mark.parametrize("body_format", FORMATS.values(), ids=FORMATS)
+def test_mutated_bodies_are_rejected_or_read_like_by_json(body_format: BodyFormat) -> None:
     draw = Random(SEED)
     accepted = 0
     for _ in range(INPUTS):
-        body = mutated(draw, draw.choice(form.seeds), form.seeds)
+        body = mutated(draw, draw.choice(body_format.seeds), body_format.seeds)
         try:
-            request = form.decode(body)
+            request = body_format.decode(body)
         except EmbedServeError:
             continue
         accepted += 1
@@ -187,5 +189,5 @@ def test_what_the_library_rejects_is_rejected(form: Form) -> None:
             parsed = parsed_by_library(body)
         except ValueError as error:
             raise AssertionError(f"accepted, {error}: {body!r}") from error
-        check_same(request, form.values(parsed), body)
+        check_same(request, body_format.values(parsed), body)
     assert accepted > INPUTS / 100

@@ -32,17 +32,17 @@ from embedserve.lookup_types import LookupRequest
 RULED = ruled_info()
 
 
-def same_weights(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+def weights_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one is other if one is None or other is None else np.array_equal(one, other)
 
 
-def same(one: LookupRequest, other: LookupRequest) -> bool:
+def requests_equal(one: LookupRequest, other: LookupRequest) -> bool:
     return (
         one.features == other.features
         and one.batch_size == other.batch_size
         and np.array_equal(one.ids, other.ids)
         and np.array_equal(one.lengths, other.lengths)
-        and same_weights(one.weights, other.weights)
+        and weights_equal(one.weights, other.weights)
         and one.string_features == other.string_features
         and (one.strings or {}) == (other.strings or {})
         and one.output_dtype == other.output_dtype
@@ -55,23 +55,23 @@ def test_bags_become_the_flat_arrays_of_a_keyed_jagged_tensor(data: st.DataObjec
     weights = data.draw(weights_or_none(bags))
     body = json.dumps({"features": bags} | ({"weights": weights} if weights else {}))
     request = decode_request(body.encode(), "shop")
-    assert same(request, make_request(bags, weights))
+    assert requests_equal(request, make_request(bags, weights))
     assert request.model == "shop"
     assert (request.ids.dtype, request.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
 
 
 @given(data=st.data())
-def test_strings_become_their_hashes_and_are_kept_for_messages(data: st.DataObject) -> None:
+def test_string_ids_are_hashed_and_kept_for_error_messages(data: st.DataObject) -> None:
     bags = data.draw(bags_of(RULED))
     weights = data.draw(weights_or_none(bags))
     body = json.dumps({"features": bags} | ({"weights": weights} if weights else {}))
     request = decode_request(body.encode(), "shop")
-    assert same(request, make_request(bags, weights))
+    assert requests_equal(request, make_request(bags, weights))
     assert (request.ids.dtype, request.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
 
 
 @given(data=st.data())
-def test_integers_may_be_strings_beside_others_that_are_not(data: st.DataObject) -> None:
+def test_integers_may_be_sent_as_strings(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=8))
     as_sent = [data.draw(st.sampled_from([one, str(one)])) for one in ids]
     bags = data.draw(st.sampled_from([as_sent, [as_sent], [as_sent[:1], as_sent[1:]]]))
@@ -95,12 +95,12 @@ def test_integers_may_be_strings_beside_others_that_are_not(data: st.DataObject)
         ({"tag": ["a", "é"], "user": [1]}, {"tag": [["a", "é"]], "user": [[1]]}),
     ],
 )
-def test_a_flat_list_is_a_batch_of_one(features: dict[str, list[Any]], bags: Bags) -> None:
+def test_flat_list_is_a_batch_of_one(features: dict[str, list[Any]], bags: Bags) -> None:
     body = json.dumps({"features": features}).encode()
-    assert same(decode_request(body, ""), make_request(bags))
+    assert requests_equal(decode_request(body, ""), make_request(bags))
 
 
-def test_features_without_weights_count_every_id_once() -> None:
+def test_ids_of_features_without_weights_have_weight_one() -> None:
     body = b'{"features": {"user": [[1, 2]], "tag": [[3]]}, "weights": {"tag": [[0.5]]}}'
     weights = decode_request(body, "").weights
     assert weights is not None
@@ -108,7 +108,7 @@ def test_features_without_weights_count_every_id_once() -> None:
 
 
 @pytest.mark.parametrize("features", ['{"user": [1, 2]}', '{"user": ["a", "b"]}'])
-def test_the_output_dtype_is_read_and_is_float32_unless_given(features: str) -> None:
+def test_output_dtype_is_read_and_defaults_to_float32(features: str) -> None:
     plain = decode_request(b'{"features": %b}' % features.encode(), "")
     assert plain.output_dtype == "float32"
     for name in ("float32", "float16"):
@@ -116,7 +116,7 @@ def test_the_output_dtype_is_read_and_is_float32_unless_given(features: str) -> 
         request = decode_request(body.encode(), "")
         assert request.output_dtype == name
         request.output_dtype = "float32"
-        assert same(request, plain)
+        assert requests_equal(request, plain)
 
 
 @pytest.mark.parametrize("limit", [-(2**63), 2**63 - 1])
@@ -128,7 +128,7 @@ def test_ids_keep_all_64_bits(limit: int) -> None:
 DEEP = "[" * 100_000 + "]" * 100_000
 """Nesting deeper than Python's json parses in any version: 3.13 parses deeper than 3.11."""
 
-BAD = [
+INVALID_BODIES = [
     # (body, field of the error, what the message contains besides)
     ("", "body", "is empty"),
     ("  ", "body", "is empty"),
@@ -204,8 +204,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "field", "problem"), BAD)
-def test_a_bad_body_is_refused_with_field_and_value(body: str, field: str, problem: str) -> None:
+@pytest.mark.parametrize(("body", "field", "problem"), INVALID_BODIES)
+def test_invalid_body_is_rejected_with_field_and_value(body: str, field: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode_request(body.encode(), "")
     assert caught.value.field == field
@@ -226,7 +226,7 @@ def test_a_bad_body_is_refused_with_field_and_value(body: str, field: str, probl
         b'{"features": "twice", "features": {"user": [1]}}',
     ],
 )
-def test_odd_encodings_are_refused_with_an_error_that_can_be_sent(body: bytes) -> None:
+def test_unusual_encodings_are_rejected_with_an_encodable_error(body: bytes) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode_request(body, "")
     assert json.loads(encode_error(caught.value))["error"]["field"]
@@ -259,7 +259,7 @@ MANY = 3 * CHUNK + 7
         ([1] * MANY, [1] * (MANY - 1) + ["x"], f'weights.user[{MANY - 1}] is "x": weights'),
     ],
 )
-def test_what_is_wrong_is_found_far_into_a_large_body(
+def test_error_far_into_a_large_body_is_located(
     features: list[Any], weights: list[Any] | None, message: str
 ) -> None:
     body = {"features": {"user": features}} | ({"weights": {"user": weights}} if weights else {})
@@ -272,14 +272,16 @@ def test_what_is_wrong_is_found_far_into_a_large_body(
     ("ids", "weights", "shapes"),
     [([7], [1, 2], "2 weights for 1 id"), ([7, 8], [1], "1 weight for 2 ids")],
 )
-def test_one_is_no_plural(ids: list[int], weights: list[int], shapes: str) -> None:
+def test_counts_in_messages_are_singular_for_one(
+    ids: list[int], weights: list[int], shapes: str
+) -> None:
     body = {"features": {"user": [ids]}, "weights": {"user": [weights]}}
     with pytest.raises(InvalidRequestError) as caught:
         decode_request(json.dumps(body).encode(), "")
     assert caught.value.message == f"weights.user[0] has {shapes}"
 
 
-def calls_of(run: Callable[[], object]) -> int:
+def count_calls(run: Callable[[], object]) -> int:
     """Returns the number of Python function calls, and of generator resumptions, in ``run``."""
     calls = 0
 
@@ -308,15 +310,15 @@ def calls_of(run: Callable[[], object]) -> int:
     ],
     ids=["flat", "bags", "strings", "weights"],
 )
-def test_diagnosing_calls_no_function_for_each_value(body: dict[str, Any]) -> None:
+def test_diagnosis_calls_no_function_per_value(body: dict[str, Any]) -> None:
     """Checks that only values near the invalid one are examined individually, because the diagnosis
     runs on the event loop."""
     text = json.dumps(body).encode()
     assert explain_invalid_json(text) is not None
-    assert calls_of(lambda: explain_invalid_json(text)) < 10_000
+    assert count_calls(lambda: explain_invalid_json(text)) < 10_000
 
 
-def test_other_encodings_than_plain_utf_8_are_said_not_to_be_json() -> None:
+def test_encodings_other_than_utf8_are_reported_as_not_json() -> None:
     text = '{"features": {"user": [1]}}'
     for encoding in ("utf-8-sig", "utf-16", "utf-32"):
         found = explain_invalid_json(text.encode(encoding))
@@ -324,7 +326,7 @@ def test_other_encodings_than_plain_utf_8_are_said_not_to_be_json() -> None:
         assert found.message.startswith("body is not JSON: ")
 
 
-def test_every_depth_of_nesting_is_refused_the_same_way() -> None:
+def test_every_nesting_depth_is_rejected_as_invalid_request() -> None:
     """Covers depths near the recursion limit, where parsing may succeed while quoting the value
     fails."""
     for depth in range(3, 1100):
@@ -339,9 +341,7 @@ OUTPUT_DTYPE = st.sampled_from(["float32", "float16"]) | JSON_VALUE
 
 
 @given(parsed=mutated_json(), output_dtype=st.none() | st.tuples(OUTPUT_DTYPE))
-def test_a_mutated_body_is_read_or_refused_and_nothing_else(
-    parsed: Any, output_dtype: tuple[Any] | None
-) -> None:
+def test_mutated_body_is_decoded_or_rejected(parsed: Any, output_dtype: tuple[Any] | None) -> None:
     if output_dtype is not None:
         parsed["output_dtype"] = output_dtype[0]
     body = json.dumps(parsed).encode()
@@ -360,21 +360,21 @@ def test_a_mutated_body_is_read_or_refused_and_nothing_else(
 
 
 @given(body=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
+def test_random_bytes_are_rejected(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         decode_request(body, "")
 
 
-def test_a_feature_named_twice_counts_as_it_stands_last() -> None:
+def test_last_value_of_a_duplicate_feature_wins() -> None:
     """Checks what the OpenAPI document says. The parser does not report repeated names."""
     request = decode_request(b'{"features": {"user": [[1], [2]], "user": [3]}}', "")
-    assert same(request, make_request({"user": [[3]]}))
+    assert requests_equal(request, make_request({"user": [[3]]}))
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b'{"features": {"user": [["a", 1]]}}', b'{"features": 1}']
 )
-def test_a_refusal_leaves_no_circle_behind(body: bytes) -> None:
+def test_rejection_leaves_no_reference_cycle(body: bytes) -> None:
     """Guards against reference cycles, which would keep the frames and their data alive until
     garbage collection."""
     for _ in range(2):  # the first call creates objects that last

@@ -19,7 +19,7 @@ from embedserve_proto import embedding_pb2 as pb
 POOLED, UNPOOLED = model_info(), unpooled_info()
 EXAMPLES = INLINE_VALUES_MAX // 9 + 1
 BAGS = INLINE_LENGTHS_MAX // len(UNPOOLED.keys) + 1
-PIECE_BYTES_MAX = 8 * PIECE_VALUES
+CHUNK_BYTES_MAX = 8 * PIECE_VALUES
 
 
 def pooled() -> LookupResult:
@@ -36,48 +36,48 @@ def unpooled() -> LookupResult:
     return LookupResult(UNPOOLED, values, {"tag": 1}, lengths)
 
 
-def test_pooled_values_as_json() -> None:
+def test_large_pooled_values_are_encoded_as_small_json_chunks() -> None:
     result = pooled()
     assert JSON.try_encode_inline(result) is None
-    pieces = [bytes(piece) for piece in JSON.encode(result)]
-    assert len(pieces) > 2
-    assert max(map(len, pieces)) < PIECE_BYTES_MAX
-    answer = json.loads(b"".join(pieces))
-    assert answer["values"] == [*result.values.tolist(), *result.extra_chunks[0].tolist()]
+    chunks = [bytes(chunk) for chunk in JSON.encode(result)]
+    assert len(chunks) > 2
+    assert max(map(len, chunks)) < CHUNK_BYTES_MAX
+    response = json.loads(b"".join(chunks))
+    assert response["values"] == [*result.values.tolist(), *result.extra_chunks[0].tolist()]
 
 
-def test_lengths_as_json() -> None:
+def test_many_lengths_are_encoded_as_small_json_chunks() -> None:
     result = unpooled()
     assert JSON.try_encode_inline(result) is None
-    pieces = [bytes(piece) for piece in JSON.encode(result)]
-    assert max(map(len, pieces)) < PIECE_BYTES_MAX
-    answer = json.loads(b"".join(pieces))
+    chunks = [bytes(chunk) for chunk in JSON.encode(result)]
+    assert max(map(len, chunks)) < CHUNK_BYTES_MAX
+    response = json.loads(b"".join(chunks))
     assert result.lengths is not None
-    assert list(answer["lengths"].values()) == result.lengths.tolist()
-    assert list(answer["values"].values()) == [[row] for row in result.values.tolist()]
-    assert answer["unknown_ids"] == {"tag": 1}
+    assert list(response["lengths"].values()) == result.lengths.tolist()
+    assert list(response["values"].values()) == [[row] for row in result.values.tolist()]
+    assert response["unknown_ids"] == {"tag": 1}
 
 
-def test_lengths_as_protobuf() -> None:
+def test_many_lengths_are_encoded_as_small_protobuf_chunks() -> None:
     result = unpooled()
     assert PROTOBUF.try_encode_inline(result) is None
-    pieces = [bytes(piece) for piece in PROTOBUF.encode(result)]
-    assert max(map(len, pieces)) < PIECE_BYTES_MAX
-    answer = pb.EmbedResponse.FromString(b"".join(pieces))
+    chunks = [bytes(chunk) for chunk in PROTOBUF.encode(result)]
+    assert max(map(len, chunks)) < CHUNK_BYTES_MAX
+    response = pb.EmbedResponse.FromString(b"".join(chunks))
     assert result.lengths is not None
-    assert list(answer.lengths) == result.lengths.reshape(-1).tolist()
-    assert answer.values == result.values.tobytes()
-    assert answer.batch_size == BAGS
-    assert answer.unknown_ids == {"tag": 1}
+    assert list(response.lengths) == result.lengths.reshape(-1).tolist()
+    assert response.values == result.values.tobytes()
+    assert response.batch_size == BAGS
+    assert response.unknown_ids == {"tag": 1}
 
 
 @pytest.mark.parametrize("codec", [JSON, PROTOBUF])
 @pytest.mark.parametrize("unknown_ids", [None, {"user": 3}])
-def test_what_is_small_is_the_same_at_once(
+def test_small_result_is_encoded_inline_to_the_same_bytes(
     codec: Codec, unknown_ids: dict[str, int] | None
 ) -> None:
     result = LookupResult(POOLED, np.ones((2, 9), np.float32), unknown_ids)
-    now = codec.try_encode_inline(result)
-    assert now is not None
-    assert b"".join(now[0]) == b"".join(codec.encode(result))
-    assert now[1] == len(b"".join(now[0]))
+    inline = codec.try_encode_inline(result)
+    assert inline is not None
+    assert b"".join(inline[0]) == b"".join(codec.encode(result))
+    assert inline[1] == len(b"".join(inline[0]))

@@ -85,10 +85,10 @@ class Infer(Format):
     field = "parameters.min_seq"
 
     def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
-        body = self.asked(min_seq).json_body()
+        body = self.infer_request(min_seq).json_body()
         return self.codecs.infer, body
 
-    def asked(self, min_seq: Any) -> Asked:
+    def infer_request(self, min_seq: Any) -> Asked:
         return Asked(jagged(BAGS), parameters={} if min_seq is None else {"min_seq": min_seq})
 
 
@@ -96,7 +96,7 @@ class InferBinary(Infer):
     """JSON whose numbers are followed by line breaks, which templates do not take for numbers."""
 
     def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
-        body, headers = self.asked(min_seq).binary_body()
+        body, headers = self.infer_request(min_seq).binary_body()
         (json_bytes,) = map(int, headers.values())
         head, rest = body[:json_bytes], body[json_bytes:]
         if min_seq is not None:
@@ -107,7 +107,7 @@ class InferBinary(Infer):
 
 class InferMessage(Infer):
     def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
-        message = self.asked(min_seq).message("shop", is_raw=True)
+        message = self.infer_request(min_seq).message("shop", is_raw=True)
         return self.codecs.infer_message, message.SerializeToString()
 
 
@@ -125,7 +125,7 @@ each_format = pytest.mark.parametrize("make", FORMATS)
 
 
 @each_format
-def test_a_min_seq_is_read_and_is_none_where_there_is_none(make: type[Format]) -> None:
+def test_min_seq_is_read_and_defaults_to_none(make: type[Format]) -> None:
     one = make()
     for _ in range(2):  # the second uses what the first has cached
         assert one.decode().min_seq is None
@@ -135,7 +135,7 @@ def test_a_min_seq_is_read_and_is_none_where_there_is_none(make: type[Format]) -
 
 
 @each_format
-def test_requests_with_one_leave_no_templates(make: type[Format]) -> None:
+def test_requests_with_min_seq_are_not_cached_as_templates(make: type[Format]) -> None:
     """Guards against one template per min_seq, which would evict the templates of other callers."""
     one = make()
     one.decode()
@@ -146,29 +146,29 @@ def test_requests_with_one_leave_no_templates(make: type[Format]) -> None:
 
 
 @each_format
-def test_a_negative_one_is_rejected(make: type[Format]) -> None:
-    rejected(make(), -1, "-1")
+def test_negative_min_seq_is_rejected(make: type[Format]) -> None:
+    assert_rejected(make(), -1, "-1")
 
 
 @pytest.mark.parametrize("make", [Json, Arrow, Infer, InferBinary, Predict])
-def test_one_past_int64_is_rejected(make: type[Format]) -> None:
-    rejected(make(), 2**63, str(2**63))
+def test_min_seq_beyond_int64_is_rejected(make: type[Format]) -> None:
+    assert_rejected(make(), 2**63, str(2**63))
 
 
 @pytest.mark.parametrize("make", [Arrow, Predict])
 @pytest.mark.parametrize("text", ["", "+1", " 1", "1.0", "1_0", "\u0663", "x" * 70, "0" * 20])
-def test_text_that_is_no_number_is_rejected(make: type[Format], text: str) -> None:
-    said = text if make is Arrow else text.encode().decode("latin-1")
-    rejected(make(), text, repr(said)[:60])
+def test_non_numeric_min_seq_text_is_rejected(make: type[Format], text: str) -> None:
+    expected_value = text if make is Arrow else text.encode().decode("latin-1")
+    assert_rejected(make(), text, repr(expected_value)[:60])
 
 
 @pytest.mark.parametrize("value", [1.5, 1.0, True, "7", [7], {}, 10**4000])
-def test_other_json_is_rejected(value: Any) -> None:
-    rejected(Json(), value, json.dumps(value)[:60])
+def test_non_integer_json_min_seq_is_rejected(value: Any) -> None:
+    assert_rejected(Json(), value, json.dumps(value)[:60])
 
 
 @pytest.mark.parametrize("value", [True, "7", 1.5])
-def test_another_parameter_is_rejected(value: Any) -> None:
+def test_min_seq_parameter_of_another_type_is_rejected(value: Any) -> None:
     one = InferMessage()
     codec, body = one.encode(1)
     message = open_inference_pb2.ModelInferRequest.FromString(body)
@@ -179,13 +179,13 @@ def test_another_parameter_is_rejected(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [1.5, True, "7", [7], {}])
-def test_another_json_parameter_is_rejected(value: Any) -> None:
+def test_json_min_seq_parameter_of_another_type_is_rejected(value: Any) -> None:
     codec, body = Infer().encode(value)
     with pytest.raises(InvalidRequestError, match=r"parameters\.min_seq"):
         codec.try_decode_inline(body, "shop", DEFAULT_LIMITS)
 
 
-def rejected(one: Format, min_seq: Any, said: str) -> None:
+def assert_rejected(one: Format, min_seq: Any, expected_value: str) -> None:
     """Fails unless the error names field and value."""
     codec, body = one.encode(min_seq)
     for decode in (codec.try_decode_inline, codec.decode):
@@ -193,5 +193,5 @@ def rejected(one: Format, min_seq: Any, said: str) -> None:
             decode(body, "shop", DEFAULT_LIMITS)
         assert caught.value.field == one.field
         shown = caught.value.message.removeprefix(f"{one.field} is ")
-        assert shown.startswith((said, repr(said)))
+        assert shown.startswith((expected_value, repr(expected_value)))
         assert caught.value.message.endswith(f"expected an integer from 0 to {SEQ_MAX}")

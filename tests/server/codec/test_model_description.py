@@ -22,11 +22,11 @@ STATUS = {
 }
 
 
-def of_rest(model: ModelInfo) -> dict[str, Any]:
+def rest_description(model: ModelInfo) -> dict[str, Any]:
     return Model.model_validate(describe(model) | STATUS).model_dump(exclude_none=True)
 
 
-def test_a_table_is_what_the_manifest_says_and_how_it_is_split() -> None:
+def test_table_is_described_with_manifest_fields_and_sharding() -> None:
     table = describe(ruled_info())["tables"][3]
     assert table == {
         "name": "t_day",
@@ -44,23 +44,23 @@ def test_a_table_is_what_the_manifest_says_and_how_it_is_split() -> None:
 
 
 @pytest.mark.parametrize("model", [model_info(), ruled_info(), unpooled_info()])
-def test_rest_and_grpc_agree(model: ModelInfo) -> None:
-    said = of_rest(model)
-    of_rest_alone = ("device", "bytes_per_rank", "replicas", "replanned", "lookup", "since")
-    for key in (*of_rest_alone, "leaving", "shadow"):
-        del said[key]
-    for table in said["tables"]:
+def test_rest_and_grpc_descriptions_agree(model: ModelInfo) -> None:
+    described = rest_description(model)
+    rest_only = ("device", "bytes_per_rank", "replicas", "replanned", "lookup", "since")
+    for key in (*rest_only, "leaving", "shadow"):
+        del described[key]
+    for table in described["tables"]:
         table["ids"] = {"id_type": "int64", "unknown": "error"} | table["ids"]
-    assert model_message(model, STATUS) == embedding_pb2.Model(**said)
+    assert model_message(model, STATUS) == embedding_pb2.Model(**described)
 
 
-def test_a_description_that_is_kept_has_the_share_of_the_moment() -> None:
+def test_cached_description_has_the_current_share() -> None:
     model = model_info()
     shares = [model_message(model, STATUS | {"share": share}).share for share in (12.5, 50.0, 0.0)]
     assert shares == [12.5, 50.0, 0.0]
 
 
-def test_what_only_the_manifest_is_for_is_not_shown() -> None:
-    for table in of_rest(ruled_info())["tables"]:
+def test_internal_manifest_fields_are_not_exposed_over_rest() -> None:
+    for table in rest_description(ruled_info())["tables"]:
         assert table.keys() == set(TableResponse.model_fields)
         assert "sha256" not in table["ids"]

@@ -55,7 +55,9 @@ async def test_openapi_describes_the_keys_of_requests_and_responses(live: Live, 
 
 
 @pytest.mark.parametrize("keys", [(), ("tag", "movie", "user")])
-async def test_all_keys_or_none_give_the_plain_answer(live: Live, keys: tuple[str, ...]) -> None:
+async def test_all_or_no_output_keys_yield_the_default_response(
+    live: Live, keys: tuple[str, ...]
+) -> None:
     plain = await live.stub.Embed(pb.EmbedRequest(keys=["tag", "user"], **IDS))
     named = await live.stub.Embed(pb.EmbedRequest(keys=["tag", "user"], output_keys=keys, **IDS))
     assert named == plain
@@ -64,43 +66,49 @@ async def test_all_keys_or_none_give_the_plain_answer(live: Live, keys: tuple[st
     assert json_named.content == json_plain.content
 
 
-async def test_each_request_of_a_batch_has_its_own(live: Live, engine: FakeEngine) -> None:
-    asked = [("user",), (), ("tag",), ("user",)]
-    requests = [pb.EmbedRequest(keys=["tag", "user"], output_keys=keys, **IDS) for keys in asked]
-    answers = [answer async for answer in live.stub.EmbedStream(iter(requests))]
-    for keys, answer in zip(asked, answers, strict=True):
+async def test_each_request_of_a_batch_has_its_own_output_keys(
+    live: Live, engine: FakeEngine
+) -> None:
+    requested_keys = [("user",), (), ("tag",), ("user",)]
+    requests = [
+        pb.EmbedRequest(keys=["tag", "user"], output_keys=keys, **IDS) for keys in requested_keys
+    ]
+    responses = [answer async for answer in live.stub.EmbedStream(iter(requests))]
+    for keys, answer in zip(requested_keys, responses, strict=True):
         assert answer.values == selected(engine, keys or tuple(COLUMNS)).tobytes()
 
 
 @pytest.mark.parametrize("keys", SELECTIONS, ids=" ".join)
-def test_an_answer_in_pieces_stays_in_pieces(engine: FakeEngine, keys: tuple[str, ...]) -> None:
+def test_chunked_result_stays_chunked_after_key_selection(
+    engine: FakeEngine, keys: tuple[str, ...]
+) -> None:
     whole = engine.expected(BAGS)
     result = LookupResult(engine.model, whole[:1], extra_chunks=[whole[1:2], whole[2:]])
     select_output_keys(result, OutputOptions(keys))
-    pieces = [result.values, *result.extra_chunks]
-    assert [len(piece) for piece in pieces] == [1, 1, 1]
-    assert np.array_equal(np.concatenate(pieces), selected(engine, keys))
+    chunks = [result.values, *result.extra_chunks]
+    assert [len(chunk) for chunk in chunks] == [1, 1, 1]
+    assert np.array_equal(np.concatenate(chunks), selected(engine, keys))
 
 
 @pytest.mark.parametrize(
-    ("value", "field", "said"),
+    ("value", "field", "problem"),
     [
         ('"user"', "output_keys", 'is "user": expected a list of keys'),
         ('["user", 7]', "output_keys[1]", "is 7: expected a key"),
         ('["\\ud800"]', "output_keys[0]", "half of a surrogate pair"),
     ],
 )
-async def test_what_is_no_list_of_keys_is_refused(
-    live: Live, value: str, field: str, said: str
+async def test_invalid_output_keys_are_rejected(
+    live: Live, value: str, field: str, problem: str
 ) -> None:
     body = '{"features": {"user": [1]}, "output_keys": %s}' % value  # noqa: UP031
     answer = await live.http.post("/embed", content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["field"]) == (400, field)
-    assert said in error["message"]
+    assert problem in error["message"]
 
 
-def test_few_selections_are_remembered() -> None:
+def test_cache_of_key_selections_is_bounded() -> None:
     """Checks that a caller who selects other keys each time does not fill memory."""
     model = model_info(features={f"f{i}": (2, 1) for i in range(3 * SELECTIONS_MAX)})
     first = model.with_keys(("f1", "f0"))

@@ -29,12 +29,12 @@ def messages(draw: st.DrawFn) -> pb.EmbedRequest:
 
 
 @given(messages())
-def test_it_is_the_model_of_the_message(message: pb.EmbedRequest) -> None:
+def test_peeked_model_equals_the_decoded_model(message: pb.EmbedRequest) -> None:
     assert peek_model(message.SerializeToString()) == message.model
 
 
 @given(data=st.data(), message=messages(), unknown=st.lists(st.integers(100, 200), max_size=3))
-def test_it_is_found_in_any_order_of_fields_and_among_unknown_ones(
+def test_model_is_found_in_any_field_order_and_among_unknown_fields(
     data: st.DataObject, message: pb.EmbedRequest, unknown: list[int]
 ) -> None:
     fields = []
@@ -64,12 +64,12 @@ def varint(value: int) -> bytes:
 
 
 @given(st.binary(max_size=300))
-def test_garbage_names_some_model_or_none_and_never_raises(body: bytes) -> None:
+def test_garbage_never_raises(body: bytes) -> None:
     assert isinstance(peek_model(body), str)
 
 
 @given(message=messages(), end=st.integers(0, 1000))
-def test_of_a_message_that_is_cut_off_it_is_the_start_of_its_model(
+def test_truncated_message_yields_a_prefix_of_the_model_name(
     message: pb.EmbedRequest, end: int
 ) -> None:
     found = peek_model(message.SerializeToString()[:end])
@@ -88,16 +88,16 @@ def test_of_a_message_that_is_cut_off_it_is_the_start_of_its_model(
         b"\x08\x05",  # the model's field number with another type
     ],
 )
-def test_what_names_none_is_none(body: bytes) -> None:
+def test_message_without_model_yields_an_empty_name(body: bytes) -> None:
     assert peek_model(body) == ""
 
 
 @pytest.mark.parametrize("count", [MODEL_FIELDS_MAX - 1, MODEL_FIELDS_MAX])
-def test_no_more_than_so_many_fields_are_looked_at(count: int) -> None:
+def test_number_of_scanned_fields_is_bounded(count: int) -> None:
     body = b"\x18\x01" * count + MODEL_TAG + b"\x04shop"
     assert pb.EmbedRequest.FromString(body).model == "shop"
     assert peek_model(body) == ("shop" if count < MODEL_FIELDS_MAX else "")
 
 
-def test_a_name_that_is_not_utf_8_is_no_error() -> None:
+def test_invalid_utf8_in_the_model_name_is_replaced() -> None:
     assert peek_model(MODEL_TAG + b"\x02\xff\xfe") == "\ufffd\ufffd"

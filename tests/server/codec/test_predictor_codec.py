@@ -23,7 +23,9 @@ KEYS = tuple(FEATURES)
 
 
 @given(data=st.data(), dtype=st.sampled_from(["<i8", "<i4"]), scored=st.integers(0, 3))
-def test_it_is_read_as_an_embed_request(data: st.DataObject, dtype: str, scored: int) -> None:
+def test_prediction_request_is_read_like_an_embed_request(
+    data: st.DataObject, dtype: str, scored: int
+) -> None:
     bags = data.draw(bags_of_ids(all_features=True))
     weights = data.draw(weights_or_none(bags)) or {}
     weights = {name: weights[name] for name in KEYS[3 - scored :] if name in weights}
@@ -51,7 +53,7 @@ def test_it_is_read_as_an_embed_request(data: st.DataObject, dtype: str, scored:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused(body: bytes) -> None:
+def test_garbage_is_rejected(body: bytes) -> None:
     bags, ids = predictor_codec.estimate_size(body)
     assert 0 <= bags <= len(body)
     assert 0 <= ids <= len(body)
@@ -59,7 +61,7 @@ def test_garbage_is_refused(body: bytes) -> None:
         adapt_to_model(predictor_codec.decode_request(body), MODEL)
 
 
-def test_fields_in_pieces_and_twice_are_read_as_parsers_do() -> None:
+def test_split_and_repeated_fields_are_merged_like_by_protobuf() -> None:
     bags = {name: [[1], [2]] for name in KEYS}
     request = prediction_request(KEYS, bags)
     halves = predictor_pb2.PredictionRequest(), predictor_pb2.PredictionRequest(batch_size=2)

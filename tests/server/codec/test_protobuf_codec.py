@@ -33,9 +33,9 @@ DECODER = ProtobufDecoder()
 
 def encoded(result: LookupResult) -> bytes:
     """Returns the whole message; checks the reported length of its parts."""
-    now = try_encode_inline(result)
-    assert now is not None
-    parts, nbytes = now
+    inline = try_encode_inline(result)
+    assert inline is not None
+    parts, nbytes = inline
     whole = b"".join(parts)
     assert len(whole) == nbytes
     return whole
@@ -68,7 +68,7 @@ def decoded(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> Lo
 
 
 @given(data=st.data())
-def test_packed_fields_and_bytes_fields_are_the_same_request(data: st.DataObject) -> None:
+def test_packed_and_bytes_fields_decode_to_the_same_request(data: st.DataObject) -> None:
     bags = data.draw(bags_of_ids())
     expected = make_request(bags, data.draw(weights_or_none(bags)))
     weights = np.zeros(0, np.float32) if expected.weights is None else expected.weights
@@ -101,7 +101,7 @@ def test_packed_fields_and_bytes_fields_are_the_same_request(data: st.DataObject
 
 
 @given(data=st.data())
-def test_strings_go_where_their_keys_stand(data: st.DataObject) -> None:
+def test_string_ids_are_placed_at_the_positions_of_their_keys(data: st.DataObject) -> None:
     bags = data.draw(bags_of(RULED))
     weights = data.draw(weights_or_none(bags))
     expected = make_request(bags, weights)
@@ -123,22 +123,22 @@ def test_strings_go_where_their_keys_stand(data: st.DataObject) -> None:
         assert request.weights.tolist() == expected.weights.tolist()
 
 
-def test_the_model_of_the_url_goes_before_that_of_the_message() -> None:
+def test_model_of_the_url_overrides_that_of_the_message() -> None:
     body = pb.EmbedRequest(model="b", keys=["user"], lengths=[0]).SerializeToString()
     assert decoded(body, "a").model == "a"
     assert decoded(body).model == "b"
 
 
-def test_the_output_dtype_is_read_and_is_float32_unless_given() -> None:
+def test_output_dtype_is_read_and_defaults_to_float32() -> None:
     plain = pb.EmbedRequest(keys=["user"], lengths=[0])
-    halves = pb.EmbedRequest(keys=["user"], lengths=[0], output_dtype=pb.FLOAT16)
+    float16_request = pb.EmbedRequest(keys=["user"], lengths=[0], output_dtype=pb.FLOAT16)
     assert decoded(plain.SerializeToString()).output_dtype == "float32"
-    assert decoded(halves.SerializeToString()).output_dtype == "float16"
+    assert decoded(float16_request.SerializeToString()).output_dtype == "float16"
 
 
-GOOD: dict[str, Any] = {"keys": ["user", "tag"], "ids": [1, 2, 3], "lengths": [1, 1, 0, 1]}
+VALID_FIELDS: dict[str, Any] = {"keys": ["user", "tag"], "ids": [1, 2, 3], "lengths": [1, 1, 0, 1]}
 
-BAD = [
+INVALID_CHANGES = [
     ({"keys": []}, "keys", "is empty"),
     ({"keys": ["user", "user"]}, "keys", "'user' twice"),
     ({"lengths": []}, "lengths", "empty batch"),
@@ -170,19 +170,19 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "field", "problem"), BAD)
-def test_a_bad_message_is_refused_with_field_and_value(
+@pytest.mark.parametrize(("change", "field", "problem"), INVALID_CHANGES)
+def test_invalid_message_is_rejected_with_field_and_value(
     change: dict[str, Any], field: str, problem: str
 ) -> None:
-    decoded(pb.EmbedRequest(**GOOD).SerializeToString())
-    body = pb.EmbedRequest(**(GOOD | change)).SerializeToString()
+    decoded(pb.EmbedRequest(**VALID_FIELDS).SerializeToString())
+    body = pb.EmbedRequest(**(VALID_FIELDS | change)).SerializeToString()
     with pytest.raises(InvalidRequestError) as caught:
         decoded(body)
     assert caught.value.field == field
     assert problem in caught.value.message
 
 
-def test_a_key_named_twice_among_very_many_is_found() -> None:
+def test_duplicate_key_among_very_many_is_found() -> None:
     """Guards against comparing each key with each other key, which would take minutes."""
     keys = [f"feature_{i}" for i in range(100_000)]
     body = pb.EmbedRequest(keys=[*keys, keys[-1]], lengths=[0]).SerializeToString()
@@ -192,13 +192,13 @@ def test_a_key_named_twice_among_very_many_is_found() -> None:
 
 @given(body=st.binary(max_size=80))
 @example(b"\x13C")  # two groups without an end
-def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
+def test_random_bytes_are_decoded_or_rejected(body: bytes) -> None:
     with contextlib.suppress(InvalidRequestError):
         request = decoded(body)
         assert request.lengths.size == len(request.features) * request.batch_size
 
 
-def test_malformed_protobuf_is_said_to_be_no_embed_request() -> None:
+def test_malformed_protobuf_is_reported_as_no_embed_request() -> None:
     with pytest.raises(InvalidRequestError, match="body is not an EmbedRequest"):
         decoded(b'{"features": {}}')
 
@@ -212,7 +212,7 @@ DTYPES = [(np.float32, "<f4", pb.FLOAT32), (np.float16, "<f2", pb.FLOAT16)]
     seed=st.integers(0, 2**32 - 1),
     cuts=st.lists(st.floats(0, 1), max_size=3),
 )
-def test_the_answer_built_from_parts_is_the_message(
+def test_encoded_response_equals_the_generated_message(
     dtype: type[np.floating],
     little_endian: str,
     output_dtype: pb.OutputDType,
@@ -224,8 +224,8 @@ def test_the_answer_built_from_parts_is_the_message(
     values = np.random.default_rng(seed).standard_normal((batch_size, 9)).astype(dtype)
     first, *more = np.split(values, sorted(int(cut * batch_size) for cut in cuts))
     result = LookupResult(model_info(), first, extra_chunks=more)
-    answer = pb.EmbedResponse.FromString(encoded(result))
-    assert answer == pb.EmbedResponse(
+    response = pb.EmbedResponse.FromString(encoded(result))
+    assert response == pb.EmbedResponse(
         model="shop",
         version=7,
         keys=["user", "movie", "tag"],
@@ -238,7 +238,7 @@ def test_the_answer_built_from_parts_is_the_message(
 
 @pytest.mark.parametrize(("dtype", "little_endian", "output_dtype"), DTYPES)
 @given(data=st.data())
-def test_an_unpooled_answer_is_the_message(
+def test_encoded_unpooled_response_equals_the_generated_message(
     dtype: type[np.floating],
     little_endian: str,
     output_dtype: pb.OutputDType,
@@ -263,39 +263,39 @@ def test_an_unpooled_answer_is_the_message(
 
 def test_unknown_ids_are_counted_by_feature() -> None:
     result = LookupResult(model_info(), np.zeros((1, 9), np.float32), {"movie": 2})
-    answer = pb.EmbedResponse.FromString(encoded(result))
-    assert (dict(answer.unknown_ids), answer.batch_size) == ({"movie": 2}, 1)
-    assert not answer.lengths
+    response = pb.EmbedResponse.FromString(encoded(result))
+    assert (dict(response.unknown_ids), response.batch_size) == ({"movie": 2}, 1)
+    assert not response.lengths
 
 
 @pytest.mark.parametrize("batch_size", [1, 31, 32, 33, 4095, 4096])
-def test_lengths_around_a_varints_next_byte_are_encoded_right(batch_size: int) -> None:
+def test_batch_sizes_around_varint_boundaries_are_encoded(batch_size: int) -> None:
     model = model_info(features={"user": (7, 1)})
     values = np.arange(batch_size, dtype=np.float32).reshape(batch_size, 1)
-    answer = pb.EmbedResponse.FromString(encoded(LookupResult(model, values)))
-    assert answer.batch_size == batch_size
-    assert answer.values == values.astype("<f4").tobytes()
+    response = pb.EmbedResponse.FromString(encoded(LookupResult(model, values)))
+    assert response.batch_size == batch_size
+    assert response.values == values.astype("<f4").tobytes()
 
 
-def test_a_slice_of_a_batch_is_encoded_alone() -> None:
+def test_slice_of_a_batch_is_encoded_alone() -> None:
     batch = np.arange(45, dtype=np.float32).reshape(5, 9)
-    answer = pb.EmbedResponse.FromString(encoded(LookupResult(model_info(), batch[2:4])))
-    assert np.frombuffer(answer.values, "<f4").tolist() == batch[2:4].reshape(-1).tolist()
+    response = pb.EmbedResponse.FromString(encoded(LookupResult(model_info(), batch[2:4])))
+    assert np.frombuffer(response.values, "<f4").tolist() == batch[2:4].reshape(-1).tolist()
 
 
 def test_big_endian_values_are_sent_little_endian() -> None:
     values = np.arange(9, dtype=">f4").reshape(1, 9)
-    answer = pb.EmbedResponse.FromString(encoded(LookupResult(model_info(), values)))
-    assert np.frombuffer(answer.values, "<f4").tolist() == list(range(9))
+    response = pb.EmbedResponse.FromString(encoded(LookupResult(model_info(), values)))
+    assert np.frombuffer(response.values, "<f4").tolist() == list(range(9))
 
 
-def test_a_stream_error_holds_nothing_but_the_error() -> None:
-    answer = pb.EmbedResponse.FromString(encode_error(OverloadedError("full", "queue")))
+def test_stream_error_contains_only_the_error() -> None:
+    response = pb.EmbedResponse.FromString(encode_error(OverloadedError("full", "queue")))
     error = pb.Error(code="RESOURCE_EXHAUSTED", message="full", field="queue")
-    assert answer == pb.EmbedResponse(error=error)
+    assert response == pb.EmbedResponse(error=error)
 
 
-def test_a_model_is_described_with_its_tables() -> None:
+def test_model_is_described_with_its_tables() -> None:
     message = model_message(model_info(), {})
     assert list(message.features) == ["user", "movie", "tag"]
     assert list(message.length_per_key) == [4, 3, 2]
@@ -308,7 +308,7 @@ def test_a_model_is_described_with_its_tables() -> None:
     ]
 
 
-def test_a_table_is_described_with_its_id_rule() -> None:
+def test_table_is_described_with_its_id_rule() -> None:
     rules = {table.name: table.ids for table in model_message(RULED, {}).tables}
     assert rules == {
         "t_user": pb.IdRule(rule="map", id_type="int64", entries=5, unknown="skip"),
@@ -321,13 +321,13 @@ def test_a_table_is_described_with_its_id_rule() -> None:
     }
 
 
-def test_an_unpooled_model_is_described_as_such() -> None:
+def test_unpooled_model_is_described_as_unpooled() -> None:
     message = model_message(UNPOOLED.model, {})
     assert message.unpooled
     assert {table.pooling for table in message.tables} == {"none"}
 
 
-def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
+def test_messages_with_the_same_keys_share_one_cached_template() -> None:
     """Guards against one template per message, which would evict the templates of other callers."""
     plain = pb.EmbedRequest(keys=["of", "others"], ids_bytes=bytes(8), lengths_bytes=bytes(8))
     decoded(plain.SerializeToString())
@@ -336,12 +336,12 @@ def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
     )
     for _ in range(2 * TEMPLATES_MAX):
         assert decoded(rounded.SerializeToString()).output_dtype == "float16"
-    known = [one.features for one in DECODER.templates.templates]
-    assert known.count(("rounded",)) == 1
-    assert ("of", "others") in known
+    cached = [one.features for one in DECODER.templates.templates]
+    assert cached.count(("rounded",)) == 1
+    assert ("of", "others") in cached
 
 
-def test_a_message_is_read_alike_whether_it_is_small_or_not() -> None:
+def test_small_and_large_messages_are_read_alike() -> None:
     for ids in (range(100), range(5000)):  # some hundred bytes, and too many to read whole
         message = pb.EmbedRequest(keys=["user"], ids=ids, lengths=[len(ids)])
         assert decoded(message.SerializeToString()).ids.tolist() == list(ids)
@@ -352,7 +352,7 @@ def test_a_message_is_read_alike_whether_it_is_small_or_not() -> None:
     ("field", "parts"),
     [("ids", (b"\x80", b"\x01")), ("lengths", (b"\x81", b"\x00")), ("weights", (b"ab", b"cd"))],
 )
-def test_a_number_is_not_completed_by_the_next_part_of_its_field(
+def test_varint_split_across_packed_fields_is_rejected(
     field: str, parts: tuple[bytes, bytes], size: int
 ) -> None:
     """Checks that each of several packed fields has whole numbers, as the library requires."""

@@ -35,14 +35,14 @@ def packed_ids(ids: list[int]) -> bytes:
 
 
 @given(st.lists(INT64 | st.integers(0, 300), min_size=1, max_size=50))
-def test_varints_are_read_as_the_library_wrote_them(ids: list[int]) -> None:
+def test_varints_written_by_protobuf_are_read(ids: list[int]) -> None:
     packed = packed_ids(ids)
     assert read_varints(packed).tolist() == ids
     assert count_varints(packed) == len(ids)
 
 
 @given(st.lists(st.sampled_from([0, 1, 0x7F, 0x80, 0x81, 0xFF]), max_size=24).map(bytes))
-def test_any_bytes_are_the_varints_that_the_library_reads_or_none(packed: bytes) -> None:
+def test_random_varints_are_read_or_rejected_like_by_protobuf(packed: bytes) -> None:
     message = bytes([PACKED_IDS, len(packed)]) + packed
     try:
         expected: list[int] | None = list(pb.EmbedRequest.FromString(message).ids)
@@ -55,7 +55,7 @@ def test_any_bytes_are_the_varints_that_the_library_reads_or_none(packed: bytes)
     assert got == expected
 
 
-def test_no_bytes_are_no_numbers() -> None:
+def test_empty_input_yields_no_varints() -> None:
     empty = read_varints(b"")
     assert (empty.size, empty.dtype) == (0, np.dtype(np.int64))
 
@@ -69,25 +69,25 @@ def test_no_bytes_are_no_numbers() -> None:
         (b"\x01" + b"\x80" * 10 + b"\x01\x05", "over 10 bytes"),
     ],
 )
-def test_what_are_no_varints_is_refused(packed: bytes, problem: str) -> None:
+def test_invalid_varints_are_rejected(packed: bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         read_varints(packed)
 
 
-def test_what_is_taken_out_is_given_by_name_and_in_order() -> None:
+def test_extracted_fields_are_returned_by_name_in_order() -> None:
     first = pb.EmbedRequest(model="m", keys=["a"], ids=[1, 2], lengths=[2])
     lone = bytes([tag_of(3, VARINT), 7])
     last = pb.EmbedRequest(ids=[300], weights=[0.5], string_ids=["x"])
     body = first.SerializeToString() + lone + last.SerializeToString()
     names = {PACKED_IDS: "ids", tag_of(3, VARINT): "ids", tag_of(5, I32): "weights"}
-    taken, rest = extract_fields(body, names, 100)
-    assert read_varints(b"".join(taken["ids"])).tolist() == [1, 2, 7, 300]
-    assert list(taken) == ["ids"]  # weights are packed here
+    extracted, rest = extract_fields(body, names, 100)
+    assert read_varints(b"".join(extracted["ids"])).tolist() == [1, 2, 7, 300]
+    assert list(extracted) == ["ids"]  # weights are packed here
     expected = pb.EmbedRequest(model="m", keys=["a"], lengths=[2], weights=[0.5], string_ids=["x"])
     assert pb.EmbedRequest.FromString(b"".join(rest)) == expected
 
 
-def test_fields_are_counted_whether_taken_out_or_not() -> None:
+def test_extracted_and_other_fields_count_toward_the_limit() -> None:
     body = pb.EmbedRequest(keys=["a", "b"], ids=[1]).SerializeToString()
     extract_fields(body, {PACKED_IDS: "ids"}, 3)
     with pytest.raises(TooManyFieldsError):
@@ -117,7 +117,7 @@ def test_fields_cover_a_message_without_gaps(request: Any) -> None:
 
 
 @given(REQUESTS, st.data())
-def test_a_message_cut_short_is_read_to_its_end_or_refused(
+def test_truncated_message_is_read_or_rejected_like_by_protobuf(
     request: Any, data: st.DataObject
 ) -> None:
     body = request.SerializeToString()
@@ -132,12 +132,12 @@ def test_a_message_cut_short_is_read_to_its_end_or_refused(
 
 
 @pytest.mark.parametrize("wire_type", [4, 6, 7])
-def test_groups_and_what_is_no_wire_type_are_refused(wire_type: int) -> None:
+def test_unpaired_group_ends_and_unknown_wire_types_are_rejected(wire_type: int) -> None:
     with pytest.raises(ValueError, match=f"wire type {wire_type}"):
         list(fields(bytes([tag_of(3, wire_type), 0])))
 
 
-def test_fields_in_a_group_are_unknown_and_count_as_others_do() -> None:
+def test_fields_in_a_group_are_unknown_and_count_toward_the_limit() -> None:
     """Checks that a message of one group is rejected as quickly as one of as many fields. Both are
     read on the event loop."""
     known, inside, count = tag_of(1, 0), b"\x08\x01", 100_000
@@ -145,25 +145,25 @@ def test_fields_in_a_group_are_unknown_and_count_as_others_do() -> None:
     found = [tag for tag, *_ in fields(body)]
     assert len(found) == count + 4
     assert [at for at, tag in enumerate(found) if tag == known] == [0, count + 3]
-    taken, rest = extract_fields(body, {known: "number"}, count + 4)
-    assert [bytes(one) for one in taken["number"]] == [b"\x01", b"\x01"]
+    extracted, rest = extract_fields(body, {known: "number"}, count + 4)
+    assert [bytes(one) for one in extracted["number"]] == [b"\x01", b"\x01"]
     assert b"".join(rest) == body[2:-2]
     with pytest.raises(TooManyFieldsError):
         extract_fields(body, {known: "number"}, count)
 
 
-class Counted(bytes):
+class ReadCountingBytes(bytes):
     """Counts the reads of single bytes."""
 
     reads = 0
 
     def __getitem__(self, at: Any) -> Any:
-        Counted.reads += 1
+        ReadCountingBytes.reads += 1
         return super().__getitem__(at)
 
 
-def test_no_more_of_a_group_is_read_than_fields_may_be() -> None:
-    body = Counted(b"\x0b" + b"\x08\x01" * 100_000 + b"\x0c")
+def test_group_is_read_no_further_than_the_field_limit() -> None:
+    body = ReadCountingBytes(b"\x0b" + b"\x08\x01" * 100_000 + b"\x0c")
     with pytest.raises(TooManyFieldsError):
         extract_fields(body, {}, 64)
-    assert Counted.reads < 1000
+    assert ReadCountingBytes.reads < 1000

@@ -47,22 +47,22 @@ def results(options: OutputOptions | None) -> Iterator[LookupResult]:
 
 def encoded(codec: Codec, result: LookupResult) -> bytes:
     """Encodes in chunks, and inline if that is quick; checks that the bytes are equal."""
-    pieces = [*codec.encode(result)]
-    whole = b"".join(pieces)
+    encoded_chunks = [*codec.encode(result)]
+    whole = b"".join(encoded_chunks)
     inline = codec.try_encode_inline(result)
     if inline is not None:
         parts, nbytes = inline
         assert b"".join(parts) == whole
         assert nbytes == len(whole)
         if codec.head_bytes is not None:
-            assert codec.head_bytes(parts) == codec.head_bytes(pieces)
+            assert codec.head_bytes(parts) == codec.head_bytes(encoded_chunks)
     return whole
 
 
 def json_seq(response: bytes) -> tuple[bytes, int | None]:
     """Returns (the response without its seq, the seq)."""
-    told = json.loads(response)
-    seq = told.pop("seq", None)
+    parsed = json.loads(response)
+    seq = parsed.pop("seq", None)
     if seq is not None:
         end = b',"seq":%d}' % seq
         assert response.endswith(end)
@@ -83,10 +83,10 @@ def arrow_seq(response: bytes) -> tuple[bytes, int | None]:
     """Returns (table and metadata without the seq, the seq). The entry changes the layout of the
     schema, so bytes cannot be compared."""
     table = read_answer(response)
-    said = said_in(table)
-    seq = said.pop("seq", None)
+    metadata = said_in(table)
+    seq = metadata.pop("seq", None)
     assert seq is None or table.schema.metadata[b"embedserve.seq"] == b"%d" % seq
-    return repr((said, table.to_pydict())).encode(), seq
+    return repr((metadata, table.to_pydict())).encode(), seq
 
 
 def infer_seq(response: bytes) -> tuple[bytes, int | None]:
@@ -142,7 +142,7 @@ def options_of(format_options: object) -> OutputOptions | None:
 
 
 @each_format
-def test_a_seq_is_added_and_nothing_else(name: str) -> None:
+def test_seq_is_added_without_other_changes(name: str) -> None:
     codec, format_options, read = FORMATS[name]
     for result in results(options_of(format_options)):
         plain, none = read(encoded(codec, result))
@@ -152,7 +152,7 @@ def test_a_seq_is_added_and_nothing_else(name: str) -> None:
 
 
 @each_format
-def test_without_a_seq_the_bytes_stay(name: str) -> None:
+def test_response_without_seq_is_unchanged(name: str) -> None:
     """Compares with a model that has never had a seq, also with cached prefixes."""
     codec, format_options, _ = FORMATS[name]
     options = options_of(format_options)
@@ -181,9 +181,9 @@ def missing_of(name: str, response: bytes) -> tuple[object, dict[str, int]]:
         return message, counts
     if name.startswith("arrow"):
         table = read_answer(response)
-        said = said_in(table)
-        counts = said.pop("missing_ids", {})
-        return (said, table.to_pydict()), counts
+        metadata = said_in(table)
+        counts = metadata.pop("missing_ids", {})
+        return (metadata, table.to_pydict()), counts
     if name == "infer message":
         answer = open_inference_pb2.ModelInferResponse.FromString(response)
         return answer, infer_missing(answer.parameters)
@@ -199,7 +199,7 @@ def missing_of(name: str, response: bytes) -> tuple[object, dict[str, int]]:
 
 
 @each_format
-def test_missing_ids_are_counted_and_nothing_else_changes(name: str) -> None:
+def test_missing_id_counts_are_added_without_other_changes(name: str) -> None:
     codec, format_options, read_seq = FORMATS[name]
     options = options_of(format_options)
     for fresh, result in zip(results(options), results(options), strict=True):
@@ -214,7 +214,7 @@ def test_missing_ids_are_counted_and_nothing_else_changes(name: str) -> None:
         assert encoded(codec, result) == encoded(codec, fresh)
 
 
-def test_a_prediction_counts_missing_ids_in_a_trailer() -> None:
+def test_prediction_reports_missing_ids_in_a_trailer() -> None:
     codec = CODECS.predict
     assert codec.response_headers is not None
     name = b"x-embedding-missing-ids"
@@ -231,7 +231,7 @@ def test_a_prediction_counts_missing_ids_in_a_trailer() -> None:
     assert shown == [b"feature%d=1" % i for i in range(len(shown))]
 
 
-def test_a_prediction_stays_and_its_seq_is_a_trailer() -> None:
+def test_prediction_reports_seq_in_a_trailer_only() -> None:
     codec = CODECS.predict
     assert codec.response_headers is not None
     for result in results(None):
@@ -252,7 +252,7 @@ def entries(model: ModelInfo) -> int:
 
 
 @each_format
-def test_caches_do_not_grow_by_seqs(name: str) -> None:
+def test_caches_do_not_grow_with_seqs(name: str) -> None:
     codec, format_options, _ = FORMATS[name]
     model = model_info()
     result = LookupResult(model, np.ones((2, 9), np.float32), output=options_of(format_options))

@@ -25,7 +25,7 @@ from embedserve_proto import open_inference_pb2 as pb
 
 LIMITS = Limits()
 BAGS: dict[str, list[list[Any]]] = {"user": [[4], [], [6]], "tag": [[1], [2, 3] * 9, []]}
-OTHERS: dict[str, list[list[Any]]] = {"user": [[], [5, 9], []], "tag": [[8] * 19, [], []]}
+OTHER_BAGS: dict[str, list[list[Any]]] = {"user": [[], [5, 9], []], "tag": [[8] * 19, [], []]}
 """Other bags with as many ids, so that the same bytes describe both requests."""
 FILE_BYTES = 2 << 20
 Regions = Mapping[str, Region]
@@ -73,7 +73,7 @@ def caller(tmp_path: Path) -> Iterator[Callable[[str], Caller]]:
             region.close()
 
 
-def told(region: str, place: tuple[int, int]) -> dict[str, Any]:
+def region_parameters(region: str, place: tuple[int, int]) -> dict[str, Any]:
     return {
         "shared_memory_region": region,
         "shared_memory_offset": place[0],
@@ -88,24 +88,24 @@ OUTPUT_PLACE = (64, 4096)
 def body(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "") -> bytes:
     request: dict[str, Any] = {
         "inputs": [
-            one.head | {"parameters": told("ids", place)}
+            one.head | {"parameters": region_parameters("ids", place)}
             for one, place in zip(inputs, places, strict=True)
         ],
-        "outputs": [{"name": OUTPUT, "parameters": told("vectors", OUTPUT_PLACE)}],
+        "outputs": [{"name": OUTPUT, "parameters": region_parameters("vectors", OUTPUT_PLACE)}],
         "parameters": {"output_dtype": "FP16"},
     }
     return json.dumps(request | ({"id": request_id} if request_id else {})).encode()
 
 
 def message(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "") -> bytes:
-    asked = Asked([], (OUTPUT,), request_id, {"output_dtype": "FP16"})
-    request = asked.message("shop", is_raw=True)
+    infer_request = Asked([], (OUTPUT,), request_id, {"output_dtype": "FP16"})
+    request = infer_request.message("shop", is_raw=True)
     tensors = [(request.outputs[0], "vectors", OUTPUT_PLACE)]
     for one, place in zip(inputs, places, strict=True):
         added = request.inputs.add(name=one.name, datatype=one.datatype, shape=one.sizes)
         tensors.append((added, "ids", place))  # type: ignore[arg-type]
     for tensor, region, place in tensors:
-        for name, value in told(region, place).items():
+        for name, value in region_parameters(region, place).items():
             kind = "string_param" if isinstance(value, str) else "int64_param"
             setattr(tensor.parameters[name], kind, value)
     return request.SerializeToString(deterministic=True)
@@ -118,7 +118,7 @@ DECODERS: dict[str, tuple[Any, type[BodyDecoder | MessageDecoder]]] = {
 
 
 @pytest.fixture(params=DECODERS)
-def form(request: pytest.FixtureRequest) -> Any:
+def request_format(request: pytest.FixtureRequest) -> Any:
     """Returns (function that makes bodies, decoder for them)."""
     make, decoder = DECODERS[request.param]
     return make, decoder()
@@ -127,9 +127,9 @@ def form(request: pytest.FixtureRequest) -> Any:
 def with_min_seq(encoded: bytes, min_seq: int) -> bytes:
     """Adds a min_seq to a body or message."""
     if encoded.startswith(b"{"):
-        told = json.loads(encoded)
-        told["parameters"]["min_seq"] = min_seq
-        return json.dumps(told).encode()
+        parsed = json.loads(encoded)
+        parsed["parameters"]["min_seq"] = min_seq
+        return json.dumps(parsed).encode()
     request = pb.ModelInferRequest.FromString(encoded)
     request.parameters["min_seq"].int64_param = min_seq
     return request.SerializeToString(deterministic=True)
@@ -138,9 +138,9 @@ def with_min_seq(encoded: bytes, min_seq: int) -> bytes:
 def contents(request: LookupRequest | None) -> tuple[object, ...]:
     assert request is not None
     assert request.output is not None
-    answered = request.output.format_options
-    assert isinstance(answered, ResponseOptions)
-    places = answered.places
+    options = request.output.format_options
+    assert isinstance(options, ResponseOptions)
+    places = options.places
     assert places is not None
     assert request.weights is None
     return (
@@ -161,79 +161,89 @@ def expected(bags: Mapping[str, list[list[Any]]], caller: Caller) -> tuple[objec
 
 
 @pytest.mark.parametrize("gap", [0, 24])
-def test_what_lies_there_now_is_read(caller: Callable[[str], Caller], form: Any, gap: int) -> None:
-    make, decoder = form
+def test_template_reads_the_current_region_contents(
+    caller: Callable[[str], Caller], request_format: Any, gap: int
+) -> None:
+    make, decoder = request_format
     one = caller("one")
-    asked = make(jagged(BAGS), one.put(jagged(BAGS), gap))
-    assert decoder.of_placed.find(asked, LIMITS) is None
-    for bags in (BAGS, OTHERS, BAGS):
+    request_body = make(jagged(BAGS), one.put(jagged(BAGS), gap))
+    assert decoder.of_placed.find(request_body, LIMITS) is None
+    for bags in (BAGS, OTHER_BAGS, BAGS):
         one.put(jagged(bags), gap)
         for read in (decoder.try_decode_inline, decoder.decode_request):
-            assert contents(read(asked, "shop", LIMITS, regions=one.regions)) == expected(bags, one)
-        assert decoder.of_placed.find(asked, LIMITS) is not None
+            assert contents(read(request_body, "shop", LIMITS, regions=one.regions)) == expected(
+                bags, one
+            )
+        assert decoder.of_placed.find(request_body, LIMITS) is not None
 
 
-def test_another_callers_regions_are_its_own(caller: Callable[[str], Caller], form: Any) -> None:
-    make, decoder = form
+def test_cached_template_uses_the_regions_of_each_caller(
+    caller: Callable[[str], Caller], request_format: Any
+) -> None:
+    make, decoder = request_format
     one, another = caller("one"), caller("another")
-    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
-    another.put(jagged(OTHERS))
+    request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
+    another.put(jagged(OTHER_BAGS))
     for _ in range(2):
-        request = decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        request = decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
         assert contents(request) == expected(BAGS, one)
-        request = decoder.try_decode_inline(asked, "shop", LIMITS, regions=another.regions)
-        assert contents(request) == expected(OTHERS, another)
-    for regions, said in (
+        request = decoder.try_decode_inline(request_body, "shop", LIMITS, regions=another.regions)
+        assert contents(request) == expected(OTHER_BAGS, another)
+    for regions, reason in (
         ({}, "which is not registered"),
         ({"ids": one.regions["ids"]}, "^output 'pooled' .* 'vectors', which is not registered"),
         ({"vectors": one.regions["vectors"]}, r"^input 'user\.ids' .* 'ids', which is not"),
     ):
-        with pytest.raises(UnknownRegionError, match=said):
-            decoder.try_decode_inline(asked, "shop", LIMITS, regions=regions)
+        with pytest.raises(UnknownRegionError, match=reason):
+            decoder.try_decode_inline(request_body, "shop", LIMITS, regions=regions)
     with pytest.raises(InvalidRequestError, match="which this server does not use"):
-        decoder.try_decode_inline(asked, "shop", LIMITS, regions=None)
+        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=None)
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("ids", 100), ("vectors", 4000)])
-def test_a_region_that_is_shorter_now(
-    caller: Callable[[str], Caller], form: Any, name: str, nbytes: int
+def test_region_that_was_shortened_is_rejected(
+    caller: Callable[[str], Caller], request_format: Any, name: str, nbytes: int
 ) -> None:
-    make, decoder = form
+    make, decoder = request_format
     one = caller("one")
-    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
-    decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
+    decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
     shorter = one.regions | {name: one.opened(name, nbytes)}
     with pytest.raises(InvalidRequestError, match=f"region '{name}', which has {nbytes}$"):
-        decoder.try_decode_inline(asked, "shop", LIMITS, regions=shorter)
+        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=shorter)
     shorter[name].close()
 
 
-def test_what_is_wrong_there_now_is_said(caller: Callable[[str], Caller], form: Any) -> None:
-    make, decoder = form
+def test_invalid_current_region_contents_are_rejected(
+    caller: Callable[[str], Caller], request_format: Any
+) -> None:
+    make, decoder = request_format
     one = caller("one")
-    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
-    decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
+    decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
     one.put(jagged(BAGS | {"user": [[4], [], []]}))
     with pytest.raises(InvalidRequestError, match=r"'user\.lengths' .* adds up to"):
-        decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
     one.cut()
     with pytest.raises(InvalidRequestError, match="'ids': its file was cut to 0 bytes"):
-        decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
     one.regions["ids"].close()
     with pytest.raises(InvalidRequestError, match="'ids': it is not registered any more"):
-        decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
 
 
-def test_much_is_read_beside_the_event_loop(caller: Callable[[str], Caller], form: Any) -> None:
-    make, decoder = form
+def test_large_inputs_are_not_decoded_inline(
+    caller: Callable[[str], Caller], request_format: Any
+) -> None:
+    make, decoder = request_format
     one = caller("one")
     bags = {"user": [list(range(INLINE_BYTES_MAX // 8)), [1], []]}
-    asked = make(jagged(bags), one.put(jagged(bags)))
+    request_body = make(jagged(bags), one.put(jagged(bags)))
     for _ in range(2):
-        assert decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is None
-        request = decoder.decode_request(asked, "shop", LIMITS, regions=one.regions)
+        assert decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions) is None
+        request = decoder.decode_request(request_body, "shop", LIMITS, regions=one.regions)
         assert contents(request) == expected(bags, one)
-    assert decoder.of_placed.find(asked, LIMITS) is not None
+    assert decoder.of_placed.find(request_body, LIMITS) is not None
 
 
 @pytest.mark.parametrize(
@@ -245,17 +255,21 @@ def test_much_is_read_beside_the_event_loop(caller: Callable[[str], Caller], for
         Limits(body_bytes_max=100),
     ],
 )
-def test_limits_are_kept_to(caller: Callable[[str], Caller], form: Any, limits: Limits) -> None:
-    make, decoder = form
+def test_cached_request_over_a_limit_is_rejected(
+    caller: Callable[[str], Caller], request_format: Any, limits: Limits
+) -> None:
+    make, decoder = request_format
     one = caller("one")
-    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
-    decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
+    decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
     with pytest.raises(RequestTooLargeError):
-        decoder.try_decode_inline(asked, "shop", limits, regions=one.regions)
+        decoder.try_decode_inline(request_body, "shop", limits, regions=one.regions)
 
 
-def test_what_is_of_no_form(caller: Callable[[str], Caller], form: Any) -> None:
-    make, decoder = form
+def test_weights_strings_request_ids_and_empty_ids_are_not_cached(
+    caller: Callable[[str], Caller], request_format: Any
+) -> None:
+    make, decoder = request_format
     one = caller("one")
     weighted = [*jagged(BAGS), Input("tag.weights", "FP32", [0.5] * 19)]
     without_ids = jagged({"user": [[]]})
@@ -266,32 +280,34 @@ def test_what_is_of_no_form(caller: Callable[[str], Caller], form: Any) -> None:
         (strings, ""),
         (jagged(BAGS), "7"),
     ):
-        asked = make(inputs, one.put(inputs), request_id)
-        assert decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is not None
-        assert decoder.of_placed.find(asked, LIMITS) is None
+        request_body = make(inputs, one.put(inputs), request_id)
+        assert (
+            decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions) is not None
+        )
+        assert decoder.of_placed.find(request_body, LIMITS) is None
 
 
-def test_what_is_kept_is_bounded(caller: Callable[[str], Caller], form: Any) -> None:
-    make, decoder = form
+def test_template_cache_is_bounded(caller: Callable[[str], Caller], request_format: Any) -> None:
+    make, decoder = request_format
     one = caller("one")
 
-    def ask(name: str) -> bytes:
+    def decode_feature(name: str) -> bytes:
         inputs = jagged({name: [[1]]})
-        asked: bytes = make(inputs, one.put(inputs))
-        decoder.decode_request(asked, "shop", LIMITS, regions=one.regions)
-        return asked
+        request_body: bytes = make(inputs, one.put(inputs))
+        decoder.decode_request(request_body, "shop", LIMITS, regions=one.regions)
+        return request_body
 
-    first = ask("first")
-    every = [ask(f"f{at}") for at in range(TEMPLATES_MAX)]
+    first = decode_feature("first")
+    every = [decode_feature(f"f{at}") for at in range(TEMPLATES_MAX)]
     assert decoder.of_placed.find(first, LIMITS) is None
     assert all(decoder.of_placed.find(one, LIMITS) is not None for one in every)
-    assert decoder.of_placed.find(ask("f" * TEMPLATE_BYTES_MAX), LIMITS) is None
+    assert decoder.of_placed.find(decode_feature("f" * TEMPLATE_BYTES_MAX), LIMITS) is None
 
 
-def test_a_min_seq_is_read_and_such_requests_are_not_cached(
-    form: Any, caller: Callable[[str], Caller]
+def test_requests_with_min_seq_are_read_and_not_cached(
+    request_format: Any, caller: Callable[[str], Caller]
 ) -> None:
-    make, decoder = form
+    make, decoder = request_format
     one = caller("one")
     inputs = jagged(BAGS)
     plain = make(inputs, one.put(inputs))

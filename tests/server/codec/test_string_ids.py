@@ -36,7 +36,7 @@ def integer_of(string: str) -> int | None:
 @example([])
 @example(["1", ""])
 @example(["-0"])
-def test_each_is_an_integer_or_the_first_that_is_none_is_named(strings: list[str]) -> None:
+def test_integers_or_the_index_of_the_first_non_integer_are_returned(strings: list[str]) -> None:
     expected = list(map(integer_of, strings))
     found = integers_of(strings)
     if None in expected:
@@ -47,7 +47,7 @@ def test_each_is_an_integer_or_the_first_that_is_none_is_named(strings: list[str
 
 
 @given(at=st.integers(0, 3 * CHUNK), wrong=NEARLY)
-def test_one_that_is_none_is_found_among_many(at: int, wrong: str) -> None:
+def test_single_non_integer_among_many_is_located(at: int, wrong: str) -> None:
     strings = [str(one) for one in range(3 * CHUNK)]
     strings.insert(at, wrong)
     assert integers_of(strings) == at
@@ -58,7 +58,7 @@ def test_one_that_is_none_is_found_among_many(at: int, wrong: str) -> None:
     [["7" * 4_000_000], ["1"] * 100_000 + ["7" * 1_000_000], ["1", *["\uff11"] * 131_071]],
     ids=["one long", "many and a long one", "none"],
 )
-def test_no_function_is_called_for_each_of_very_many(strings: list[str]) -> None:
+def test_no_function_is_called_per_string(strings: list[str]) -> None:
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -75,7 +75,7 @@ def test_no_function_is_called_for_each_of_very_many(strings: list[str]) -> None
 
 
 @pytest.mark.parametrize("count", [3, FEW + 1])
-def test_strings_are_kept_by_hash_and_integers_by_feature(count: int) -> None:
+def test_strings_are_stored_by_hash_and_integers_by_feature(count: int) -> None:
     numbers = [str(one) for one in range(count)]
     names = ["Heat", "7"]
     ids, strings = merge_string_ids(

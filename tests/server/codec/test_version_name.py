@@ -25,18 +25,18 @@ def decoded(codec: Codec, model: str, version: Any) -> LookupRequest:
 
 
 @pytest.mark.parametrize("codec", [JSON, PROTOBUF])
-def test_it_goes_behind_the_model(codec: Codec) -> None:
+def test_version_is_appended_to_the_model_name(codec: Codec) -> None:
     assert decoded(codec, "shop", "7").model == "shop@7"
     assert decoded(codec, "shop", "canary").model == "shop@canary"
     assert decoded(codec, "", "canary").model == "@canary"
 
 
-def test_json_takes_a_number_and_null() -> None:
+def test_json_version_may_be_a_number_or_null() -> None:
     assert decoded(JSON, "shop", 7).model == "shop@7"
     assert decoded(JSON, "shop", None).model == "shop"
 
 
-def test_protobuf_takes_it_behind_numbers_given_as_bytes() -> None:
+def test_protobuf_version_is_read_after_bytes_fields() -> None:
     """Covers messages that match a template, and messages that do not."""
     ids, lengths = b"\1" + bytes(7), b"\1" + bytes(3)
     plain = pb.EmbedRequest(model="shop", keys=["user"], ids_bytes=ids, lengths_bytes=lengths)
@@ -55,14 +55,16 @@ def test_protobuf_takes_it_behind_numbers_given_as_bytes() -> None:
         ("", "x" * 65, f"version is '{'x' * 64}': expected a number or an alias"),
     ],
 )
-def test_what_can_be_none_is_refused(codec: Codec, model: str, version: str, problem: str) -> None:
+def test_invalid_or_conflicting_version_is_rejected(
+    codec: Codec, model: str, version: str, problem: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decoded(codec, model, version)
     assert (caught.value.message, caught.value.field) == (problem, "version")
 
 
 @pytest.mark.parametrize("version", [[7], {}, 1.5, True, -1, 2**64, 10**4000])
-def test_other_json_is_refused(version: Any) -> None:
+def test_invalid_json_version_is_rejected(version: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"^version is ") as caught:
         decoded(JSON, "shop", version)
     assert caught.value.field == "version"

@@ -39,12 +39,12 @@ ACTIONS = "expected load, unload, reload, deltas hold or deltas go-on"
         ("load deltas", "load", "deltas"),
     ],
 )
-def test_words_of_an_action(words: str, action: str, model: str) -> None:
+def test_actions_are_parsed_from_words(words: str, action: str, model: str) -> None:
     assert parse_action(words.split()) == (action, model)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("hold m", f"action is 'hold', {ACTIONS}"),
         ("deltas", f"action is 'deltas', {ACTIONS}"),
@@ -56,24 +56,24 @@ def test_words_of_an_action(words: str, action: str, model: str) -> None:
         ("reload m", "reload takes no model"),
     ],
 )
-def test_other_words_are_refused(words: str, said: str) -> None:
+def test_invalid_actions_are_rejected(words: str, message: str) -> None:
     done = CliRunner().invoke(app, ["admin", "localhost:1", *words.split()])
-    assert (done.exit_code, done.output) == (1, f"embedserve: {said}\n")
+    assert (done.exit_code, done.output) == (1, f"embedserve: {message}\n")
 
 
 @contextmanager
-def looking(followed: SharedDeltaState) -> Iterator[None]:
+def polling(followed: SharedDeltaState) -> Iterator[None]:
     """Runs a thread that stands for the applier."""
     is_done = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         while not is_done.wait(0.005):
             now = followed.status.read()
             state = "held" if followed.hold.is_set else "following"
             applied = replace(now.applied, seq=5)
             followed.status.write(replace(now, state=state, applied=applied, looked_at=time.time()))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=poll)
     thread.start()
     try:
         yield
@@ -82,7 +82,7 @@ def looking(followed: SharedDeltaState) -> Iterator[None]:
         thread.join()
 
 
-async def test_deltas_are_held_and_applied_again(
+async def test_deltas_are_held_and_resumed(
     executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop = at_seq(model_info(), 5)
@@ -92,23 +92,23 @@ async def test_deltas_are_held_and_applied_again(
     monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
     async with our_server(pipeline, management=management_app(pipeline, FakeAdmin())) as server:
 
-        async def told(*words: str) -> tuple[int, str]:
+        async def run_admin(*words: str) -> tuple[int, str]:
             arguments: list[Any] = ["admin", f"127.0.0.1:{server.port}", *words]
             done = await asyncio.to_thread(CliRunner().invoke, app, arguments)
             return done.exit_code, done.output
 
-        with looking(shop.deltas):
-            assert await told("deltas", "hold", "shop") == (0, "shop: held at seq 5\n")
-            assert await told("deltas", "go-on", "shop@7") == (0, "shop: following at seq 5\n")
+        with polling(shop.deltas):
+            assert await run_admin("deltas", "hold", "shop") == (0, "shop: held at seq 5\n")
+            assert await run_admin("deltas", "go-on", "shop@7") == (0, "shop: following at seq 5\n")
             for model, problem in (
                 ("shoes", "answered 404: model is 'shoes': this server has shop, films"),
                 ("films", "answered 400: model is 'films', which follows no deltas (serve --del"),
             ):
-                status, said = await told("deltas", "hold", model)
-                assert (status, f": /admin/deltas/hold: {problem}" in said) == (1, True), said
+                status, output = await run_admin("deltas", "hold", model)
+                assert (status, f": /admin/deltas/hold: {problem}" in output) == (1, True), output
         monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 0.05)
         late = "; the process that applies deltas has not responded yet, see /models\n"
-        status, said = await told("deltas", "hold", "shop")
-        assert (status, said) == (0, f"shop: following at seq 5{late}")
-    status, said = await told("deltas", "hold", "shop")
+        status, output = await run_admin("deltas", "hold", "shop")
+        assert (status, output) == (0, f"shop: following at seq 5{late}")
+    status, output = await run_admin("deltas", "hold", "shop")
     assert status == 1

@@ -21,7 +21,7 @@ HEAVY = ("torch", "torchrec", "fbgemm_gpu", "fastapi", "grpc", "numpy", "uvicorn
 
 
 @pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settings_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("EMBEDSERVE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "300")  # help and errors are wrapped at the terminal's width
@@ -46,13 +46,13 @@ def embedserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", ["", *(one.name for one in get_group(app).commands.values())])
-def test_no_help_shows_a_type_of_a_switch(command: str) -> None:
-    told = run(*command.split(), "--help").output
-    assert "--help" in told
-    assert "<bool>" not in told
+def test_help_shows_no_bool_type_for_switches(command: str) -> None:
+    output = run(*command.split(), "--help").output
+    assert "--help" in output
+    assert "<bool>" not in output
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_packages() -> None:
     commands = [(), ("serve",), ("publish",), ("inspect",), ("demo",)]
     code = (
         "import sys\n"
@@ -76,12 +76,12 @@ def test_help_of_serve_shows_every_setting_with_its_variable() -> None:
         assert f"EMBEDSERVE_{name.upper()}]" in text
 
 
-def test_without_any_setting_the_defaults_hold(served: list[ServeSettings]) -> None:
+def test_defaults_apply_without_any_setting(served: list[ServeSettings]) -> None:
     assert run("serve", "store").exit_code == 0
     assert served == [ServeSettings(store="store")]
 
 
-def test_a_flag_beats_a_variable_beats_the_file(
+def test_flags_override_variables_and_variables_override_the_file(
     served: list[ServeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "serve.toml"
@@ -97,7 +97,9 @@ def test_a_flag_beats_a_variable_beats_the_file(
     assert settings.limits.queue_ids_max == Limits().queue_ids_max
 
 
-def test_every_setting_can_stand_in_the_file(served: list[ServeSettings], tmp_path: Path) -> None:
+def test_settings_are_read_from_the_config_file(
+    served: list[ServeSettings], tmp_path: Path
+) -> None:
     config = tmp_path / "serve.toml"
     config.write_text(
         "store = 'elsewhere'\nmodel = ['a', 'b']\ndefault_model = 'b'\ndevices = 'cpu:2'\n"
@@ -120,7 +122,7 @@ def test_every_setting_can_stand_in_the_file(served: list[ServeSettings], tmp_pa
     ]
 
 
-def test_variables_alone_are_enough(
+def test_serve_runs_with_environment_variables_only(
     served: list[ServeSettings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "serve.toml"
@@ -135,7 +137,7 @@ def test_variables_alone_are_enough(
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("content", "expected_name"),
     [
         (b"http_prot = 1\n", "'http_prot'"),
         (b"limits = 1\n", "'limits'"),
@@ -147,19 +149,19 @@ def test_variables_alone_are_enough(
         (b"grpc_port = 65536\n", "--grpc-port"),
     ],
 )
-def test_a_bad_file_stops_the_start_and_says_what_is_wrong(
-    served: list[ServeSettings], tmp_path: Path, content: bytes, named: str
+def test_invalid_config_file_stops_the_start_and_names_the_error(
+    served: list[ServeSettings], tmp_path: Path, content: bytes, expected_name: str
 ) -> None:
     config = tmp_path / "serve.toml"
     config.write_bytes(content)
     result = run("serve", "store", "--config", config)
     assert result.exit_code == 2
-    assert named in result.stderr
+    assert expected_name in result.stderr
     assert "Traceback" not in result.output
     assert served == []
 
 
-def test_a_missing_file_stops_the_start(served: list[ServeSettings]) -> None:
+def test_missing_config_file_stops_the_start(served: list[ServeSettings]) -> None:
     result = run("serve", "store", "--config", "nowhere.toml")
     assert result.exit_code == 2
     assert "nowhere.toml: No such file" in result.stderr
@@ -180,32 +182,32 @@ ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
 """Free ports, because the ports are claimed before the store is read."""
 
 
-def test_serving_a_missing_store_is_one_line(tmp_path: Path) -> None:
+def test_serving_a_missing_store_prints_one_error_line(tmp_path: Path) -> None:
     done = embedserve("serve", tmp_path / "nowhere", *ANY_PORTS)
     check_one_line(done, str(tmp_path / "nowhere"))
 
 
-def test_shared_memory_where_others_reach_the_ports_is_one_line(tmp_path: Path) -> None:
-    told = embedserve("serve", tmp_path, "--host", "0.0.0.0", "--shared-memory", "/ranker-")
-    check_one_line(told, "shared_memory is '/ranker-', but host is '0.0.0.0'", "use 127.0.0.1")
+def test_shared_memory_on_public_ports_prints_one_error_line(tmp_path: Path) -> None:
+    done = embedserve("serve", tmp_path, "--host", "0.0.0.0", "--shared-memory", "/ranker-")
+    check_one_line(done, "shared_memory is '/ranker-', but host is '0.0.0.0'", "use 127.0.0.1")
 
 
-def test_serving_an_empty_store_is_one_line(tmp_path: Path) -> None:
+def test_serving_an_empty_store_prints_one_error_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path, *ANY_PORTS), str(tmp_path), "no model")
 
 
-def test_inspecting_a_missing_store_is_one_line(tmp_path: Path) -> None:
+def test_inspecting_a_missing_store_prints_one_error_line(tmp_path: Path) -> None:
     check_one_line(embedserve("inspect", tmp_path / "nowhere"), str(tmp_path / "nowhere"))
 
 
-def test_an_unknown_log_level_is_one_line(tmp_path: Path) -> None:
+def test_unknown_log_level_prints_one_error_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path, "--log-level", "loud"), "log_level is 'loud'")
 
 
 @pytest.mark.parametrize(
     ("flag", "value"), [("--drain-s", "inf"), ("--drain-s", "nan"), ("--body-bytes-max", "4e9")]
 )
-def test_numbers_that_the_server_cannot_use_are_refused(flag: str, value: str) -> None:
+def test_invalid_numbers_are_rejected(flag: str, value: str) -> None:
     result = run("serve", "store", flag, value)
     assert result.exit_code == 2
     assert flag in result.output

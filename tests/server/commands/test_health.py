@@ -28,19 +28,19 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises the command's timeout, for a server on a busy machine."""
     monkeypatch.setattr(health, "TIMEOUT_S", WAIT_S_MAX)
 
 
-async def told(port: int, *options: str, **settings: str) -> tuple[int, str]:
+async def run_health(port: int, *options: str, **settings: str) -> tuple[int, str]:
     """Runs the command with the server's settings as variables; returns (exit status, output)."""
     variables = {"EMBEDSERVE_HTTP_PORT": str(port), "EMBEDSERVE_HOST": "0.0.0.0", **settings}
     done = await asyncio.to_thread(CliRunner().invoke, app, ["health", *options], env=variables)
     return done.exit_code, done.output
 
 
-async def test_it_tells_who_lives_from_who_is_ready(
+async def test_exit_status_distinguishes_live_from_ready(
     pipeline: RequestPipeline, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "http.sock")
@@ -48,17 +48,17 @@ async def test_it_tells_who_lives_from_who_is_ready(
         at: dict[int, dict[str, str]] = {live.http_port: {}, 1: {"EMBEDSERVE_HTTP_UDS": path}}
         for port, more in at.items():
             pipeline.models.not_ready = ""
-            assert await told(port, **more) == (0, "")
-            assert await told(port, "--ready", **more) == (0, "")
+            assert await run_health(port, **more) == (0, "")
+            assert await run_health(port, "--ready", **more) == (0, "")
             pipeline.models.not_ready = "draining"
-            assert await told(port, **more) == (0, "")
-            status, said = await told(port, "--ready", **more)
+            assert await run_health(port, **more) == (0, "")
+            status, output = await run_health(port, "--ready", **more)
             assert status == 1
-            assert "/health/ready: answered 503: draining" in said
-            assert len(said.splitlines()) == 1
+            assert "/health/ready: answered 503: draining" in output
+            assert len(output.splitlines()) == 1
 
 
-async def test_over_tls_and_where_clients_need_certificates(
+async def test_health_over_tls_and_with_required_client_certificates(
     pipeline: RequestPipeline, tmp_path: Path
 ) -> None:
     authority = Authority()
@@ -69,16 +69,16 @@ async def test_over_tls_and_where_clients_need_certificates(
     over_tls = {"EMBEDSERVE_TLS_CERT": files.certificate}
     for used in (files, replace(files, client_ca=str(root))):
         async with our_server(pipeline, Certificates(used)) as server:
-            assert await told(server.port, **over_tls) == (0, "")
-            status, said = await told(server.port)
-            assert (status, "answered 400: this port takes TLS only" in said) == (1, True)
-            status, said = await told(server.port, "--ready", **over_tls)
+            assert await run_health(server.port, **over_tls) == (0, "")
+            status, output = await run_health(server.port)
+            assert (status, "answered 400: this port takes TLS only" in output) == (1, True)
+            status, output = await run_health(server.port, "--ready", **over_tls)
             assert status == int(bool(used.client_ca))
-            assert ("it requires a client certificate" in said) == bool(used.client_ca)
+            assert ("it requires a client certificate" in output) == bool(used.client_ca)
     async with our_server(pipeline) as server:
-        status, said = await told(server.port, **over_tls)
+        status, output = await run_health(server.port, **over_tls)
     assert status == 1
-    assert "SSL" in said
+    assert "SSL" in output
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ async def test_over_tls_and_where_clients_need_certificates(
         (["--host", "?"], "url is 'http://?:8000', expected such as"),
     ],
 )
-def test_where_nobody_listens(options: list[str], why: str) -> None:
+def test_unreachable_server_prints_one_error_line(options: list[str], why: str) -> None:
     done = CliRunner().invoke(app, ["health", *options])
     assert done.exit_code == 1
     assert why in done.output

@@ -75,7 +75,7 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
 
 @commands
 @pytest.mark.parametrize("package", ["torch", "fbgemm_gpu", "torchrec"])
-def test_a_missing_package_of_the_engine(run: Run, package: str, command: list[str]) -> None:
+def test_missing_engine_package_is_named(run: Run, package: str, command: list[str]) -> None:
     """Covers `pip install 'embedserve[cpu]'`, which leaves out torchrec, as its wheel requires
     CUDA's FBGEMM."""
     line = only_line(run(f"sys.modules[{package!r}] = None", *command))
@@ -83,7 +83,9 @@ def test_a_missing_package_of_the_engine(run: Run, package: str, command: list[s
 
 
 @commands
-def test_fbgemm_and_torch_of_two_releases(run: Run, command: list[str], tmp_path: Path) -> None:
+def test_incompatible_fbgemm_and_torch_releases_are_reported(
+    run: Run, command: list[str], tmp_path: Path
+) -> None:
     _add_distribution(tmp_path, "fbgemm_gpu_cpu", "1.7.0")
     line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *command))
     assert line.startswith(
@@ -92,7 +94,7 @@ def test_fbgemm_and_torch_of_two_releases(run: Run, command: list[str], tmp_path
     assert line.endswith(INSTALL)
 
 
-def test_both_builds_of_fbgemm(run: Run, tmp_path: Path) -> None:
+def test_two_installed_builds_of_fbgemm_are_reported(run: Run, tmp_path: Path) -> None:
     _add_distribution(tmp_path, "fbgemm_gpu_cpu", "1.8.0")
     _add_distribution(tmp_path, "fbgemm_gpu", "1.8.0")
     line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *SERVE))
@@ -118,7 +120,7 @@ def _add_distribution(folder: Path, name: str, version: str) -> None:
     ],
     ids=["another platform", "a missing library", "FBGEMM of no release", "a need of torchrec"],
 )
-def test_packages_that_do_not_import(
+def test_import_failures_of_packages_are_reported_in_one_line(
     fault: Exception, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(typer.Exit), cli_errors():
@@ -130,43 +132,43 @@ def test_packages_that_do_not_import(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("ImportError('libtorch.so: wrong ELF class', name='torch')", "libtorch.so: wrong ELF"),
         ("ModuleNotFoundError(\"No module named 'tensordict'\")", "No module named 'tensordict'"),
     ],
 )
-def test_a_worker_whose_packages_do_not_import(
-    run: Run, fault: str, said: str, store: Path, tmp_path: Path
+def test_import_failure_in_a_worker_is_reported_in_one_line(
+    run: Run, fault: str, message: str, store: Path, tmp_path: Path
 ) -> None:
     """Covers workers, which import torch, while their supervisor does not."""
     (tmp_path / "torch.py").write_text(f"raise {fault}")
     ports = ["--http-port", "0", "--grpc-port", "0"]
     command = ["serve", str(store), "--workers", "2", *ports]
     line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *command))
-    assert line.startswith(f"embedserve: {said}")
+    assert line.startswith(f"embedserve: {message}")
     assert line.endswith(INSTALL)
 
 
-def test_a_fault_of_our_own_keeps_its_traceback() -> None:
+def test_import_error_of_embedserve_keeps_its_traceback() -> None:
     with pytest.raises(ImportError), cli_errors():
         raise ImportError("cannot import name", name="embedserve.engine")
 
 
 @pytest.mark.parametrize("version", [(3, 10, 14), (3, 14, 0)])
-def test_a_python_that_is_not_supported(version: tuple[int, ...]) -> None:
+def test_unsupported_python_is_reported(version: tuple[int, ...]) -> None:
     line = only_line(run_cold(f"sys.version_info = {version}", *SERVE))
     assert line.startswith(
         f"embedserve: this is Python 3.{version[1]}, and embedserve runs on 3.11"
     )
 
 
-def test_an_old_python_reads_what_tells_it() -> None:
+def test_version_check_is_valid_syntax_for_old_pythons() -> None:
     for path in (Path(__main__.__file__), ROOT / "server/embedserve/__init__.py"):
         ast.parse(path.read_text(), feature_version=(3, 7))
 
 
-def test_an_installation_without_its_dependencies() -> None:
+def test_missing_core_dependency_is_reported() -> None:
     line = only_line(run_cold("sys.modules['typer'] = None", *SERVE))
     assert line == "embedserve: typer is not installed: pip install embedserve"
 
@@ -182,7 +184,9 @@ def test_an_installation_without_its_dependencies() -> None:
         ("1.8.0", "2.14.0.dev20260301", True),
     ],
 )
-def test_which_releases_load_together(fbgemm: str, torch: str, is_right: bool) -> None:
+def test_check_releases_accepts_only_compatible_releases(
+    fbgemm: str, torch: str, is_right: bool
+) -> None:
     versions = {"torch": torch, "fbgemm-gpu": fbgemm}
     if is_right:
         check_releases(versions)
@@ -191,7 +195,7 @@ def test_which_releases_load_together(fbgemm: str, torch: str, is_right: bool) -
             check_releases(versions)
 
 
-def test_the_version_shows_those_of_the_engine(run: Run) -> None:
+def test_version_shows_versions_of_the_engine(run: Run) -> None:
     lines = run("", "--version").stdout.splitlines()
     assert lines[0] == f"embedserve {__version__}"
     shown = dict(line.split() for line in lines[1:])
@@ -199,11 +203,11 @@ def test_the_version_shows_those_of_the_engine(run: Run) -> None:
     assert {"Python", "torch", "torchrec"} <= shown.keys()
 
 
-def test_the_version_imports_no_torch(run: Run) -> None:
+def test_version_does_not_import_torch(run: Run) -> None:
     code = "import atexit\natexit.register(lambda: print('torch' in sys.modules))"
     assert run(code, "--version").stdout.splitlines()[-1] == "False"
 
 
-def test_the_line_names_the_versions_that_make_installs() -> None:
+def test_install_hint_names_the_torchrec_version_of_the_makefile() -> None:
     (version,) = re.findall(r"^TORCHREC := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert f"pip install --no-deps torchrec=={version}" in INSTALL

@@ -49,7 +49,7 @@ def words(result: Result) -> list[list[str]]:
     return [line.split() for line in result.stdout.splitlines()]
 
 
-def test_a_description_is_planned_as_publish_would(tables: Path) -> None:
+def test_description_is_planned_like_publish(tables: Path) -> None:
     lines = words(run(tables))
     assert lines[0] == ["plan", "over", "1", "rank"]
     user = ["A", "user", "1,000", "64", "float32", "250.0", "KiB", "table_wise", "rank", "0"]
@@ -57,7 +57,7 @@ def test_a_description_is_planned_as_publish_would(tables: Path) -> None:
     assert any(line[:2] == ["rank", "0"] and line[-1] == "2,001" for line in lines)
 
 
-def test_sharding_by_table_shows_what_lies_where(tables: Path) -> None:
+def test_plan_by_table_shows_shards_of_each_rank(tables: Path) -> None:
     result = run(tables, "--world-size", "2", "--sharding", "user=row_wise,movie=column_wise")
     lines = words(result)
     assert [line[-5:] for line in lines if "row_wise" in line] == [
@@ -70,14 +70,14 @@ def test_sharding_by_table_shows_what_lies_where(tables: Path) -> None:
     assert "on the CPU 70.4 KiB of column shards are copied" in result.stderr
 
 
-def test_sharding_of_one_table_leaves_the_described_one_of_another(tables: Path) -> None:
+def test_sharding_of_one_table_keeps_described_sharding_of_other_tables(tables: Path) -> None:
     tables.write_text(f"{TABLES}    sharding: column_wise\n")
     result = run(tables, "--world-size", "2", "--sharding", "user=row_wise")
     kinds = {line[1]: line[7] for line in words(result) if line[:1] in (["A"], ["B"])}
     assert kinds == {"user": "row_wise", "movie": "column_wise"}
 
 
-def test_sharding_of_one_table_leaves_the_stored_one_of_another(
+def test_sharding_of_one_table_keeps_stored_sharding_of_other_tables(
     tables: Path, tmp_path: Path
 ) -> None:
     rows = {
@@ -95,13 +95,15 @@ def test_sharding_of_one_table_leaves_the_stored_one_of_another(
     assert kinds == {"user": "row_wise", "movie": "row_wise"}
 
 
-def test_what_fits_is_said(tables: Path) -> None:
+def test_fitting_plan_shows_memory_of_the_fullest_rank(tables: Path) -> None:
     result = run(tables, "--world-size", "2", "--sharding", "row_wise", "--device-memory", "400KB")
     assert result.exit_code == 0
     assert "fits: the fullest rank takes 158.3 KiB of its 390.6 KiB, 41%" in result.stderr
 
 
-def test_what_does_not_fit_is_shown_and_refused_in_one_line(tables: Path, tmp_path: Path) -> None:
+def test_plan_that_exceeds_memory_is_shown_and_rejected_in_one_line(
+    tables: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "plan.json"
     result = run(tables, "--device-memory", "100KB", "--output", output)
     assert result.exit_code == 1
@@ -111,7 +113,7 @@ def test_what_does_not_fit_is_shown_and_refused_in_one_line(tables: Path, tmp_pa
     assert not output.exists()
 
 
-def test_a_written_plan_is_taken_again(tables: Path, tmp_path: Path) -> None:
+def test_written_plan_is_read_again(tables: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     first = run(tables, "--world-size", "2", "--sharding", "row_wise", "--output", output)
     assert first.exit_code == 0, first.output
@@ -158,7 +160,7 @@ def test_constraints_are_read_from_a_file(tables: Path, tmp_path: Path) -> None:
     assert movie[-6:-2] == ["4", "x", "16", "columns,"]
 
 
-def test_a_version_can_be_shown_over_other_hosts(two_rank_store: Path) -> None:
+def test_stored_version_is_planned_for_another_number_of_hosts(two_rank_store: Path) -> None:
     lines = words(run(two_rank_store, "shop", "--hosts", "2"))
     assert [line[:2] for line in lines if line[:1] == ["part"]] == [["part", "0"], ["part", "1"]]
     lines = words(run(two_rank_store, "shop", "--hosts", "2", "--world-size", "3"))
@@ -174,7 +176,7 @@ def test_a_version_shows_its_stored_plan(two_rank_store: Path) -> None:
     assert words(run(two_rank_store, "shop", "1")) == lines
 
 
-def test_a_version_behind_a_url_is_planned_and_not_pulled(
+def test_remote_version_is_planned_without_being_pulled(
     two_rank_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -198,7 +200,7 @@ def test_a_stored_plan_is_shown_without_importing_torch(two_rank_store: Path) ->
     assert (done.returncode, done.stdout[:17]) == (0, "plan over 2 ranks"), done.stderr
 
 
-def test_a_version_shows_what_another_number_of_ranks_would_do(two_rank_store: Path) -> None:
+def test_stored_version_is_replanned_for_another_number_of_ranks(two_rank_store: Path) -> None:
     result = run(two_rank_store, "shop", "--world-size", "3")
     assert words(result)[0] == ["plan", "over", "3", "ranks"]
     assert "2 x 3 + 1 rows" in result.stdout
@@ -217,14 +219,16 @@ def test_a_version_shows_what_another_number_of_ranks_would_do(two_rank_store: P
         (("--constraints", "none.yaml"), "none.yaml: cannot be read"),
     ],
 )
-def test_a_wrong_option_is_one_line(tables: Path, options: tuple[str, ...], message: str) -> None:
+def test_invalid_option_prints_one_error_line(
+    tables: Path, options: tuple[str, ...], message: str
+) -> None:
     result = run(tables, *options)
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert message in line
 
 
-def test_a_store_needs_a_model(two_rank_store: Path) -> None:
+def test_store_without_a_model_name_lists_its_models(two_rank_store: Path) -> None:
     result = run(two_rank_store)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "is a store, name one of its models: shop" in result.stderr

@@ -35,7 +35,7 @@ def model(two_rank_store: Path) -> ModelInfo:
     return served_of(version.manifest, version.translator, version.plan)
 
 
-def shown(*models: ModelInfo, ids: tuple[int, ...] = (0, 1, 2, 6)) -> str:
+def metrics_page(*models: ModelInfo, ids: tuple[int, ...] = (0, 1, 2, 6)) -> str:
     """Returns the metrics of a server after one lookup of ``ids`` in each model."""
     metrics = Metrics(models)
     for one in metrics.models.values():
@@ -52,8 +52,8 @@ def run(store: Path, *arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", str(store), "shop", *map(str, arguments)])
 
 
-def test_todays_balance_and_the_predicted_one(two_rank_store: Path, model: ModelInfo) -> None:
-    with answering(page(shown(model))) as url:
+def test_current_and_predicted_balance_are_shown(two_rank_store: Path, model: ModelInfo) -> None:
+    with answering(page(metrics_page(model))) as url:
         result = run(two_rank_store, "--from-metrics", url)
     assert result.exit_code == 0, result.output
     assert "no better plan was found: today's stays" in result.stderr
@@ -65,7 +65,7 @@ def test_todays_balance_and_the_predicted_one(two_rank_store: Path, model: Model
     assert ["max/mean", *(["1.14", "1.50", "1.50"] * 2)] in lines
 
 
-def test_bytes_predicted_on_gpus_are_those_of_padded_rows(tmp_path: Path) -> None:
+def test_predicted_bytes_on_gpus_count_padded_rows(tmp_path: Path) -> None:
     rows = {"embedding_bags.t_user.weight": torch.ones(7, 4)}
     tables = [TableSpec("t_user", 7, 4, ("user",), "sum", "int8")]
     publish(rows, tmp_path, model="shop", tables=tables, sharding="row_wise", world_size=2)
@@ -73,15 +73,15 @@ def test_bytes_predicted_on_gpus_are_those_of_padded_rows(tmp_path: Path) -> Non
     on_gpus = replace(
         served_of(version.manifest, version.translator, version.plan), device_type="cuda"
     )
-    with answering(page(shown(on_gpus))) as url:
+    with answering(page(metrics_page(on_gpus))) as url:
         result = run(tmp_path, "--from-metrics", url, "--device-type", "cuda")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["rank", "0", *(["64", "B", "75.0%", "75.0%"] * 2)] in lines, result.output
     assert ["rank", "1", *(["48", "B", "25.0%", "25.0%"] * 2)] in lines
 
 
-def test_names_of_one_version_are_added_up(two_rank_store: Path, model: ModelInfo) -> None:
-    both = shown(model, replace(model, served_name="shop@canary"))
+def test_counts_of_all_names_of_a_version_are_added(two_rank_store: Path, model: ModelInfo) -> None:
+    both = metrics_page(model, replace(model, served_name="shop@canary"))
     with answering(page(both)) as url:
         result = run(two_rank_store, "1", "--from-metrics", url, "--world-size", "1")
     assert "of 8 rows that were read of shop version 1" in result.stdout
@@ -90,32 +90,37 @@ def test_names_of_one_version_are_added_up(two_rank_store: Path, model: ModelInf
     ]
 
 
-def of_version(model: ModelInfo, number: int) -> ModelInfo:
+def with_version(model: ModelInfo, number: int) -> ModelInfo:
     manifest = replace(model.manifest, version=number)
     return served_of(manifest, model.translator, model.plan)
 
 
-def test_what_is_not_of_this_version_is_refused(two_rank_store: Path, model: ModelInfo) -> None:
+def test_metrics_that_do_not_match_the_version_are_rejected(
+    two_rank_store: Path, model: ModelInfo
+) -> None:
     renamed = replace(model.manifest.tables[0], name="t_other")
     other = served_of(
         replace(model.manifest, tables=(renamed,)),
         model.translator,
         replace(model.plan, tables={"t_other": model.plan.tables["t_user"]}),
     )
-    text = shown(model)
+    text = metrics_page(model)
     not_counted = re.sub(r"(rank_lookups_total\{.*\}) 3.0", r"\1 NaN", text)
-    for answered, message in (
-        (shown(of_version(model, 2)), "does not serve shop version 1: it serves shop version 2"),
-        (shown(model).replace('"shop"', '"\x1b[2J"'), r"it serves \x1b[2J version 1"),
-        (shown(other), "tables of shop version 1 are t_other, in the store they are t_user"),
-        (shown(model, ids=()), "no row of shop version 1 was read since it began to count"),
+    for page_text, message in (
+        (
+            metrics_page(with_version(model, 2)),
+            "does not serve shop version 1: it serves shop version 2",
+        ),
+        (metrics_page(model).replace('"shop"', '"\x1b[2J"'), r"it serves \x1b[2J version 1"),
+        (metrics_page(other), "tables of shop version 1 are t_other, in the store they are t_user"),
+        (metrics_page(model, ids=()), "no row of shop version 1 was read since it began to count"),
         ("embedserve_workers 1.0\n", "it counts no lookups by table"),
         ("<html>a page</html>", "is no embedserve"),
         (text.replace('rank="1"', 'rank="7"'), "embedserve_table_bytes has no rank 1"),
         (not_counted, "rank_lookups_total is nan, expected a count"),
         (text + "embedserve_rank_lookups_total{model=} x\n", "are not what Prometheus reads"),
     ):
-        with answering(page(answered)) as url:
+        with answering(page(page_text)) as url:
             result = run(two_rank_store, "1", "--from-metrics", url)
         assert (result.exit_code, result.stdout) == (1, ""), result.output
         (line,) = result.stderr.splitlines()
@@ -123,7 +128,7 @@ def test_what_is_not_of_this_version_is_refused(two_rank_store: Path, model: Mod
         assert message in line
 
 
-def test_where_nobody_answers_it_is_said(two_rank_store: Path, tmp_path: Path) -> None:
+def test_unreachable_metrics_server_is_reported(two_rank_store: Path, tmp_path: Path) -> None:
     with answering(page("")) as url:
         pass
     for wrong, message in (
@@ -140,7 +145,7 @@ def test_where_nobody_answers_it_is_said(two_rank_store: Path, tmp_path: Path) -
     assert "--from-metrics is of a published version: name a store and its model" in result.stderr
 
 
-def test_a_page_that_does_not_end_is_given_up() -> None:
+def test_slow_or_endless_metrics_responses_are_aborted() -> None:
     """Covers a server that sends nothing, one that sends single bytes, each well within the
     timeout, and one whose response never ends."""
     is_over = threading.Event()
@@ -160,13 +165,13 @@ def test_a_page_that_does_not_end_is_given_up() -> None:
         while not is_over.is_set():
             handler.wfile.write(b"embedserve_workers 1.0\n" * 1000)
 
-    for answer, timeout_s, message in (
+    for respond, timeout_s, message in (
         (silent, 0.5, "the answer is not all there after 0.5 s|timed out"),
         (dripping, 0.5, "the answer is not all there after 0.5 s|timed out"),
         (endless, 60.0, "it answers with over 1000000 bytes"),
     ):
         is_over.clear()
-        with answering(answer) as url:
+        with answering(respond) as url:
             try:
                 with pytest.raises(ConnectionError, match=f"{url}: .*({message})"):
                     read_samples(ServerClient(url), ["embedserve_"], timeout_s, 1_000_000)

@@ -67,21 +67,21 @@ def memory(made: dict[str, Any]) -> tuple[int, int]:
     return quantity(resources["requests"]["memory"]), quantity(resources["limits"]["memory"])
 
 
-def test_mapped_rows_and_what_the_processes_take() -> None:
+def test_memory_counts_mapped_rows_and_process_overhead() -> None:
     request, limit = memory(patch(LARGE))
     assert request == 100 * GIB + PROCESS_BYTES + WORK_BYTES
     bound = memory_bytes_max(DEFAULT_LIMITS)
     assert 0 <= limit - (100 * GIB + PROCESS_BYTES + bound) < 1 << 20
 
 
-def test_only_mapped_rows_may_stay_on_the_disk() -> None:
+def test_hot_share_reduces_memory_of_mapped_rows_only() -> None:
     request, _ = memory(patch(LARGE, PodOptions(hot=0.25)))
     assert request == 25 * GIB + PROCESS_BYTES + WORK_BYTES
     with pytest.raises(ValueError, match="resident ones are held whole"):
         PodOptions(tables="resident", hot=0.25)
 
 
-def test_each_worker_has_its_own_and_rows_are_shared() -> None:
+def test_workers_add_private_memory_and_share_rows() -> None:
     options = PodOptions(workers=4, tables="resident")
     request, limit = memory(patch(replace(LARGE, copied=GIB), options))
     assert request == (100 + 4) * GIB + 4 * PROCESS_BYTES + WORK_BYTES
@@ -89,20 +89,20 @@ def test_each_worker_has_its_own_and_rows_are_shared() -> None:
     assert container(patch(LARGE, options))["resources"]["requests"]["cpu"] == "4"
 
 
-def test_following_holds_two_versions() -> None:
+def test_following_requests_memory_for_two_versions() -> None:
     request, limit = memory(patch(LARGE, PodOptions(follow="latest")))
     assert request == 200 * GIB + PROCESS_BYTES + WORK_BYTES
     bound = memory_bytes_max(DEFAULT_LIMITS, versions=2)  # the former one drains its queue
     assert 0 <= limit - (200 * GIB + PROCESS_BYTES + bound) < 1 << 20
 
 
-def test_many_features_have_many_lengths() -> None:
+def test_memory_limit_grows_with_the_number_of_features() -> None:
     _, limit = memory(patch(replace(LARGE, features=1000)))
     bound = memory_bytes_max(DEFAULT_LIMITS, features=1000)
     assert 0 <= limit - (100 * GIB + PROCESS_BYTES + bound) < 1 << 20
 
 
-def test_each_alias_may_serve_a_version_while_the_next_one_loads() -> None:
+def test_memory_counts_a_version_per_alias_and_the_loading_version() -> None:
     """Covers an example: stable serves 8 and canary 9 while 10 is loaded for canary."""
     rows, pulled = replace(LARGE, aliases=2), replace(LARGE, aliases=2, is_pulled=True)
     processes = PROCESS_BYTES + WORK_BYTES
@@ -112,7 +112,7 @@ def test_each_alias_may_serve_a_version_while_the_next_one_loads() -> None:
     assert "#   300.0 GiB: 3 versions, mapped" in pod_patch(pulled, PodOptions())
 
 
-def test_each_alias_may_serve_a_version_that_is_not_followed() -> None:
+def test_memory_counts_a_version_per_alias_without_following() -> None:
     bound = memory_bytes_max(DEFAULT_LIMITS, versions=2)
     for none in (PodOptions(), PodOptions(follow="none")):
         request, limit = memory(patch(replace(LARGE, aliases=2), none))
@@ -121,7 +121,7 @@ def test_each_alias_may_serve_a_version_that_is_not_followed() -> None:
         assert memory(patch(replace(LARGE, aliases=1), none)) == memory(patch(LARGE, none))
 
 
-def test_a_pulled_version_has_its_room_on_the_disk() -> None:
+def test_pulled_version_reserves_disk_for_the_cache() -> None:
     made = patch(replace(LARGE, is_pulled=True))
     (volume,) = made["spec"]["template"]["spec"]["volumes"]
     assert volume["name"] == "cache"
@@ -133,7 +133,7 @@ def test_a_pulled_version_has_its_room_on_the_disk() -> None:
 
 
 @pytest.mark.parametrize(("aliases", "versions"), [(0, 4), (1, 4), (2, 5)])
-def test_each_alias_has_room_for_its_version_in_the_cache(aliases: int, versions: int) -> None:
+def test_cache_size_grows_with_further_aliases(aliases: int, versions: int) -> None:
     """Checks the size only; tests/store/remote/test_tidy_cache.py tests that the cache uses it."""
     rows = replace(LARGE, is_pulled=True, aliases=aliases)
     assert needed(rows)["cache"]["sizeLimit"] == versions * 100 * GIB + CACHE_SLACK_BYTES
@@ -143,7 +143,7 @@ def test_each_alias_has_room_for_its_version_in_the_cache(aliases: int, versions
     assert "# Cache" not in pod_patch(LARGE, PodOptions())
 
 
-def test_the_aliases_are_those_of_the_store(store: Path, tmp_path: Path) -> None:
+def test_cache_size_counts_aliases_of_the_store(store: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(store, tmp_path / "store")
     options = (copy, "shop", "--kubernetes", "--store", "s3://bucket/store")
     assert "# Cache: 4 versions" in run(*options).stdout
@@ -152,14 +152,15 @@ def test_the_aliases_are_those_of_the_store(store: Path, tmp_path: Path) -> None
     assert "# Cache: 5 versions" in run(*options).stdout
 
 
-def test_gpus_are_the_plans_ranks() -> None:
+def test_pod_on_gpus_requests_gpus_and_host_memory() -> None:
     made = patch(LARGE, gpus=8)
     assert container(made)["resources"]["limits"]["nvidia.com/gpu"] == "8"
     figures = needed(LARGE, gpus=8)
     assert figures["requests"]["memory"] == PROCESS_BYTES + WORK_BYTES + CUDA_BYTES
-    of_one = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max  # values, and values in order
-    of_one_gpu = needed(LARGE, gpus=1)["limits"]["memory"]
-    assert figures["limits"]["memory"] > of_one_gpu + 7 * of_one
+    # values, and values in order
+    bytes_per_gpu = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max
+    limit_of_one_gpu = needed(LARGE, gpus=1)["limits"]["memory"]
+    assert figures["limits"]["memory"] > limit_of_one_gpu + 7 * bytes_per_gpu
     for_two_aliases = needed(replace(LARGE, aliases=2), gpus=8)
     assert for_two_aliases["requests"]["memory"] == figures["requests"]["memory"]
     bound = memory_bytes_max(DEFAULT_LIMITS, gpus=8, versions=2)
@@ -168,12 +169,12 @@ def test_gpus_are_the_plans_ranks() -> None:
         patch(LARGE, PodOptions(workers=4), gpus=8)
 
 
-def test_the_rollout_waits_for_all_bytes() -> None:
+def test_progress_deadline_allows_for_reading_all_bytes() -> None:
     deadline_s = patch(LARGE)["spec"]["progressDeadlineSeconds"]
     assert 100 * GIB / 50e6 < deadline_s < 3600
 
 
-def test_the_variables_say_what_was_worked_out() -> None:
+def test_patch_sets_variables_of_the_given_options() -> None:
     options = PodOptions(workers=2, tables="mapped", follow="alias")
     variables = {one["name"]: one["value"] for one in container(patch(LARGE, options))["env"]}
     assert variables == {
@@ -183,7 +184,7 @@ def test_the_variables_say_what_was_worked_out() -> None:
     }
 
 
-def test_variables_that_nobody_asked_for_stay_as_they_are() -> None:
+def test_patch_sets_no_variables_without_options() -> None:
     """Checks that the patch sets no variable by default, as "none" would override the overlay's
     ConfigMap and switch off its following."""
     (variable,) = container(patch(LARGE, PodOptions(workers=2)))["env"]
@@ -193,7 +194,7 @@ def test_variables_that_nobody_asked_for_stay_as_they_are() -> None:
     assert memory(patch(pulled)) == memory(patch(pulled, PodOptions(follow="latest")))
 
 
-def test_what_stands_in_a_name_ends_no_comment() -> None:
+def test_newline_in_a_model_name_does_not_end_the_comment() -> None:
     made = patch(replace(LARGE, name="a\nspec: {}\n# b"))
     assert made == patch(LARGE)
 
@@ -250,7 +251,7 @@ def cache_bytes(deployment: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("component", ["", "s3", "gpu"])
 @pytest.mark.parametrize("gigabytes", [0.001, 6.9, 100])
-def test_the_patch_never_lowers_what_the_manifests_have(component: str, gigabytes: float) -> None:
+def test_patch_never_lowers_values_of_the_manifests(component: str, gigabytes: float) -> None:
     rows = PodRows("dlrm", int(gigabytes * GIB), is_pulled=component == "s3")
     gpus = 1 if component == "gpu" else 0
     before = rendered(patch="", component=component)
@@ -268,7 +269,7 @@ def test_the_patch_never_lowers_what_the_manifests_have(component: str, gigabyte
 
 
 @pytest.mark.parametrize(("component", "figures"), [("gpu", BASE), ("s3", S3)])
-def test_the_known_figures_are_the_manifests(
+def test_known_figures_equal_the_manifests(
     component: str, figures: dict[str, dict[str, int]]
 ) -> None:
     deployment = rendered(patch="", component=component)
@@ -283,14 +284,14 @@ def test_the_known_figures_are_the_manifests(
     assert figures.get("cache", {"sizeLimit": 0}) == {"sizeLimit": cache_bytes(deployment)}
 
 
-def test_what_the_manifests_have_enough_of_is_a_comment() -> None:
+def test_values_covered_by_the_manifests_become_comments() -> None:
     text = pod_patch(PodRows("dlrm", GIB), PodOptions(workers=1))
     (env,) = container(yaml.safe_load(text)).pop("env")
     assert env == {"name": "EMBEDSERVE_WORKERS", "value": "1"}
     assert "#   requests cpu 2\n#   requests memory 2024Mi\n#   limits memory " in text
 
 
-def test_kustomize_takes_the_patch_of_a_published_version(store: Path) -> None:
+def test_kustomize_accepts_the_patch_of_a_published_version(store: Path) -> None:
     done = run(store, "shop", "--kubernetes", "--workers", "3")
     assert done.exit_code == 0, done.stderr
     deployment = rendered(patch=done.stdout, component="")
@@ -298,7 +299,7 @@ def test_kustomize_takes_the_patch_of_a_published_version(store: Path) -> None:
     assert container(deployment)["readinessProbe"]["httpGet"]["path"] == "/health/ready"
 
 
-def test_tables_have_room_in_the_cache_before_they_are_published(tmp_path: Path) -> None:
+def test_cache_is_sized_for_tables_that_are_not_published_yet(tmp_path: Path) -> None:
     """Covers tables for a store behind a URL, which the description does not name."""
     size = "num_embeddings: 200000000, embedding_dim: 64"
     table = f"{{name: t, {size}, feature_names: [t], pooling: sum}}"
@@ -316,14 +317,14 @@ def test_tables_have_room_in_the_cache_before_they_are_published(tmp_path: Path)
     assert memory(made)[0] - memory(mounted)[0] > 47 * GIB  # two versions, because it is followed
 
 
-def test_gpus_may_have_a_store_behind_a_url() -> None:
+def test_pod_on_gpus_has_a_cache_for_a_remote_store() -> None:
     """Covers the component gpu, which switches off the following that s3 switches on."""
     figures = needed(replace(LARGE, is_pulled=True), gpus=8)
     assert figures["requests"]["memory"] == needed(LARGE, gpus=8)["requests"]["memory"]
     assert figures["cache"]["sizeLimit"] == 4 * 100 * GIB + CACHE_SLACK_BYTES
 
 
-def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
+def test_patch_for_unpublished_tables_equals_the_patch_for_their_bytes(tmp_path: Path) -> None:
     table = "{name: t, num_embeddings: 1000, embedding_dim: 64, feature_names: [t], pooling: sum}"
     (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
     done = run(tmp_path / "tables.yaml", "--kubernetes")
@@ -334,7 +335,7 @@ def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
     assert request == rows.mapped + PROCESS_BYTES + WORK_BYTES
 
 
-def test_vocabularies_that_are_not_published_yet(tmp_path: Path) -> None:
+def test_cache_includes_estimated_ids_of_unpublished_vocabularies(tmp_path: Path) -> None:
     """Checks the estimate: in a published version where each row has an id, ids take as many
     bytes."""
     ids = "{rule: map, vocabulary: ids.txt, id_type: string}"
@@ -360,7 +361,7 @@ def test_vocabularies_that_are_not_published_yet(tmp_path: Path) -> None:
         ("--store", "s3://bucket/store"),
     ],
 )
-def test_what_is_of_a_pod_needs_kubernetes(store: Path, option: tuple[str, str]) -> None:
+def test_pod_options_require_kubernetes(store: Path, option: tuple[str, str]) -> None:
     result = run(store, "shop", *option)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "--workers, --tables, --follow, --hot-percent and --store are of" in result.stderr
@@ -377,7 +378,7 @@ def test_what_is_of_a_pod_needs_kubernetes(store: Path, option: tuple[str, str])
         ),
     ],
 )
-def test_what_would_not_start_is_refused(
+def test_options_that_serve_would_reject_are_rejected(
     store: Path, options: tuple[str, ...], message: str
 ) -> None:
     result = run(store, "shop", "--kubernetes", *options)

@@ -33,7 +33,7 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
     return make_pipeline(engine, executor=executor)
 
 
-async def told(command: str, *arguments: object, **variables: str) -> tuple[int, str]:
+async def run_command(command: str, *arguments: object, **variables: str) -> tuple[int, str]:
     """Runs a command; returns (exit status, output)."""
     run = CliRunner().invoke
     words = [command, *map(str, arguments)]
@@ -41,27 +41,29 @@ async def told(command: str, *arguments: object, **variables: str) -> tuple[int,
     return done.exit_code, done.output
 
 
-def ask(client: ServerClient) -> bytes:
+def request_metrics(client: ServerClient) -> bytes:
     return client.request("/metrics", timeout_s=60, bytes_max=BYTES_MAX)
 
 
-async def test_a_server_is_named_in_each_form(pipeline: RequestPipeline, tmp_path: Path) -> None:
+async def test_server_address_is_accepted_in_every_format(
+    pipeline: RequestPipeline, tmp_path: Path
+) -> None:
     path = tmp_path / "http.sock"
     async with serving(pipeline, unix=[str(path)]) as live:
         at = f"127.0.0.1:{live.http_port}"
         for url in (at, f"http://{at}", f"HTTP://{at}/", f"unix:{path}", f"unix://{path}"):
             # The command ignores the proxy that the environment names.
-            status, said = await told("shadow", url, http_proxy="http://127.0.0.1:1")
-            assert (status, said) == (0, f"{url}: {NO_SHADOW} (embedserve alias … --shadow)\n")
+            status, output = await run_command("shadow", url, http_proxy="http://127.0.0.1:1")
+            assert (status, output) == (0, f"{url}: {NO_SHADOW} (embedserve alias … --shadow)\n")
         wrong = f"http://{at}/below"
-        status, said = await told("admin", wrong, "reload")
+        status, output = await run_command("admin", wrong, "reload")
     assert status == 1
-    assert f"{wrong}: /admin/reload: answered 404: POST /below/admin/reload: Not Found" in said
-    assert "ask the port of --management-port" in said
-    assert "; without one, a server accepts this only with --tokens" in said
+    assert f"{wrong}: /admin/reload: answered 404: POST /below/admin/reload: Not Found" in output
+    assert "ask the port of --management-port" in output
+    assert "; without one, a server accepts this only with --tokens" in output
 
 
-def test_a_unix_socket_is_named_as_the_clients_do() -> None:
+def test_unix_socket_prefix_equals_the_clients_prefix() -> None:
     assert running_server.UNIX == addresses.UNIX
 
 
@@ -72,20 +74,20 @@ def test_a_unix_socket_is_named_as_the_clients_do() -> None:
         *("http://host/?a=b", "http://host/#a", "unix://host/path", "http://[::1"),
     ],
 )
-def test_what_is_no_address_is_said(url: str) -> None:
+def test_invalid_address_is_rejected(url: str) -> None:
     done = CliRunner().invoke(app, ["shadow", url])
     assert done.exit_code == 1
     assert f"embedserve: url is {url!r}, expected such as http://localhost:8000" in done.output
 
 
-def test_a_password_is_not_repeated() -> None:
+def test_password_in_the_address_is_not_printed() -> None:
     done = CliRunner().invoke(app, ["shadow", "http://me:secret@host"])
     assert done.exit_code == 1
     assert "url contains a user name" in done.output
     assert "secret" not in done.output
 
 
-async def test_over_tls_each_side_is_shown_who_the_other_is(
+async def test_tls_authenticates_server_and_client(
     pipeline: RequestPipeline, tmp_path: Path
 ) -> None:
     authority = Authority()
@@ -99,8 +101,8 @@ async def test_over_tls_each_side_is_shown_who_the_other_is(
     async with our_server(pipeline, certificates) as server:
         url = f"https://localhost:{server.port}"
         for shown in (("--cert", client, "--key", client_key), ("--cert", both)):
-            status, said = await told("shadow", url, *trusting, *shown)
-            assert (status, NO_SHADOW in said) == (0, True), said
+            status, output = await run_command("shadow", url, *trusting, *shown)
+            assert (status, NO_SHADOW in output) == (0, True), output
         wrong: dict[tuple[object, ...], str] = {
             (): "its certificate is not trusted: ",
             trusting: f"{url}: /metrics: it requires a client certificate",
@@ -110,16 +112,16 @@ async def test_over_tls_each_side_is_shown_who_the_other_is(
             ("--ca", tmp_path / "none"): f"No such file or directory: '{tmp_path / 'none'}'",
         }
         for options, why in wrong.items():
-            status, said = await told("shadow", url, *options)
-            assert (status, why in said, len(said.splitlines())) == (1, True, 1), said
+            status, output = await run_command("shadow", url, *options)
+            assert (status, why in output, len(output.splitlines())) == (1, True, 1), output
         plain = url.replace("https", "http")
-        status, said = await told("shadow", plain)
-        assert (status, "this port takes TLS only: use https://" in said) == (1, True)
-    status, said = await told("shadow", plain, *trusting)
-    assert (status, "without TLS: --ca, --cert and --key are of https://" in said) == (1, True)
+        status, output = await run_command("shadow", plain)
+        assert (status, "this port takes TLS only: use https://" in output) == (1, True)
+    status, output = await run_command("shadow", plain, *trusting)
+    assert (status, "without TLS: --ca, --cert and --key are of https://" in output) == (1, True)
 
 
-async def test_a_token_comes_from_a_file_or_a_variable(
+async def test_token_is_read_from_a_file_or_a_variable(
     engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     token, sha256 = new_token()
@@ -129,16 +131,17 @@ async def test_a_token_comes_from_a_file_or_a_variable(
     pipeline = make_pipeline(engine, executor=executor, authenticator=Authenticator(str(tokens)))
     async with our_server(pipeline) as server:
         url = f"127.0.0.1:{server.port}"
-        assert (await told("shadow", url, "--token-file", file))[0] == 0
-        assert (await told("shadow", url, **{TOKEN_VARIABLE: token}))[0] == 0
+        assert (await run_command("shadow", url, "--token-file", file))[0] == 0
+        assert (await run_command("shadow", url, **{TOKEN_VARIABLE: token}))[0] == 0
         # The file has precedence over the variable.
-        assert (await told("shadow", url, "--token-file", file, **{TOKEN_VARIABLE: "x"}))[0] == 0
+        from_file = ("--token-file", file)
+        assert (await run_command("shadow", url, *from_file, **{TOKEN_VARIABLE: "x"}))[0] == 0
         for wrong in ("", new_token()[0]):
-            status, said = await told("shadow", url, **{TOKEN_VARIABLE: wrong})
+            status, output = await run_command("shadow", url, **{TOKEN_VARIABLE: wrong})
             assert status == 1
-            assert "/metrics: answered 401: " in said
-            assert "(--token-file, or the variable EMBEDSERVE_TOKEN)" in said
-            assert not wrong or wrong not in said
+            assert "/metrics: answered 401: " in output
+            assert "(--token-file, or the variable EMBEDSERVE_TOKEN)" in output
+            assert not wrong or wrong not in output
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,9 @@ async def test_a_token_comes_from_a_file_or_a_variable(
         b"s" * TOKEN_BYTES_MAX + b"ecret",
     ],
 )
-def test_what_is_no_token_is_refused_and_not_repeated(found: bytes, tmp_path: Path) -> None:
+def test_invalid_token_file_is_rejected_without_printing_the_token(
+    found: bytes, tmp_path: Path
+) -> None:
     file = tmp_path / "token"
     file.write_bytes(found)
     done = CliRunner().invoke(app, ["shadow", "localhost:1", "--token-file", str(file)])
@@ -161,19 +166,19 @@ def test_what_is_no_token_is_refused_and_not_repeated(found: bytes, tmp_path: Pa
     assert "secret" not in done.output
 
 
-def test_a_server_shows_no_token_of_its_own() -> None:
+def test_repr_of_server_client_hides_the_token() -> None:
     assert "secret" not in repr(ServerClient("localhost", token="secret"))
 
 
 def test_a_redirect_is_not_followed() -> None:
-    asked: list[BaseHTTPRequestHandler] = []
+    received: list[BaseHTTPRequestHandler] = []
     with (
-        answering(asked.append) as elsewhere,
+        answering(received.append) as elsewhere,
         answering(page("", 302, Location=elsewhere)) as url,
         pytest.raises(ConnectionError, match=r"/metrics: answered 302$"),
     ):
-        ask(ServerClient(url, token="secret"))
-    assert asked == []
+        request_metrics(ServerClient(url, token="secret"))
+    assert received == []
 
 
 @pytest.mark.parametrize(
@@ -186,14 +191,16 @@ def test_a_redirect_is_not_followed() -> None:
         (lambda handler: handler.wfile.write(b"220 smtp\r\n\r\n"), "220 smtp"),
     ],
 )
-def test_what_a_stranger_answers_is_one_line(answer: Answer, message: str) -> None:
+def test_unexpected_response_is_reported_as_one_printable_line(
+    answer: Answer, message: str
+) -> None:
     with answering(answer) as url, pytest.raises(ConnectionError, match=message) as caught:
-        ask(ServerClient(url))
+        request_metrics(ServerClient(url))
     assert str(caught.value).isprintable()
     assert str(caught.value).startswith(f"{url}: /metrics: ")
 
 
-def test_what_is_of_a_server_needs_one() -> None:
+def test_connection_options_require_from_metrics() -> None:
     done = CliRunner().invoke(app, ["plan", "store", "shop", "--ca", "root.pem"])
     assert done.exit_code == 1
     assert "--ca, --cert, --key and --token-file are of --from-metrics" in done.output

@@ -42,18 +42,18 @@ def serve(secrets: Path) -> tuple[str | Path, ...]:
     return "serve", secrets / "store", *ANY_PORTS, "--deltas", "follow", *given
 
 
-def test_whole_secrets_are_accepted(secrets: Path) -> None:
+def test_complete_secrets_are_accepted(secrets: Path) -> None:
     check_one_line(embedserve(*serve(secrets)), "no model in this store")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_missing_secret_is_named(secrets: Path, name: str) -> None:
+def test_missing_secret_file_is_named(secrets: Path, name: str) -> None:
     (secrets / name).unlink()
     check_one_line(embedserve(*serve(secrets)), str(secrets / name), "No such file or directory")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_half_written_secret_is_named_and_not_shown(secrets: Path, name: str) -> None:
+def test_truncated_secret_file_is_named_and_not_printed(secrets: Path, name: str) -> None:
     path = secrets / name
     text = path.read_text()
     path.write_text(text[: len(text) // 2])

@@ -11,10 +11,10 @@ from embedserve.commands.running_server import ServerClient
 
 
 @pytest.mark.parametrize(
-    ("failed", "said"), [(0, "0 failed, "), (3, "3 failed (the server's log says why), ")]
+    ("failed", "message"), [(0, "0 failed, "), (3, "3 failed (the server's log says why), ")]
 )
-def test_it_says_where_to_read_why_batches_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: int, said: str
+def test_failed_batches_point_to_the_server_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: int, message: str
 ) -> None:
     labels = {"model": "m", "alias": "canary", "version": "2", "against": "1"}
     samples = [
@@ -24,6 +24,6 @@ def test_it_says_where_to_read_why_batches_failed(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(shadow, "read_samples", lambda *_: samples)
     shadow.show_shadows(ServerClient("http://localhost"))
-    assert f"m@canary version 2 against 1: 1 batches compared, 0 skipped, {said}" in " ".join(
+    assert f"m@canary version 2 against 1: 1 batches compared, 0 skipped, {message}" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -62,7 +62,7 @@ def memory(container: dict[str, Any]) -> tuple[int, int]:
     return int(request[:-2]) * MIB, int(limit[:-2]) * MIB
 
 
-def test_a_shard_has_memory_for_the_versions_that_it_holds() -> None:
+def test_following_shard_has_memory_for_two_versions() -> None:
     for container in containers(shard_manifests(2, LARGE, PodOptions())):
         request, limit = memory(container)
         assert request == 200 * GIB + PROCESS_BYTES + WORK_BYTES
@@ -70,13 +70,13 @@ def test_a_shard_has_memory_for_the_versions_that_it_holds() -> None:
         assert most <= limit < most + MIB
 
 
-def test_a_shard_that_does_not_follow_holds_one_version() -> None:
+def test_shard_without_following_has_memory_for_one_version() -> None:
     (container, _) = containers(shard_manifests(2, LARGE, PodOptions(follow="none")))
     assert memory(container)[0] == 100 * GIB + PROCESS_BYTES + WORK_BYTES
     assert variables(container)["EMBEDSERVE_FOLLOW"] == "none"
 
 
-def test_parts_differ_in_their_number_only() -> None:
+def test_shards_differ_only_in_their_part_number() -> None:
     text = shard_manifests(3, LARGE, PodOptions(workers=4, tables="mapped"))
     for part, container in enumerate(containers(text)):
         assert variables(container) == {
@@ -90,11 +90,11 @@ def test_parts_differ_in_their_number_only() -> None:
         assert container["resources"]["requests"]["cpu"] == "4"
 
 
-def test_the_yaml_has_no_references() -> None:
+def test_manifests_contain_no_yaml_references() -> None:
     assert not any(mark in shard_manifests(2, LARGE, PodOptions()) for mark in ("&id", "*id"))
 
 
-def test_what_stands_in_a_name_ends_no_comment() -> None:
+def test_newline_in_a_model_name_does_not_end_the_comment() -> None:
     text = shard_manifests(2, replace(LARGE, name="a\nspec: {}\n# b"), PodOptions())
     plain = shard_manifests(2, LARGE, PodOptions())
     assert list(yaml.safe_load_all(text)) == list(yaml.safe_load_all(plain))
@@ -107,7 +107,7 @@ def test_routers_have_memory_for_the_ids_of_each_version() -> None:
     assert "memory, of which 9.0 GiB are ids of 3 versions" in text
 
 
-def test_routers_have_memory_and_disk_for_ids_that_are_not_published_yet(tmp_path: Path) -> None:
+def test_routers_have_memory_and_disk_for_unpublished_ids(tmp_path: Path) -> None:
     ids = "ids: {rule: map, vocabulary: ids.txt}, name"
     (tmp_path / "tables.yaml").write_text(TABLES.replace("name", ids, 1))
     options = ("--hosts", "2", "--kubernetes", "--store", "s3://bucket/store")
@@ -123,7 +123,7 @@ def test_options_that_a_shard_would_reject_are_rejected() -> None:
         shard_manifests(2, LARGE, PodOptions(workers=2, tables="resident"))
 
 
-def test_tables_that_are_not_published_yet(tables: Path) -> None:
+def test_shards_are_printed_for_unpublished_tables(tables: Path) -> None:
     done = run(tables, "--hosts", "2", "--kubernetes")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("# Made by embedserve plan --kubernetes: ")
@@ -135,7 +135,7 @@ def test_tables_that_are_not_published_yet(tables: Path) -> None:
         assert "EMBEDSERVE_MODEL" not in variables(container)
 
 
-def test_the_store_of_the_pods_may_be_remote(tables: Path) -> None:
+def test_shards_of_a_remote_store_have_disk_for_the_cache(tables: Path) -> None:
     options = ("--kubernetes", "--store", "s3://bucket/store")
     done = run(tables, "--hosts", "2", *options)
     assert done.exit_code == 0, done.stderr
@@ -144,19 +144,19 @@ def test_the_store_of_the_pods_may_be_remote(tables: Path) -> None:
         assert int(disk[:-2]) * MIB > 4 * USER_BYTES / 2 + GIB
 
 
-def test_one_host_has_a_pod_of_whole_tables(tables: Path) -> None:
+def test_one_host_prints_a_deployment_of_whole_tables(tables: Path) -> None:
     done = run(tables, "--hosts", "1", "--kubernetes")
     assert done.exit_code == 0, done.stderr
     assert yaml.safe_load(done.stdout)["kind"] == "Deployment"
 
 
-def test_there_are_no_shards_on_gpus(tables: Path) -> None:
+def test_shards_on_gpus_are_rejected(tables: Path) -> None:
     done = run(tables, "--hosts", "2", "--kubernetes", "--device-type", "cuda")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "device_type is 'cuda', but the plan has 2 parts" in done.stderr
 
 
-def test_a_published_version_names_its_model(two_rank_store: Path) -> None:
+def test_shards_of_a_published_version_name_its_model(two_rank_store: Path) -> None:
     done = run(two_rank_store, "shop", "--hosts", "2", "--kubernetes")
     assert done.exit_code == 0, done.stderr
     names = [variables(container)["EMBEDSERVE_MODEL"] for container in containers(done.stdout)]

@@ -16,7 +16,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["token", "ranker", *arguments])
 
 
-def test_days_count_from_now() -> None:
+def test_expiry_in_days_counts_from_now() -> None:
     before_s = int(time.time())
     result = run("--expires", "90d", "--models", "a,b")
     assert result.exit_code == 0, result.output
@@ -26,7 +26,7 @@ def test_days_count_from_now() -> None:
 
 
 @pytest.mark.parametrize("expires", ["2020-01-01", "0d", "2020-01-01T12:00:00+02:00"])
-def test_a_token_that_has_expired_is_refused(expires: str) -> None:
+def test_expiry_in_the_past_is_rejected(expires: str) -> None:
     result = run("--expires", expires)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"embedserve: expires is {expires!r}, expected a time in the future\n"

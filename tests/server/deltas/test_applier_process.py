@@ -25,7 +25,7 @@ WAIT_S_MAX = 60
 NICENESS_MAX = 19
 
 
-class Process:
+class ApplierProcess:
     """The applier of a store, forked from this process."""
 
     def __init__(
@@ -45,13 +45,13 @@ class Process:
         theirs.close()
         self.supervisor.settimeout(WAIT_S_MAX)
 
-    def ended(self) -> int:
+    def wait_for_exit(self) -> int:
         _, status = os.waitpid(self.pid, 0)
         self.supervisor.close()
         return os.waitstatus_to_exitcode(status)
 
 
-def until(is_true: Callable[[], object]) -> None:
+def wait_until(is_true: Callable[[], object]) -> None:
     ends_s = time.monotonic() + WAIT_S_MAX
     while not is_true():
         assert time.monotonic() < ends_s
@@ -59,52 +59,54 @@ def until(is_true: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("is_terminated", [False, True])
-def test_pushed_rows_are_applied_until_the_end(tmp_path: Path, is_terminated: bool) -> None:
+def test_deltas_are_applied_until_sigterm_or_supervisor_exit(
+    tmp_path: Path, is_terminated: bool
+) -> None:
     followed = Followed(tmp_path / "store")
     followed.push(1)
-    applier = Process(followed, tmp_path / "store")
+    applier = ApplierProcess(followed, tmp_path / "store")
     while not followed.status.read().is_ready:
         assert applier.supervisor.recv(1) == b"\n"  # a heartbeat follows the first poll
     assert followed.live.seq == 1
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, applier.pid) == min(own + NICENESS, NICENESS_MAX)
     followed.push(2)
-    until(lambda: followed.live.seq == 2)
+    wait_until(lambda: followed.live.seq == 2)
     assert followed.status.read().applied.seq <= 2
     if is_terminated:
         os.kill(applier.pid, signal.SIGTERM)
     else:
         applier.supervisor.shutdown(socket.SHUT_RDWR)
-    assert applier.ended() == (-signal.SIGTERM if is_terminated else 0)
+    assert applier.wait_for_exit() == (-signal.SIGTERM if is_terminated else 0)
 
 
-def test_a_hold_outlives_the_applier(tmp_path: Path) -> None:
+def test_hold_survives_applier_restart(tmp_path: Path) -> None:
     followed = Followed(tmp_path / "store")
     for seq in (1, 2):
-        applier = Process(followed, tmp_path / "store")
+        applier = ApplierProcess(followed, tmp_path / "store")
         followed.hold.set(True)
-        until(lambda: followed.state == "held")
+        wait_until(lambda: followed.state == "held")
         followed.push(seq)
-        until(lambda: followed.status.read().wanted_seq == seq)  # noqa: B023
+        wait_until(lambda: followed.status.read().wanted_seq == seq)  # noqa: B023
         os.kill(applier.pid, signal.SIGKILL)
-        assert applier.ended() == -signal.SIGKILL
+        assert applier.wait_for_exit() == -signal.SIGKILL
         followed.status.stall("it was killed")
         assert followed.live.seq == 0
-    applier = Process(followed, tmp_path / "store")
-    until(lambda: followed.state == "held")
+    applier = ApplierProcess(followed, tmp_path / "store")
+    wait_until(lambda: followed.state == "held")
     followed.hold.set(False)
-    until(lambda: followed.live.seq == 2)
+    wait_until(lambda: followed.live.seq == 2)
     os.kill(applier.pid, signal.SIGKILL)
-    applier.ended()
+    applier.wait_for_exit()
 
 
-def test_an_applier_that_waits_sends_heartbeats(tmp_path: Path) -> None:
+def test_idle_applier_sends_heartbeats(tmp_path: Path) -> None:
     followed = Followed(tmp_path / "store")
-    applier = Process(followed, tmp_path / "store", poll_s=3600.0)
+    applier = ApplierProcess(followed, tmp_path / "store", poll_s=3600.0)
     beats = [applier.supervisor.recv(1) for _ in range(4)]
     assert beats == [b"\n"] * 4
     os.kill(applier.pid, signal.SIGKILL)
-    applier.ended()
+    applier.wait_for_exit()
 
 
 class Clock:
@@ -116,7 +118,7 @@ class Clock:
         return self.now_s
 
 
-def test_each_file_is_a_heartbeat_but_one_in_a_second_suffices(
+def test_heartbeats_of_file_reads_are_limited_to_one_per_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed = Followed(tmp_path / "store")
@@ -137,7 +139,7 @@ def test_each_file_is_a_heartbeat_but_one_in_a_second_suffices(
             assert not ready or ours.recv(64) == b"\n"
 
 
-def test_a_supervisor_that_reads_no_heartbeats_stops_nothing() -> None:
+def test_heartbeats_do_not_block_or_fail_if_unread() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         heartbeat = Heartbeat(theirs)

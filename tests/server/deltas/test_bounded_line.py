@@ -48,7 +48,7 @@ def test_no_delta_after_the_bound_is_applied(followed: Followed) -> None:
 
 
 @pytest.mark.parametrize("target", [0, 2])
-def test_rows_go_back_from_memory(
+def test_lowered_bound_reverts_rows_from_memory(
     followed: Followed,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -71,7 +71,7 @@ def test_rows_go_back_from_memory(
     assert (followed.live.seq, followed.changed()) == (4, rows_at(4))
 
 
-def test_rows_go_back_from_the_store(followed: Followed) -> None:
+def test_lowered_bound_reverts_rows_from_the_store_after_restart(followed: Followed) -> None:
     push_each(followed, 1, 4)
     followed.follower.poll_once()
     followed.follower = followed.started()  # a new applier has the newest rows only
@@ -92,7 +92,7 @@ def test_rows_go_back_from_the_store(followed: Followed) -> None:
     assert (followed.live.seq, followed.changed()) == (5, rows_at(5))
 
 
-def test_without_room_the_rows_stay_until_there_is(
+def test_revert_without_memory_keeps_rows_and_is_retried(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push_each(followed, 1, 3)
@@ -112,7 +112,7 @@ def test_without_room_the_rows_stay_until_there_is(
     assert (followed.state, followed.changed()) == ("following", rows_at(1))
 
 
-def test_an_undo_after_the_bound_is_not_followed(followed: Followed) -> None:
+def test_undo_after_the_bound_is_not_applied(followed: Followed) -> None:
     """Covers an undo that comes later, and one that was read ahead as the way past a damaged
     delta."""
     push_each(followed, 1, 3)
@@ -130,7 +130,7 @@ def test_an_undo_after_the_bound_is_not_followed(followed: Followed) -> None:
     assert (followed.live.seq, followed.changed()) == (2, rows_at(2))
 
 
-def test_an_undo_that_was_read_ahead_is_not_followed_past_the_bound(followed: Followed) -> None:
+def test_undo_read_ahead_during_a_hold_is_not_applied_past_the_bound(followed: Followed) -> None:
     push_each(followed, 1, 3)
     followed.damage(2)
     followed.follower.poll_once()
@@ -148,7 +148,7 @@ def test_an_undo_that_was_read_ahead_is_not_followed_past_the_bound(followed: Fo
     assert (followed.state, followed.live.seq) == ("following", 4)
 
 
-def test_during_a_hold_rows_do_not_go_back(followed: Followed) -> None:
+def test_rows_are_not_reverted_during_a_hold(followed: Followed) -> None:
     push_each(followed, 1, 3)
     followed.follower.poll_once()
     followed.hold.set(True)
@@ -165,7 +165,7 @@ def test_during_a_hold_rows_do_not_go_back(followed: Followed) -> None:
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
 
 
-def test_a_bound_after_the_last_delta_is_none_yet(followed: Followed) -> None:
+def test_bound_after_the_last_delta_has_no_effect(followed: Followed) -> None:
     push_each(followed, 1, 2)
     followed.last_seq = DELTA_SEQ_MAX
     followed.follower.poll_once()
@@ -175,7 +175,7 @@ def test_a_bound_after_the_last_delta_is_none_yet(followed: Followed) -> None:
     assert (now.state, now.applied.seq, now.wanted_seq) == ("following", 3, 3)
 
 
-def test_a_gap_after_the_bound_is_no_fault(
+def test_gap_after_the_bound_does_not_stall_the_line(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push_each(followed, 1, 3)
@@ -194,7 +194,7 @@ def test_a_gap_after_the_bound_is_no_fault(
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
-def test_an_applier_killed_on_the_way_back_is_continued(
+def test_revert_is_completed_after_the_applier_was_killed(
     followed: Followed, monkeypatch: pytest.MonkeyPatch, is_committed: bool
 ) -> None:
     push_each(followed, 1, 3)
@@ -220,7 +220,7 @@ def test_an_applier_killed_on_the_way_back_is_continued(
     assert (followed.live.seq, followed.changed()) == (3, rows_at(3))
 
 
-def test_a_compacted_version_goes_back_to_its_own_rows_at_most(followed: Followed) -> None:
+def test_compacted_version_is_reverted_no_further_than_its_own_rows(followed: Followed) -> None:
     push_each(followed, 1, 2)
     compact_deltas(followed.models.where, "m")
     followed.follow(Path(followed.models.where), 2)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from brokers import KINDS, PASSWORD, WAIT_S_MAX, Broker, FakeBroker, running, until
 from server.deltas.followed import Followed
-from server.deltas.test_applier_process import Process
+from server.deltas.test_applier_process import ApplierProcess
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings
@@ -32,7 +32,7 @@ TOPIC, OTHER, LATER = Topic("m", 1), Topic("n", 3), Topic("m", 7)
 PACE_S = 0.05
 
 
-class Announced(DeltaWaiter):
+class CountingWaiter(DeltaWaiter):
     """Counts the announcements by topic."""
 
     def __init__(self) -> None:
@@ -63,19 +63,19 @@ STARTED: list[Subscriber] = []
 """Subscribers of the test."""
 
 
-class Subscribed:
+class Subscription:
     """A subscriber to a broker, in this process."""
 
     def __init__(self, url: str | Path) -> None:
-        self.announced = Announced()
-        self.subscriber = Subscriber(url, self.announced, PACE_S)
+        self.waiter = CountingWaiter()
+        self.subscriber = Subscriber(url, self.waiter, PACE_S)
         self.subscriber.follow([TOPIC, OTHER])
         STARTED.append(self.subscriber)
         self.subscriber.start()
 
     @property
     def count(self) -> int:
-        return self.announced.counts[TOPIC]
+        return self.waiter.counts[TOPIC]
 
 
 @pytest.fixture(params=KINDS)
@@ -85,7 +85,9 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def short_timeouts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
     """Shortens the timeouts of unresponsive brokers. Ends the subscribers after the broker."""
     caplog.set_level(logging.INFO, "embedserve")
     monkeypatch.setattr(module, "RETRY_S", 0.05)
@@ -103,14 +105,14 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     STARTED.clear()
 
 
-PATIENT_S = 20.0
+LONG_CONNECT_S = 20.0
 
 
 @pytest.fixture
-def patient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def long_connect_timeout(short_timeouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthens the timeout, so that a subscriber keeps its one connection to a broker on a busy
     machine."""
-    set_connect_s_max(monkeypatch, PATIENT_S)
+    set_connect_s_max(monkeypatch, LONG_CONNECT_S)
 
 
 def set_connect_s_max(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -144,95 +146,95 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_connect_timeout")
 def test_each_notification_is_announced(broker: Broker) -> None:
     """Covers any seq, as the subscriber ignores the content. Notifications before the connection
     count as one."""
     publish(broker.url, TOPIC)
-    subscribed = Subscribed(broker.url)
-    until(lambda: subscribed.announced.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
-    assert subscribed.subscriber.is_connected
+    subscription = Subscription(broker.url)
+    until(lambda: subscription.waiter.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
+    assert subscription.subscriber.is_connected
     for seq in (7, 7, 3):
-        before = subscribed.count
+        before = subscription.count
         publish(broker.url, TOPIC, seq=seq)
-        until(lambda: subscribed.count > before)  # noqa: B023
-    assert subscribed.announced.counts[OTHER] == 1
+        until(lambda: subscription.count > before)  # noqa: B023
+    assert subscription.waiter.counts[OTHER] == 1
     publish(broker.url, OTHER)
-    until(lambda: subscribed.announced.counts[OTHER] > 1)
+    until(lambda: subscription.waiter.counts[OTHER] > 1)
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_broker_that_is_killed_is_connected_again(
+@pytest.mark.usefixtures("long_connect_timeout")
+def test_subscriber_reconnects_and_warns_once_per_broker_outage(
     broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks for one warning per outage, whatever the number of attempts."""
-    tries = []
+    attempts = []
 
     def open_and_count(url: ChannelUrl) -> Channel:
-        tries.append(url)
+        attempts.append(url)
         return open_channel(url)
 
     monkeypatch.setattr(module, "open_channel", open_and_count)
-    subscribed = Subscribed(broker.url)
-    for away in (1, 2):
-        until(lambda: subscribed.subscriber.is_connected)
-        until(lambda: subscribed.count >= away)  # noqa: B023
+    subscription = Subscription(broker.url)
+    for outage in (1, 2):
+        until(lambda: subscription.subscriber.is_connected)
+        until(lambda: subscription.count >= outage)  # noqa: B023
         broker.kill()
-        until(lambda: not subscribed.subscriber.is_connected)
-        enough = len(tries) + 3
-        until(lambda: len(tries) >= enough)  # noqa: B023
-        assert len(warnings(caplog)) == away
+        until(lambda: not subscription.subscriber.is_connected)
+        enough = len(attempts) + 3
+        until(lambda: len(attempts) >= enough)  # noqa: B023
+        assert len(warnings(caplog)) == outage
         broker.start()
-    until(lambda: subscribed.subscriber.is_connected and subscribed.count >= 3)
+    until(lambda: subscription.subscriber.is_connected and subscription.count >= 3)
     assert broker.address in warnings(caplog)[0]
-    before = subscribed.count
+    before = subscription.count
     publish(broker.url, TOPIC)
-    until(lambda: subscribed.count > before)
+    until(lambda: subscription.count > before)
 
 
-def test_a_broker_that_hangs_counts_as_disconnected(broker: Broker) -> None:
-    subscribed = Subscribed(broker.url)
-    until(lambda: subscribed.subscriber.is_connected)
+def test_hanging_broker_counts_as_disconnected(broker: Broker) -> None:
+    subscription = Subscription(broker.url)
+    until(lambda: subscription.subscriber.is_connected)
     broker.signal(signal.SIGSTOP)
-    until(lambda: not subscribed.subscriber.is_connected)
+    until(lambda: not subscription.subscriber.is_connected)
     broker.signal(signal.SIGCONT)
-    until(lambda: subscribed.subscriber.is_connected)
+    until(lambda: subscription.subscriber.is_connected)
 
 
-def test_a_file_with_the_url_is_read_for_each_connection(
+def test_url_file_is_read_for_each_connection(
     broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Covers changes of the password, and a file that is temporarily missing."""
     file = tmp_path / "broker.url"
-    subscribed = Subscribed(file)
+    subscription = Subscription(file)
     until(lambda: warnings(caplog))
     assert "is no URL, and no file that can be read" in warnings(caplog)[0]
     file.write_text(broker.url)
-    until(lambda: subscribed.subscriber.is_connected)
+    until(lambda: subscription.subscriber.is_connected)
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_flood_is_announced_at_a_pace(broker: Broker) -> None:
+@pytest.mark.usefixtures("long_connect_timeout")
+def test_flood_of_notifications_is_announced_at_a_limited_rate(broker: Broker) -> None:
     """Checks that one announcement in PACE_S stands for all notifications in that time."""
-    subscribed = Subscribed(broker.url)
-    until(lambda: subscribed.count)
-    begin_s, before = time.monotonic(), subscribed.count
+    subscription = Subscription(broker.url)
+    until(lambda: subscription.count)
+    begin_s, before = time.monotonic(), subscription.count
     publish(broker.url, *[TOPIC] * 3000)
-    until(lambda: subscribed.count > before)
-    announced, took_s = subscribed.count - before, time.monotonic() - begin_s
+    until(lambda: subscription.count > before)
+    announced, took_s = subscription.count - before, time.monotonic() - begin_s
     assert announced <= took_s / PACE_S + 1
-    assert subscribed.subscriber.is_connected
+    assert subscription.subscriber.is_connected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broker_that_denies_access_is_no_reason_to_stop(
+def test_denied_access_is_logged_without_the_password(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running(Broker(kind, tmp_path, has_password=True)) as broker:
-        denied = Subscribed(broker.address)
+        denied = Subscription(broker.address)
         until(lambda: warnings(caplog))
         assert not denied.subscriber.is_connected
-        allowed = Subscribed(broker.url)
+        allowed = Subscription(broker.url)
         until(lambda: allowed.subscriber.is_connected)
         publish(broker.url, TOPIC)
         until(lambda: allowed.count > 1)
@@ -262,7 +264,7 @@ BUFFERED_BYTES = 16 << 20
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_broker_that_sends_garbage_is_read_within_limits(
+def test_garbage_from_the_broker_is_read_within_limits(
     kind: str, garbage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the subscriber closes the connection, and connects again later."""
@@ -271,21 +273,19 @@ def test_a_broker_that_sends_garbage_is_read_within_limits(
         set_connect_s_max(monkeypatch, 0.3)  # only this ends it
     fake = FakeBroker(*parts, is_endless=len(parts) > 1)
     try:
-        subscribed = Subscribed(f"{kind}://127.0.0.1:{fake.port}")
+        subscription = Subscription(f"{kind}://127.0.0.1:{fake.port}")
         until(lambda: fake.connections >= 3)
-        assert subscribed.count <= fake.connections
+        assert subscription.count <= fake.connections
         assert fake.sent_bytes_max < BUFFERED_BYTES
     finally:
         fake.close()
     assert [one for one in warnings(caplog) if "found by polling" not in one] == []
 
 
-def test_a_pushed_delta_is_applied_long_before_the_next_poll(
-    broker: Broker, tmp_path: Path
-) -> None:
+def test_notified_delta_is_applied_before_the_next_poll(broker: Broker, tmp_path: Path) -> None:
     """Polls are an hour apart, so the test waits for the connection before it pushes."""
     followed = Followed(tmp_path / "store")
-    applier = Process(followed, tmp_path / "store", poll_s=3600.0, notify=broker.url)
+    applier = ApplierProcess(followed, tmp_path / "store", poll_s=3600.0, notify=broker.url)
     try:
         until(lambda: followed.notify.is_set)
         with DeltaWriter(tmp_path / "store", model="m", notify=broker.url) as writer:
@@ -299,16 +299,16 @@ def test_a_pushed_delta_is_applied_long_before_the_next_poll(
             until(lambda: followed.live.seq == 3)
     finally:
         os.kill(applier.pid, signal.SIGKILL)
-        applier.ended()
+        applier.wait_for_exit()
 
 
-def test_pushes_are_found_by_polling_while_the_broker_is_killed_and_floods(
+def test_polling_finds_all_deltas_while_the_broker_is_killed_and_floods(
     broker: Broker, tmp_path: Path
 ) -> None:
     """Covers forged seqs, and kill -9 of the broker during pushes: every delta is applied, in
     order."""
     followed = Followed(tmp_path / "store")
-    applier = Process(followed, tmp_path / "store", poll_s=0.05, notify=broker.url)
+    applier = ApplierProcess(followed, tmp_path / "store", poll_s=0.05, notify=broker.url)
     is_over = threading.Event()
 
     def flood() -> None:
@@ -331,7 +331,7 @@ def test_pushes_are_found_by_polling_while_the_broker_is_killed_and_floods(
         is_over.set()
         thread.join()
         os.kill(applier.pid, signal.SIGKILL)
-        applier.ended()
+        applier.wait_for_exit()
 
 
 @pytest.mark.parametrize(
@@ -341,26 +341,26 @@ def test_pushes_are_found_by_polling_while_the_broker_is_killed_and_floods(
         ("/no/such/file", "delta notify /no/such/file: is no URL, and no file"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(notify: str, reason: str) -> None:
+def test_invalid_delta_notify_setting_is_rejected(notify: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         check_settings(ServeSettings(store="store", deltas="follow", delta_notify=notify))
     assert "secret" not in str(caught.value)
     check_settings(ServeSettings(store="store", delta_notify=notify))  # unused without deltas
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_line_that_is_followed_later_is_announced(broker: Broker) -> None:
+@pytest.mark.usefixtures("long_connect_timeout")
+def test_line_followed_after_connecting_is_announced(broker: Broker) -> None:
     """Covers a server that switches to a version that begins a line of its own."""
-    subscribed = Subscribed(broker.url)
-    until(lambda: subscribed.count)
+    subscription = Subscription(broker.url)
+    until(lambda: subscription.count)
     publish(broker.url, LATER)
-    subscribed.subscriber.follow([LATER])
-    until(lambda: subscribed.announced.counts[LATER] == 1)  # deltas may have come before
+    subscription.subscriber.follow([LATER])
+    until(lambda: subscription.waiter.counts[LATER] == 1)  # deltas may have come before
     publish(broker.url, LATER, seq=2)
-    until(lambda: subscribed.announced.counts[LATER] == 2)
+    until(lambda: subscription.waiter.counts[LATER] == 2)
 
 
-def test_a_waiter_ends_early_and_forgets_what_was_taken() -> None:
+def test_announcement_ends_the_wait_and_taken_topics_are_cleared() -> None:
     waiter = DeltaWaiter()
     assert not waiter.wait(0)
     waiter.announce([TOPIC])

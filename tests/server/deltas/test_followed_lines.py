@@ -35,7 +35,7 @@ from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.errors import StoreError
 
 
-class Moving:
+class DeltaRollout:
     """A store whose version 1 is served, and the versions that are prepared beside it."""
 
     def __init__(self, folder: Path) -> None:
@@ -94,236 +94,238 @@ class Moving:
         reader.end(view)
         return [float(value) for value in rows]
 
-    def until_looked(self) -> None:
+    def poll_repeatedly(self) -> None:
         for _ in range(10):
             self.lines.poll_due()
 
 
 @pytest.fixture
-def moving(tmp_path: Path) -> Iterator[Moving]:
-    made = Moving(tmp_path)
+def rollout(tmp_path: Path) -> Iterator[DeltaRollout]:
+    made = DeltaRollout(tmp_path)
     yield made
     made.training.writer.close()
 
 
-def test_a_compacted_version_gets_what_came_after_it(moving: Moving) -> None:
-    moving.training.push(1, 2, value=3.0)
-    compact_deltas(moving.store, "m")
-    moving.training.push(2, value=4.0)
-    moving.until_looked()
-    two = moving.prepare(2)
-    assert moving.seqs() == [2, 1]
-    moving.until_looked()
-    assert moving.seqs() == [2, 2]
-    assert moving.values(1) == moving.values(2)
-    assert moving.values(2)[1:3] == [3.0, 4.0]
-    assert not moving.lines.mark_caught_up()  # not all workers have prepared it
-    moving.switch(two)
-    assert moving.lines.mark_caught_up()
-    assert moving.models[2].caught_up.is_set
-    assert not moving.lines.mark_caught_up()  # only once
+def test_compacted_version_catches_up_with_later_deltas(rollout: DeltaRollout) -> None:
+    rollout.training.push(1, 2, value=3.0)
+    compact_deltas(rollout.store, "m")
+    rollout.training.push(2, value=4.0)
+    rollout.poll_repeatedly()
+    two = rollout.prepare(2)
+    assert rollout.seqs() == [2, 1]
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [2, 2]
+    assert rollout.values(1) == rollout.values(2)
+    assert rollout.values(2)[1:3] == [3.0, 4.0]
+    assert not rollout.lines.mark_caught_up()  # not all workers have prepared it
+    rollout.switch(two)
+    assert rollout.lines.mark_caught_up()
+    assert rollout.models[2].caught_up.is_set
+    assert not rollout.lines.mark_caught_up()  # only once
 
 
-def test_the_served_version_is_never_ahead_of_one_that_may_serve(
-    moving: Moving, monkeypatch: pytest.MonkeyPatch
+def test_served_version_never_overtakes_a_caught_up_next_version(
+    rollout: DeltaRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moving.training.push(1)
-    compact_deltas(moving.store, "m")
-    two = moving.prepare(2)
-    moving.until_looked()
-    moving.switch(two)
-    assert moving.lines.mark_caught_up()
-    look, seen = DeltaFollower.poll_once, []
+    rollout.training.push(1)
+    compact_deltas(rollout.store, "m")
+    two = rollout.prepare(2)
+    rollout.poll_repeatedly()
+    rollout.switch(two)
+    assert rollout.lines.mark_caught_up()
+    poll_once, seen_seqs = DeltaFollower.poll_once, []
 
-    def looked(follower: DeltaFollower) -> bool:
-        has_more = look(follower)
-        seen.append(moving.seqs())
+    def recording_poll(follower: DeltaFollower) -> bool:
+        has_more = poll_once(follower)
+        seen_seqs.append(rollout.seqs())
         return has_more
 
-    monkeypatch.setattr(DeltaFollower, "poll_once", looked)
+    monkeypatch.setattr(DeltaFollower, "poll_once", recording_poll)
     for value in range(5):
-        moving.training.push(1, value=float(value))
-        moving.lines.poll_due()
-    moving.until_looked()
-    assert moving.seqs() == [6, 6]
-    assert all(one <= two for one, two in seen)
-    assert any(one < two for one, two in seen)
+        rollout.training.push(1, value=float(value))
+        rollout.lines.poll_due()
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [6, 6]
+    assert all(one <= two for one, two in seen_seqs)
+    assert any(one < two for one, two in seen_seqs)
     # An applier that restarts keeps to that order.
-    moving.lines = moving.started()
-    moving.switch(two)
-    moving.training.push(1)
-    seen.clear()
-    moving.until_looked()
-    assert moving.seqs() == [7, 7]
-    assert seen[0] == [6, 6]
+    rollout.lines = rollout.started()
+    rollout.switch(two)
+    rollout.training.push(1)
+    seen_seqs.clear()
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [7, 7]
+    assert seen_seqs[0] == [6, 6]
     # Once the version serves, the line continues with it alone.
-    moving.lines.follow([replace(two, is_next=False)])
-    moving.training.push(1)
-    moving.until_looked()
-    assert moving.seqs() == [7, 8]
+    rollout.lines.follow([replace(two, is_next=False)])
+    rollout.training.push(1)
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [7, 8]
 
 
-def test_a_version_that_is_behind_does_not_serve(moving: Moving) -> None:
-    moving.training.push(1)
-    compact_deltas(moving.store, "m")
-    moving.training.push(2)
-    moving.until_looked()
-    repair = moving.training.damage(2)
-    moving.switch(moving.prepare(2))
-    moving.until_looked()
-    assert not moving.lines.mark_caught_up()
-    assert moving.models[2].status.read().state == "stalled"
-    moving.training.push(3)
-    moving.until_looked()
-    assert moving.seqs() == [3, 1]  # the served version continues
+def test_next_version_that_is_behind_is_not_marked_caught_up(rollout: DeltaRollout) -> None:
+    rollout.training.push(1)
+    compact_deltas(rollout.store, "m")
+    rollout.training.push(2)
+    rollout.poll_repeatedly()
+    repair = rollout.training.damage(2)
+    rollout.switch(rollout.prepare(2))
+    rollout.poll_repeatedly()
+    assert not rollout.lines.mark_caught_up()
+    assert rollout.models[2].status.read().state == "stalled"
+    rollout.training.push(3)
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [3, 1]  # the served version continues
     repair()
-    moving.lines.follow([moving.served])
-    moving.switch(moving.prepare(2))
-    moving.until_looked()
-    assert moving.lines.mark_caught_up()
-    assert moving.seqs() == [3, 3]
+    rollout.lines.follow([rollout.served])
+    rollout.switch(rollout.prepare(2))
+    rollout.poll_repeatedly()
+    assert rollout.lines.mark_caught_up()
+    assert rollout.seqs() == [3, 3]
 
 
-def test_a_version_past_the_damage_may_serve(moving: Moving) -> None:
-    moving.training.push(1)
-    moving.training.push(2)
-    compact_deltas(moving.store, "m")
-    moving.training.damage(2)
-    moving.until_looked()
-    assert moving.seqs() == [1]
-    moving.switch(moving.prepare(2))
-    moving.until_looked()
-    assert moving.lines.mark_caught_up()
-    assert moving.seqs() == [1, 2]
+def test_version_compacted_past_a_damaged_delta_is_caught_up(rollout: DeltaRollout) -> None:
+    rollout.training.push(1)
+    rollout.training.push(2)
+    compact_deltas(rollout.store, "m")
+    rollout.training.damage(2)
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [1]
+    rollout.switch(rollout.prepare(2))
+    rollout.poll_repeatedly()
+    assert rollout.lines.mark_caught_up()
+    assert rollout.seqs() == [1, 2]
 
 
-def test_of_another_line_all_that_was_there_is_applied_first(moving: Moving) -> None:
-    moving.training.push(1)
-    moving.until_looked()
-    publish_anew(moving.store)
-    two = moving.prepare(2)
-    moving.switch(two)
-    assert not moving.lines.mark_caught_up()  # it has not polled
-    moving.models[1].hold.set(True)
-    moving.models[2].hold.set(True)
-    moving.until_looked()
-    assert not moving.lines.mark_caught_up()  # it is held
-    moving.models[2].hold.set(False)
-    moving.until_looked()
-    assert moving.lines.mark_caught_up()
-    assert moving.seqs() == [1, 0]
-    moving.models[1].hold.set(False)
-    moving.training.push(2)
-    moving.until_looked()
-    assert moving.seqs() == [2, 0]  # no seq of another line bounds it
+def test_version_with_its_own_line_is_caught_up_once_polled_and_not_held(
+    rollout: DeltaRollout,
+) -> None:
+    rollout.training.push(1)
+    rollout.poll_repeatedly()
+    publish_new_line(rollout.store)
+    two = rollout.prepare(2)
+    rollout.switch(two)
+    assert not rollout.lines.mark_caught_up()  # it has not polled
+    rollout.models[1].hold.set(True)
+    rollout.models[2].hold.set(True)
+    rollout.poll_repeatedly()
+    assert not rollout.lines.mark_caught_up()  # it is held
+    rollout.models[2].hold.set(False)
+    rollout.poll_repeatedly()
+    assert rollout.lines.mark_caught_up()
+    assert rollout.seqs() == [1, 0]
+    rollout.models[1].hold.set(False)
+    rollout.training.push(2)
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [2, 0]  # no seq of another line bounds it
 
 
-def test_a_hold_that_comes_with_the_switch_is_kept(moving: Moving) -> None:
-    moving.training.push(1)
-    compact_deltas(moving.store, "m")
-    two = moving.prepare(2)
-    moving.until_looked()
-    moving.models[1].hold.set(True)
-    moving.lines.follow([replace(two, is_next=False)])
-    moving.training.push(1)
-    moving.until_looked()
-    assert (moving.models[2].status.read().state, moving.seqs()) == ("held", [1, 1])
+def test_hold_set_at_the_switch_is_carried_over(rollout: DeltaRollout) -> None:
+    rollout.training.push(1)
+    compact_deltas(rollout.store, "m")
+    two = rollout.prepare(2)
+    rollout.poll_repeatedly()
+    rollout.models[1].hold.set(True)
+    rollout.lines.follow([replace(two, is_next=False)])
+    rollout.training.push(1)
+    rollout.poll_repeatedly()
+    assert (rollout.models[2].status.read().state, rollout.seqs()) == ("held", [1, 1])
 
 
-def test_a_version_stays_at_the_delta_of_its_alias_and_goes_back_to_it(moving: Moving) -> None:
+def test_version_reverts_to_and_stays_at_the_delta_of_its_alias(rollout: DeltaRollout) -> None:
     for row in (1, 2, 3):
-        moving.training.push(row, value=float(row))
-    moving.until_looked()
-    assert moving.seqs() == [3]
-    moving.served = replace(moving.served, at_seq=2)
-    moving.lines.follow([moving.served])
-    moving.until_looked()
-    assert (moving.seqs(), moving.values(1)[1:3]) == ([2], [1.0, 2.0])
-    assert moving.values(1)[3] != 3.0
-    moving.lines = moving.started()  # another applier keeps to it
-    moving.lines.follow([moving.served])
-    moving.training.push(1, value=5.0)
-    moving.until_looked()
-    assert moving.seqs() == [2]
-    moving.lines.follow([replace(moving.served, at_seq=None)])
-    moving.until_looked()
-    assert (moving.seqs(), moving.values(1)[1:4]) == ([4], [5.0, 2.0, 3.0])
+        rollout.training.push(row, value=float(row))
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [3]
+    rollout.served = replace(rollout.served, at_seq=2)
+    rollout.lines.follow([rollout.served])
+    rollout.poll_repeatedly()
+    assert (rollout.seqs(), rollout.values(1)[1:3]) == ([2], [1.0, 2.0])
+    assert rollout.values(1)[3] != 3.0
+    rollout.lines = rollout.started()  # another applier keeps to it
+    rollout.lines.follow([rollout.served])
+    rollout.training.push(1, value=5.0)
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [2]
+    rollout.lines.follow([replace(rollout.served, at_seq=None)])
+    rollout.poll_repeatedly()
+    assert (rollout.seqs(), rollout.values(1)[1:4]) == ([4], [5.0, 2.0, 3.0])
 
 
-def test_the_next_version_serves_at_the_delta_of_its_alias(moving: Moving) -> None:
+def test_next_version_is_caught_up_at_the_delta_of_its_alias(rollout: DeltaRollout) -> None:
     """Covers a served version with later deltas of the line: the alias names the rows to serve."""
-    moving.training.push(1)
-    compact_deltas(moving.store, "m")
-    moving.training.push(2)
-    moving.training.push(3)
-    moving.until_looked()
-    two = replace(moving.version(2, 2), is_next=True, at_seq=2)
-    moving.lines.follow([moving.served, two])
-    moving.until_looked()
-    assert moving.seqs() == [3, 2]
-    moving.switch(two)
-    assert moving.lines.mark_caught_up()
-    moving.training.push(2)
-    moving.until_looked()
-    assert moving.seqs() == [3, 2]  # the served version stays at its delta
+    rollout.training.push(1)
+    compact_deltas(rollout.store, "m")
+    rollout.training.push(2)
+    rollout.training.push(3)
+    rollout.poll_repeatedly()
+    two = replace(rollout.version(2, 2), is_next=True, at_seq=2)
+    rollout.lines.follow([rollout.served, two])
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [3, 2]
+    rollout.switch(two)
+    assert rollout.lines.mark_caught_up()
+    rollout.training.push(2)
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [3, 2]  # the served version stays at its delta
 
 
-def publish_anew(store: Path) -> None:
+def publish_new_line(store: Path) -> None:
     """Publishes version 2, which begins a line of its own."""
     config = EmbeddingBagConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f"])
     ebc = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
     assert publish(ebc, store, model="m", dtype="float32").version == 2
 
 
-def test_a_version_whose_memory_is_gone_is_not_followed(
-    moving: Moving, caplog: pytest.LogCaptureFixture
+def test_version_whose_memory_was_released_is_not_followed(
+    rollout: DeltaRollout, caplog: pytest.LogCaptureFixture
 ) -> None:
-    moving.training.push(1)
-    compact_deltas(moving.store, "m")
-    gone = replace(moving.served, path=str(moving.store / "m/2"), generation=9, is_next=True)
-    moving.lines.follow([moving.served, gone])
-    moving.until_looked()
+    rollout.training.push(1)
+    compact_deltas(rollout.store, "m")
+    released = replace(rollout.served, path=str(rollout.store / "m/2"), generation=9, is_next=True)
+    rollout.lines.follow([rollout.served, released])
+    rollout.poll_repeatedly()
     (message,) = caplog.messages
     assert "m: is not followed: " in message
     assert "is not the memory of rollout 9 any more" in message
-    assert moving.seqs() == [1]
-    moving.prepare(2)
-    moving.until_looked()
-    assert moving.seqs() == [1, 1]
+    assert rollout.seqs() == [1]
+    rollout.prepare(2)
+    rollout.poll_repeatedly()
+    assert rollout.seqs() == [1, 1]
 
 
-def test_messages_are_read_as_they_were_written(moving: Moving) -> None:
-    versions = [moving.served, replace(moving.served, generation=2, is_next=True)]
+def test_version_list_round_trips_through_bytes(rollout: DeltaRollout) -> None:
+    versions = [rollout.served, replace(rollout.served, generation=2, is_next=True)]
     assert from_bytes(to_bytes(versions)) == versions
 
 
-def test_a_version_without_room_is_named(tmp_path: Path) -> None:
+def test_version_that_exceeds_memory_is_named_in_the_error(tmp_path: Path) -> None:
     training = Followed(tmp_path / "store")
     settings = ServeSettings(str(tmp_path), deltas="follow", delta_memory=1 << 20)
     version = training.models.load("m")
     needed = (1 << 20) + 4 * ROWS
     check_room(settings, version, needed)
-    said = rf"m/1: its changed rows may take {needed} bytes .* and {needed - 1} bytes of memory"
-    with pytest.raises(StoreError, match=said):
+    expected = rf"m/1: its changed rows may take {needed} bytes .* and {needed - 1} bytes of memory"
+    with pytest.raises(StoreError, match=expected):
         check_room(settings, version, needed - 1)
 
 
-def test_notifications_hurry_the_lines_that_they_name(moving: Moving) -> None:
-    moving.until_looked()
-    assert moving.lines.topics() == {Topic("m", 1)}
-    (one,) = moving.lines._followed.values()
+def test_notifications_hasten_polls_of_the_named_lines_only(rollout: DeltaRollout) -> None:
+    rollout.poll_repeatedly()
+    assert rollout.lines.topics() == {Topic("m", 1)}
+    (one,) = rollout.lines._followed.values()
     one.schedule.due_s = later = time.monotonic() + 3600
-    moving.lines.hurry({Topic("m", 2), Topic("n", 1)})
+    rollout.lines.hurry({Topic("m", 2), Topic("n", 1)})
     assert one.schedule.due_s == later
-    moving.lines.hurry({Topic("m", 1)})
+    rollout.lines.hurry({Topic("m", 1)})
     assert one.schedule.due_s < later
 
 
-def test_workers_are_told_of_the_broker(moving: Moving) -> None:
-    (one,) = moving.lines._followed.values()
-    moving.lines.set_notified(True)
+def test_broker_connection_state_is_shared_with_workers(rollout: DeltaRollout) -> None:
+    (one,) = rollout.lines._followed.values()
+    rollout.lines.set_notified(True)
     assert one.model.notify is None  # without the setting
     one.model = replace(one.model, notify=SharedFlag())
     for is_connected in (True, False):
-        moving.lines.set_notified(is_connected)
+        rollout.lines.set_notified(is_connected)
         assert one.model.describe()["notify"] == ("connected" if is_connected else "disconnected")

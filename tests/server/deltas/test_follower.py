@@ -24,7 +24,7 @@ def followed(tmp_path: Path) -> Followed:
     return Followed(tmp_path / "store")
 
 
-def test_waiting_deltas_are_applied_in_one_step_and_later_rows_win(followed: Followed) -> None:
+def test_pending_deltas_are_applied_in_one_step_and_the_last_row_wins(followed: Followed) -> None:
     assert not followed.status.read().is_ready
     followed.push(3, 5, value=1)
     followed.push(5, 7, value=2)
@@ -39,7 +39,7 @@ def test_waiting_deltas_are_applied_in_one_step_and_later_rows_win(followed: Fol
     assert now.applied.as_of > 0
 
 
-def test_a_line_without_deltas_is_followed(followed: Followed) -> None:
+def test_line_without_deltas_is_followed(followed: Followed) -> None:
     assert not followed.follower.poll_once()
     assert (followed.state, followed.status.read().is_ready) == ("following", True)
     followed.push(1)
@@ -47,7 +47,7 @@ def test_a_line_without_deltas_is_followed(followed: Followed) -> None:
     assert followed.live.seq == 1
 
 
-def test_steps_are_bounded(followed: Followed) -> None:
+def test_bytes_per_step_are_bounded(followed: Followed) -> None:
     for row in (1, 2, 3):
         followed.push(row)
     followed.follower._step_bytes = 1
@@ -60,7 +60,7 @@ def test_steps_are_bounded(followed: Followed) -> None:
     assert (followed.state, followed.rows.steps) == ("following", [1, 2, 3])
 
 
-def test_a_step_has_a_bounded_number_of_deltas(
+def test_number_of_deltas_per_step_is_bounded(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against missing heartbeats, when a server that is 100,000 small deltas behind merges
@@ -76,7 +76,7 @@ def test_a_step_has_a_bounded_number_of_deltas(
     assert followed.rows.steps == [2, 4, 5]
 
 
-def test_a_damaged_delta_stalls_and_is_logged_once(
+def test_damaged_delta_stalls_the_line_and_is_logged_once(
     followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
     for row in (1, 2, 3):
@@ -105,7 +105,7 @@ def test_a_damaged_delta_stalls_and_is_logged_once(
         (lambda data: data["files"][0].update(rows={"t": 99}), "99 rows, the table has 20"),
     ],
 )
-def test_a_bad_manifest_stalls(
+def test_invalid_manifest_stalls_the_line(
     followed: Followed, change: Callable[[Any], None], reason: str
 ) -> None:
     followed.push(1)
@@ -116,7 +116,9 @@ def test_a_bad_manifest_stalls(
     assert (followed.rows.rows, followed.live.seq) == ({}, 0)
 
 
-def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gap_is_found_by_the_next_listing(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     followed.push(1)
     followed.follower.poll_once()
     followed.push(2)
@@ -137,41 +139,41 @@ def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.M
     assert (followed.state, followed.live.seq) == ("following", 3)
 
 
-def test_a_store_that_does_not_respond_stalls(
+def test_unreachable_store_stalls_the_line_until_the_next_poll(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the reason differs from that of a damaged delta, and that the follower searches
     no undo."""
-    asked = 0
+    requests = 0
 
     def after(position: object) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal requests
+        requests += 1
         raise UnreachableError("s3://b: the remote store says: no")
 
     with monkeypatch.context() as patch:
         patch.setattr(followed.line, "after", after)
         assert not followed.follower.poll_once()
     reason = "no access to the store: s3://b: the remote store says: no"
-    assert (followed.state, followed.status.read().reason, asked) == ("stalled", reason, 1)
+    assert (followed.state, followed.status.read().reason, requests) == ("stalled", reason, 1)
     followed.follower.poll_once()
     assert (followed.state, followed.status.read().reason) == ("following", "")
 
 
-def test_rows_that_cannot_be_read_now_are_read_at_a_later_look(
+def test_unreadable_rows_are_retried_at_the_next_poll(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed.push(1)
     followed.push(2)
     real = Path.open
 
-    def refuse(path: Path, *options: Any) -> Any:
+    def deny_access(path: Path, *options: Any) -> Any:
         if path.suffix == ".safetensors" and path.name.startswith(f"{2:020d}"):
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(path, *options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+        patch.setattr(Path, "open", deny_access)
         followed.follower.poll_once()
         now = followed.status.read()
         assert (now.state, now.applied.seq) == ("stalled", 1)
@@ -181,7 +183,7 @@ def test_rows_that_cannot_be_read_now_are_read_at_a_later_look(
     assert (followed.state, followed.live.seq) == ("following", 2)
 
 
-def test_deltas_before_the_one_that_has_no_room_are_applied(followed: Followed) -> None:
+def test_deltas_before_a_delta_that_exceeds_memory_are_applied(followed: Followed) -> None:
     followed.push(1, 2)
     followed.push(3, 4, 5)
     followed.rows.room = 4
@@ -194,7 +196,7 @@ def test_deltas_before_the_one_that_has_no_room_are_applied(followed: Followed) 
     assert (followed.state, followed.live.seq) == ("following", 2)
 
 
-def test_a_follower_continues_where_one_was_killed(followed: Followed) -> None:
+def test_follower_resumes_where_a_killed_follower_stopped(followed: Followed) -> None:
     """Covers a kill before the rows are visible, and one before the status reports them."""
     followed.push(1)
     followed.follower.poll_once()
@@ -210,7 +212,7 @@ def test_a_follower_continues_where_one_was_killed(followed: Followed) -> None:
         assert (followed.state, followed.rows.rows) == ("following", {3: 1})
 
 
-def test_a_delta_that_is_listed_but_not_there_is_not_waited_for(
+def test_listed_but_missing_delta_is_not_polled_again_immediately(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the poll reports that it found nothing, so that the applier does not poll again
@@ -223,7 +225,7 @@ def test_a_delta_that_is_listed_but_not_there_is_not_waited_for(
     assert followed.state == "following"
 
 
-def test_a_quiet_line_is_listed_ever_less_often(followed: Followed) -> None:
+def test_idle_line_is_listed_at_growing_intervals(followed: Followed) -> None:
     waits = []
     for _ in range(7):
         followed.follower._found_s = -1e9
@@ -235,7 +237,7 @@ def test_a_quiet_line_is_listed_ever_less_often(followed: Followed) -> None:
     assert followed.follower._list_after_s == 10
 
 
-def test_a_kill_after_the_rows_are_visible_loses_no_position(
+def test_kill_after_commit_does_not_lose_the_line_position(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the status written before the rows contains their position."""
@@ -253,7 +255,7 @@ def test_a_kill_after_the_rows_are_visible_loses_no_position(
     assert (followed.state, followed.live.seq, followed.rows.rows) == ("following", 2, {2: 1})
 
 
-def test_rows_that_the_device_cannot_serve_stop_the_line(followed: Followed) -> None:
+def test_rows_rejected_by_the_device_check_stall_the_line(followed: Followed) -> None:
     def check(changed: ChangedRows) -> None:
         if 7 in changed.numbers:
             raise StoreError("row 7 does not fit")

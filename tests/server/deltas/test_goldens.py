@@ -37,13 +37,13 @@ def push(followed: Followed, row: int, value: float, expected: float | None = No
     return followed.writer.push_rows(changes, goldens=(bags, answers))
 
 
-def test_goldens_that_are_right_are_applied(followed: Followed) -> None:
+def test_delta_with_matching_goldens_is_applied(followed: Followed) -> None:
     push(followed, 1, 1.5)
     followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, {1: 1.5})
 
 
-def test_goldens_also_see_rows_that_were_changed_before_or_never(followed: Followed) -> None:
+def test_goldens_are_compared_with_earlier_and_published_rows(followed: Followed) -> None:
     followed.push(3, value=2)
     followed.follower.poll_once()
     bags = Bags(np.array([3, 5, 3]), np.array([[1, 2]], np.int32), None)
@@ -59,7 +59,7 @@ def test_goldens_also_see_rows_that_were_changed_before_or_never(followed: Follo
     assert "goldens: 'f' (table 't'), example 1, column 0: " in followed.status.read().reason
 
 
-def test_a_delta_with_other_results_stalls_and_nothing_past_it_is_applied(
+def test_golden_mismatch_stalls_the_line_before_that_delta(
     followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
     push(followed, 1, 1)
@@ -78,14 +78,14 @@ def test_a_delta_with_other_results_stalls_and_nothing_past_it_is_applied(
     assert followed.status.read().rows_changed == 1
 
 
-def test_of_a_step_the_goldens_of_the_last_delta_count(followed: Followed) -> None:
+def test_only_goldens_of_the_last_delta_in_a_step_are_compared(followed: Followed) -> None:
     push(followed, 1, 1)
     push(followed, 1, 2)  # the first delta's goldens are of rows that this one changes
     followed.follower.poll_once()
     assert (followed.state, followed.rows.steps, followed.changed()) == ("following", [2], {1: 2})
 
 
-def test_goldens_count_for_the_size_of_a_step(followed: Followed) -> None:
+def test_goldens_count_toward_the_step_size(followed: Followed) -> None:
     for value in (1, 2, 3):
         push(followed, 1, value)
     delta, _ = followed.line.manifest(1)
@@ -96,7 +96,7 @@ def test_goldens_count_for_the_size_of_a_step(followed: Followed) -> None:
     assert followed.rows.steps == [1, 2, 3]
 
 
-def test_an_undo_is_the_way_past_it(followed: Followed) -> None:
+def test_undo_resumes_a_line_stalled_by_goldens(followed: Followed) -> None:
     push(followed, 1, 1)
     push(followed, 2, 1, expected=9)
     followed.follower.poll_once()
@@ -111,7 +111,7 @@ def test_an_undo_is_the_way_past_it(followed: Followed) -> None:
     assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 4})
 
 
-def test_refusals_take_no_memory_and_no_undo_away(followed: Followed) -> None:
+def test_rejected_deltas_use_no_memory_and_keep_undos_available(followed: Followed) -> None:
     for row in range(4):
         push(followed, row, 1)
         followed.follower.poll_once()
@@ -125,30 +125,30 @@ def test_refusals_take_no_memory_and_no_undo_away(followed: Followed) -> None:
     assert before.undo_from == 0
 
 
-def test_rows_that_are_refused_are_as_if_they_never_came(tmp_path: Path) -> None:
+def test_rejected_rows_do_not_affect_later_deltas_or_lookups(tmp_path: Path) -> None:
     """Checks that the memory of rejected rows is used again, also during a lookup."""
     version = version_of(tmp_path)
     live = LiveRows(version, 64 << 10, readers=1)
     writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
     random, state = np.random.default_rng(0), state_of(version)
 
-    def refuse(rows_of: RowsOf) -> None:
+    def reject(rows_of: RowsOf) -> None:
         raise GoldensError("refused")
 
     for seq in range(1, 30):
         view, _ = reader.begin()
         changes = random_changes(random, 8)
         with pytest.raises(GoldensError):
-            writer.apply(seq, changes, refuse)
+            writer.apply(seq, changes, reject)
         assert live.seq == seq - 1
         following = random_changes(random, 8)
         expected = changed(state, following)
 
         def compare(rows_of: RowsOf, expected: dict[str, np.ndarray] = expected) -> None:
             for spec in version.manifest.tables:
-                wanted = random.integers(0, spec.num_embeddings, 50)
-                stored = expected[spec.name][wanted].view(np.float32)[:, : spec.embedding_dim]
-                np.testing.assert_array_equal(rows_of(spec, wanted), stored)
+                sampled = random.integers(0, spec.num_embeddings, 50)
+                stored = expected[spec.name][sampled].view(np.float32)[:, : spec.embedding_dim]
+                np.testing.assert_array_equal(rows_of(spec, sampled), stored)
 
         writer.apply(seq, following, compare)
         for spec in version.manifest.tables:  # the lookup that began before reads the old rows
@@ -164,7 +164,7 @@ def test_rows_that_are_refused_are_as_if_they_never_came(tmp_path: Path) -> None
         state = expected
 
 
-def checked(seq: int, examples: int = 2, ids: int = 3, columns: int = 4) -> CheckedGoldens:
+def checked_goldens(seq: int, examples: int = 2, ids: int = 3, columns: int = 4) -> CheckedGoldens:
     random = np.random.default_rng(seq)
     goldens = DeltaGoldens(
         random.integers(0, 9, ids),
@@ -176,11 +176,16 @@ def checked(seq: int, examples: int = 2, ids: int = 3, columns: int = 4) -> Chec
     return CheckedGoldens(seq, goldens, np.abs(goldens.answers))
 
 
-def test_workers_read_what_the_applier_wrote() -> None:
+def test_shared_goldens_round_trip() -> None:
     shared = SharedGoldens()
     assert shared.read() is None
     largest = (BYTES_MAX - 12 * IDS_MAX - 4 * EXAMPLES_MAX) // 4 // EXAMPLES_MAX
-    for one in (checked(1), checked(2), checked(3, EXAMPLES_MAX, IDS_MAX, largest), checked(4)):
+    for one in (
+        checked_goldens(1),
+        checked_goldens(2),
+        checked_goldens(3, EXAMPLES_MAX, IDS_MAX, largest),
+        checked_goldens(4),
+    ):
         shared.write(one)
         found = shared.read()
         assert found is not None
@@ -192,11 +197,11 @@ def test_workers_read_what_the_applier_wrote() -> None:
     assert shared.read() is None
 
 
-def test_goldens_that_are_being_written_are_not_read() -> None:
+def test_partially_written_goldens_are_not_read() -> None:
     shared = SharedGoldens()
-    shared.write(checked(1))
+    shared.write(checked_goldens(1))
     other = SharedGoldens()
-    other.write(checked(3, examples=3))
+    other.write(checked_goldens(3, examples=3))
     for size in range(4, 100, 3):
         whole = bytes(shared._memory[:400])
         shared._memory[:size] = other._memory[:size]
@@ -207,15 +212,15 @@ def test_goldens_that_are_being_written_are_not_read() -> None:
     assert shared.read() is None
 
 
-def test_a_delta_without_goldens_leaves_none_behind(followed: Followed) -> None:
+def test_delta_without_goldens_clears_the_shared_goldens(followed: Followed) -> None:
     """Covers goldens under the same seq, from a delta that was replaced before it was committed."""
-    followed.goldens.write(checked(1))
+    followed.goldens.write(checked_goldens(1))
     followed.push(1)
     followed.follower.poll_once()
     assert (followed.live.seq, followed.goldens.read()) == (1, None)
 
 
-def test_only_the_goldens_of_the_newest_view_are_looked_up(followed: Followed) -> None:
+def test_only_goldens_of_the_newest_view_are_looked_up(followed: Followed) -> None:
     live = LiveGoldens(followed.goldens, followed._reader, followed.models.manifest("m"))
     looked_up: list[list[int]] = []
 

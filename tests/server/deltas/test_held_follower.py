@@ -46,7 +46,7 @@ def read_nothing(delta: DeltaManifest) -> None:
     raise AssertionError(f"the rows of delta {delta.seq} are read")
 
 
-def test_a_process_that_was_forked_shares_the_hold() -> None:
+def test_hold_flag_is_shared_with_forked_processes() -> None:
     hold = SharedFlag()
     assert not hold.is_set
     for is_set in (True, True, False):
@@ -57,7 +57,7 @@ def test_a_process_that_was_forked_shares_the_hold() -> None:
         assert hold.is_set == is_set
 
 
-def test_nothing_is_applied_and_what_waits_is_known(
+def test_held_line_applies_nothing_and_reports_pending_deltas(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert held.poll_once() == ("held", 1, 1)
@@ -80,7 +80,7 @@ def test_nothing_is_applied_and_what_waits_is_known(
     assert held.status.read().lag_s() == 0
 
 
-def test_the_lag_is_that_of_the_oldest_delta(held: Held) -> None:
+def test_lag_is_that_of_the_oldest_pending_delta(held: Held) -> None:
     for seq in (2, 3):
         held.push(seq)
         held.poll_once()
@@ -90,7 +90,9 @@ def test_the_lag_is_that_of_the_oldest_delta(held: Held) -> None:
     assert held.status.read().lag_s() > 0
 
 
-def test_a_step_in_progress_is_completed(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hold_lets_the_step_in_progress_complete(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held.hold.set(False)
     apply = held.rows.apply
 
@@ -106,7 +108,7 @@ def test_a_step_in_progress_is_completed(held: Held, monkeypatch: pytest.MonkeyP
     assert held.poll_once() == ("held", 3, 4)
 
 
-def test_a_hold_outlives_the_applier(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_hold_survives_applier_restart(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     held.push(2)
     held.poll_once()
     held.status.stall("the process that applies deltas was ended by SIGKILL")
@@ -120,7 +122,7 @@ def test_a_hold_outlives_the_applier(held: Held, caplog: pytest.LogCaptureFixtur
     assert held.poll_once() == ("following", 3, 3)
 
 
-def test_a_new_hold_begins_after_the_deltas_that_were_applied(held: Held) -> None:
+def test_new_hold_begins_after_the_last_applied_delta(held: Held) -> None:
     held.push(2)
     held.poll_once()
     held.hold.set(False)
@@ -133,7 +135,9 @@ def test_a_new_hold_begins_after_the_deltas_that_were_applied(held: Held) -> Non
     assert held.status.read().lag_s() > 0
 
 
-def test_beginning_and_end_are_logged_once(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_beginning_and_end_of_a_hold_are_logged_once(
+    held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         for is_set in (True, False):
             held.hold.set(is_set)
@@ -142,7 +146,7 @@ def test_beginning_and_end_are_logged_once(held: Held, caplog: pytest.LogCapture
     assert caplog.messages == ["m: deltas after 1 are held", "m: deltas are held no longer"]
 
 
-def test_a_damaged_delta_stalls_after_the_hold(
+def test_delta_with_invalid_manifest_stalls_the_line_after_the_hold(
     held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Covers a delta with a bad manifest. Manifests are read during the hold, rows are not."""
@@ -162,7 +166,7 @@ def test_a_damaged_delta_stalls_after_the_hold(
     assert held.poll_once() == ("held", 2, 2)
 
 
-def test_a_store_that_does_not_respond_is_shown(
+def test_store_error_during_a_hold_is_reported(
     held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     held.poll_once()
@@ -180,7 +184,7 @@ def test_a_store_that_does_not_respond_is_shown(
     assert (held.status.read().reason, caplog.messages) == ("", [])
 
 
-def test_a_line_that_is_full_is_held_too(held: Held) -> None:
+def test_full_line_can_be_held(held: Held) -> None:
     held.hold.set(False)
     held.rows.room = 1
     held.push(2)
@@ -191,7 +195,7 @@ def test_a_line_that_is_full_is_held_too(held: Held) -> None:
     assert held.poll_once()[0] == "full"
 
 
-def test_a_busy_line_is_not_listed_during_a_hold(held: Held) -> None:
+def test_delta_found_during_a_hold_postpones_the_next_listing(held: Held) -> None:
     """Checks that a delta found during a hold postpones the next listing, like one that is
     applied."""
     held.follower._list_after_s = 300.0
@@ -200,7 +204,7 @@ def test_a_busy_line_is_not_listed_during_a_hold(held: Held) -> None:
     assert held.follower._list_after_s == 10.0
 
 
-def test_what_is_undone_during_a_hold_is_never_served(held: Held) -> None:
+def test_delta_undone_during_a_hold_is_never_applied(held: Held) -> None:
     held.push(2, value=2)
     undo_deltas(held.models.where, "m", to=1, why="CTR fell")
     held.poll_once()

@@ -47,7 +47,7 @@ State = dict[int, float]
 """Value of each id that has a row."""
 
 
-def publish_two(folder: Path) -> None:
+def publish_tables_with_ids(folder: Path) -> None:
     """Publishes tables of integers and a table of strings. Two tables serve feature "f"."""
     tables = [
         EmbeddingBagConfig(num_embeddings=rows, embedding_dim=4, name=name, feature_names=names)
@@ -66,7 +66,7 @@ class Model:
     """A store with one model, its training job, and the follower of its deltas."""
 
     def __init__(self, folder: Path, undo: int = 3, percent: float = 10.0) -> None:
-        publish_two(folder)
+        publish_tables_with_ids(folder)
         self.folder = folder
         self.writer = DeltaWriter(folder, model="m")
         self.models = ModelStore(folder)
@@ -106,7 +106,7 @@ class Model:
         return [None if missing else v for v, missing in zip(values, unknown, strict=True)]
 
 
-def of_version(version: ModelVersion, table: str) -> dict[int, float]:
+def values_by_id(version: ModelVersion, table: str) -> dict[int, float]:
     """Returns the value of each id of a version."""
     one, rows = version.id_maps[table], version.tables.rows(table).view(np.float32)[:, 0]
     return dict(zip(one.ids.tolist(), rows[one.rows].tolist(), strict=True))
@@ -119,46 +119,70 @@ def model(tmp_path: Path) -> Iterator[Model]:
     made.writer.close()
 
 
-ASKED = np.array([*IDS, 1, 2, 3])
+REQUESTED_IDS = np.array([*IDS, 1, 2, 3])
 
 
-def test_ids_are_new_and_gone_from_their_delta_on(model: Model) -> None:
+def test_ids_are_added_and_removed_from_their_delta_on(model: Model) -> None:
     before = model.begin()
     model.push({"t": {1: 51.0, 10: 52.0}}, {"t": [20, -40]})
     model.follower.poll_once()
     after = model.begin()
-    assert model.values(before, 0, ASKED, "t") == [*range(1, 9), None, None, None]
-    assert model.values(after, 0, ASKED, "t") == [None, 2, 3, 4, 5, 52, None, 8, 51, None, None]
+    assert model.values(before, 0, REQUESTED_IDS, "t") == [*range(1, 9), None, None, None]
+    assert model.values(after, 0, REQUESTED_IDS, "t") == [
+        None,
+        2,
+        3,
+        4,
+        5,
+        52,
+        None,
+        8,
+        51,
+        None,
+        None,
+    ]
     # The other table of the feature has the id, too, with the row as published.
-    assert model.values(after, 1, ASKED, "u") == [None, 2, 3, 4, 5, 6, None, 8, 9, None, None]
+    assert model.values(after, 1, REQUESTED_IDS, "u") == [
+        None,
+        2,
+        3,
+        4,
+        5,
+        6,
+        None,
+        8,
+        9,
+        None,
+        None,
+    ]
     now = model.status.read()
     assert (now.rows_changed, now.ids_changed) == (2, 3)
 
 
-def test_a_row_gets_the_next_id_without_an_answer_of_the_former(model: Model) -> None:
+def test_lookups_in_flight_keep_the_former_ids_of_reused_rows(model: Model) -> None:
     """Checks that a batch which began before the change has the former id with the former
     values."""
-    gone = [*IDS[:4]]
+    removed_ids = [*IDS[:4]]
     model.push({"t": {n: 100.0 + n for n in (101, 102, 103, 104)}}, {})  # the rows without an id
     model.follower.poll_once()
     before = model.begin()
-    model.push({"t": {105: 205.0}}, {"t": gone})
+    model.push({"t": {105: 205.0}}, {"t": removed_ids})
     model.follower.poll_once()
-    asked = np.array([*gone, 105])
-    assert model.values(before, 0, asked, "t") == [1, 2, 3, 4, None]
-    assert model.values(model.begin(), 0, asked, "t") == [None, None, None, None, 205]
+    requested_ids = np.array([*removed_ids, 105])
+    assert model.values(before, 0, requested_ids, "t") == [1, 2, 3, 4, None]
+    assert model.values(model.begin(), 0, requested_ids, "t") == [None, None, None, None, 205]
 
 
-def test_strings_are_ids_as_well(model: Model) -> None:
+def test_string_ids_are_added_and_removed(model: Model) -> None:
     from embedserve_store.ids.string_hashes import hash_strings
 
     model.push({"w": {"new": 7.5}}, {"w": ["word 3"]})
     model.follower.poll_once()
-    asked = hash_strings(["word 2", "word 3", "new", "other"])
-    assert model.values(model.begin(), 2, asked, "w") == [3, None, 7.5, None]
+    requested_ids = hash_strings(["word 2", "word 3", "new", "other"])
+    assert model.values(model.begin(), 2, requested_ids, "w") == [3, None, 7.5, None]
 
 
-def test_no_more_ids_change_than_there_is_room_for(tmp_path: Path) -> None:
+def test_line_is_full_at_the_limit_of_changed_ids(tmp_path: Path) -> None:
     model = Model(tmp_path, percent=0)
     model.push({"t": {10: 1.0}}, {})
     model.push({"t": {1: 1.0}}, {})
@@ -166,10 +190,10 @@ def test_no_more_ids_change_than_there_is_room_for(tmp_path: Path) -> None:
     now = model.status.read()
     assert (now.state, now.applied.seq) == ("full", 1)
     assert now.reason.startswith("table 't': 0 ids of the vocabulary have changed, 1 more are")
-    assert model.values(model.begin(), 0, ASKED[:6], "t") == [1, 2, 3, 4, 5, 1]
+    assert model.values(model.begin(), 0, REQUESTED_IDS[:6], "t") == [1, 2, 3, 4, 5, 1]
 
 
-def test_an_undo_that_is_read_from_the_store_brings_ids_back(tmp_path: Path) -> None:
+def test_undo_read_from_the_store_restores_ids(tmp_path: Path) -> None:
     model = Model(tmp_path, undo=0)
     model.push({"t": {1: 51.0, 10: 52.0}}, {"t": [20]})
     model.follower.poll_once()
@@ -177,10 +201,10 @@ def test_an_undo_that_is_read_from_the_store_brings_ids_back(tmp_path: Path) -> 
     undo_deltas(tmp_path, "m", to=0, why="")
     model.follower.poll_once()
     assert model.status.read().applied.seq == 2
-    assert model.values(model.begin(), 0, ASKED, "t") == [*range(1, 9), None, None, None]
+    assert model.values(model.begin(), 0, REQUESTED_IDS, "t") == [*range(1, 9), None, None, None]
 
 
-def test_a_damaged_delta_of_ids_is_not_applied(model: Model) -> None:
+def test_delta_with_a_damaged_rows_or_ids_file_is_not_applied(model: Model) -> None:
     model.push({"t": {1: 51.0}}, {})
     paths = [*model.folder.glob(f"m/deltas/1/{1:020d}.*.safetensors")]
     assert len(paths) == 2
@@ -193,15 +217,15 @@ def test_a_damaged_delta_of_ids_is_not_applied(model: Model) -> None:
         assert path.name in model.status.read().reason
         path.write_bytes(whole)
     model.follower.poll_once()
-    assert model.values(model.begin(), 0, ASKED[-3:], "t") == [51, None, None]
+    assert model.values(model.begin(), 0, REQUESTED_IDS[-3:], "t") == [51, None, None]
 
 
-def test_a_compacted_version_has_the_vocabulary(model: Model) -> None:
+def test_compacted_version_has_the_changed_vocabulary(model: Model) -> None:
     model.push({"t": {1: 51.0, 10: 52.0}, "w": {"new": 7.5}}, {"t": [20], "w": WORDS[:4]})
     made = compact_deltas(model.folder, "m")
     version = model.models.load("m", made.version)
     kept = {one: 1.0 + n for n, one in enumerate(IDS) if one != 20}
-    assert of_version(version, "t") == kept | {1: 51.0, 10: 52.0}
+    assert values_by_id(version, "t") == kept | {1: 51.0, 10: 52.0}
     tables = {table.name: table for table in made.manifest.tables}
     assert [tables[name].ids.entries for name in "tuw"] == [8, 8, 5]
     assert tables["w"].ids.examples == ()  # the first four words are removed
@@ -209,7 +233,7 @@ def test_a_compacted_version_has_the_vocabulary(model: Model) -> None:
     with DeltaWriter(model.folder, model="m") as writer:  # continues with the compacted version
         assert writer.push_rows({"t": ([2], np.full((1, 4), 9.0, np.float32))}) == 2
     assert (
-        of_version(model.models.load("m", compact_deltas(model.folder, "m").version), "t")[2] == 9
+        values_by_id(model.models.load("m", compact_deltas(model.folder, "m").version), "t")[2] == 9
     )
 
 
@@ -233,7 +257,7 @@ def entries_of(live_ids: LiveIds, table: str, ids: np.ndarray) -> list[int]:
     return found
 
 
-def test_each_id_of_each_vocabulary_has_an_entry_of_its_own(live_ids: LiveIds) -> None:
+def test_each_id_of_each_vocabulary_has_its_own_entry(live_ids: LiveIds) -> None:
     random = np.random.default_rng(3)
     known: dict[str, dict[int, int]] = {"a": {}, "b": {}}
     for count in (1, 500, 1400, 98):
@@ -245,8 +269,8 @@ def test_each_id_of_each_vocabulary_has_an_entry_of_its_own(live_ids: LiveIds) -
             known[table] |= {int(one): int(by_row[n + 2 * i]) for i, one in enumerate(ids)}
     assert len({*known["a"].values(), *known["b"].values()}) == 2 * 1999
     for table, entries in known.items():
-        asked = np.array([*entries, 5])
-        assert entries_of(live_ids, table, asked) == [*entries.values(), -1]
+        requested_ids = np.array([*entries, 5])
+        assert entries_of(live_ids, table, requested_ids) == [*entries.values(), -1]
     assert live_ids.used == [1999, 1999]
     more = ChangedIds(SPECS[1], np.arange(2), np.full(2, REMOVED))
     with pytest.raises(RowsFullError, match=r"table 'b': 1999 ids .* 2 more .* the limit is 2000"):
@@ -256,7 +280,7 @@ def test_each_id_of_each_vocabulary_has_an_entry_of_its_own(live_ids: LiveIds) -
     assert live_ids.used == [1999, 1999]
 
 
-def test_of_an_id_that_changes_twice_the_last_row_counts(live_ids: LiveIds) -> None:
+def test_last_row_of_an_id_changed_twice_wins(live_ids: LiveIds) -> None:
     changes = [
         ChangedIds(SPECS[0], np.array([3, 4]), np.array([1, 2])),
         ChangedIds(SPECS[0], np.array([4, 5]), np.array([REMOVED, 3])),
@@ -267,7 +291,7 @@ def test_of_an_id_that_changes_twice_the_last_row_counts(live_ids: LiveIds) -> N
     assert [rows[entry] for entry in entries] == [1, REMOVED, 3]
 
 
-def test_ids_cannot_be_chosen_to_meet_in_one_slot(live_ids: LiveIds) -> None:
+def test_ids_chosen_by_the_unsalted_hash_do_not_collide(live_ids: LiveIds) -> None:
     """Guards against slow lookups on the event loop: each would have to pass over all ids in the
     slot."""
     slots = live_ids.entries.num_embeddings
@@ -299,18 +323,20 @@ class LiveIdsMachine(RuleBasedStateMachine):
         self.end()
 
     @rule(
-        gone=st.lists(st.sampled_from([*IDS, 1, 2, 3]), unique=True, max_size=3),
+        removed_ids=st.lists(st.sampled_from([*IDS, 1, 2, 3]), unique=True, max_size=3),
         pushed=st.lists(st.sampled_from([*IDS, 1, 2, 3, 4]), unique=True, max_size=3),
     )
-    def push(self, gone: list[int], pushed: list[int]) -> None:
+    def push(self, removed_ids: list[int], pushed: list[int]) -> None:
         state = self.states[-1]
-        gone = [one for one in gone if one in state]
-        values = {one: float(self.random.integers(100, 200)) for one in pushed if one not in gone}
-        if len({one for one in state if one not in gone} | {*values}) > ROWS:
+        removed_ids = [one for one in removed_ids if one in state]
+        values = {
+            one: float(self.random.integers(100, 200)) for one in pushed if one not in removed_ids
+        }
+        if len({one for one in state if one not in removed_ids} | {*values}) > ROWS:
             return
-        seq = self.model.push({"t": values}, {"t": gone})
+        seq = self.model.push({"t": values}, {"t": removed_ids})
         assert seq == len(self.states)
-        self.states.append({k: v for k, v in state.items() if k not in gone} | values)
+        self.states.append({k: v for k, v in state.items() if k not in removed_ids} | values)
 
     @rule(back=st.integers(1, 6))
     def undo(self, back: int) -> None:
@@ -327,7 +353,7 @@ class LiveIdsMachine(RuleBasedStateMachine):
         self.model.last_seq = None if back is None else max(0, len(self.states) - 1 - back)
 
     @rule()
-    def look(self) -> None:
+    def poll(self) -> None:
         self.model.follower.poll_once()
         assert not self.model.status.read().reason
         last = self.model.last_seq
@@ -350,10 +376,10 @@ class LiveIdsMachine(RuleBasedStateMachine):
 
     @invariant()
     def lookups_find_the_ids_of_their_delta(self) -> None:
-        asked = np.array([*IDS, 1, 2, 3, 4])
+        requested_ids = np.array([*IDS, 1, 2, 3, 4])
         for view, seq in self.views:
-            expected = [self.states[seq].get(one) for one in asked.tolist()]
-            assert self.model.values(view, 0, asked, "t") == expected
+            expected = [self.states[seq].get(one) for one in requested_ids.tolist()]
+            assert self.model.values(view, 0, requested_ids, "t") == expected
 
     def teardown(self) -> None:
         self.model.follower.poll_once()
@@ -361,7 +387,7 @@ class LiveIdsMachine(RuleBasedStateMachine):
         last = self.states[-1]
         if len(self.states) > 1:
             made = compact_deltas(self.model.folder, "m")
-            assert of_version(self.model.models.load("m", made.version), "t") == last
+            assert values_by_id(self.model.models.load("m", made.version), "t") == last
         self.model.writer.close()
         self.folder.cleanup()
 

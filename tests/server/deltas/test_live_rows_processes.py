@@ -61,19 +61,19 @@ def delta(live: LiveRows, seq: int) -> list[ChangedRows]:
     return changes
 
 
-def write_on(live: LiveRows) -> None:
+def write_forever(live: LiveRows) -> None:
     writer = RowsWriter(live)
     while True:
         with contextlib.suppress(RowsFullError):
             writer.apply(live.seq + 1, delta(live, live.seq + 1))
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     return None
 
 
 def read_once(
-    live: LiveRows, reader: RowsReader, stop: Callable[[], None] = nothing
+    live: LiveRows, reader: RowsReader, stop: Callable[[], None] = do_nothing
 ) -> tuple[int, bool]:
     """Returns the seq of a lookup, and whether it read the rows of that delta. Calls ``stop``
     between its steps."""
@@ -94,7 +94,7 @@ def read_once(
     return seq, all(found)
 
 
-def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
+def test_lookups_see_exactly_one_delta_while_writers_are_killed(
     version: ModelVersion,
 ) -> None:
     live = LiveRows(version, MEMORY, READERS)
@@ -102,7 +102,7 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
     # For each reader: the number of its lookups, and the seq of a wrong one.
     found = VersionMemory.create().take(16 * READERS).view(np.uint64).reshape(READERS, 2)
 
-    def read_on(number: int) -> None:
+    def read_forever(number: int) -> None:
         reader = RowsReader(live, number, version.plan)
         while True:
             seq, is_right = read_once(live, reader)
@@ -110,10 +110,10 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
                 found[number, 1] = seq
             found[number, 0] += 1
 
-    with process(lambda: read_on(0)), process(lambda: read_on(1)):
+    with process(lambda: read_forever(0)), process(lambda: read_forever(1)):
         for kill in range(KILLS):
             seq, reads = live.seq, found[:, 0].copy()
-            with process(lambda: write_on(live)):
+            with process(lambda: write_forever(live)):
                 while live.seq < seq + 3 or (found[:, 0] <= reads).any():
                     time.sleep(0.001)
                 time.sleep(random.Random(kill).uniform(0, 0.003))
@@ -122,7 +122,7 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
     assert live.seq >= 3 * KILLS
 
 
-def test_a_lookup_that_stands_still_reads_what_it_began_with(version: ModelVersion) -> None:
+def test_stopped_lookup_still_reads_the_rows_of_its_delta(version: ModelVersion) -> None:
     """Checks that spare rows, which run out meanwhile, are used again after the lookup has
     ended."""
     live = LiveRows(version, MEMORY, 1)

@@ -18,11 +18,11 @@ from embedserve_store.format.delta_manifest import LinePosition
 POLL_S = 0.25
 
 
-class Follower:
+class FakeFollower:
     """A follower whose polls have given outcomes."""
 
-    def __init__(self, look: Callable[[], bool]) -> None:
-        self.poll_once = look
+    def __init__(self, poll: Callable[[], bool]) -> None:
+        self.poll_once = poll
 
 
 @pytest.fixture
@@ -32,33 +32,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def schedule_of(look: Callable[[DeltaStatus], bool]) -> tuple[PollSchedule, DeltaStatus, list[int]]:
+def schedule_of(poll: Callable[[DeltaStatus], bool]) -> tuple[PollSchedule, DeltaStatus, list[int]]:
     """Returns a schedule, its status and the number of followers that it has created."""
     status, made = DeltaStatus(LinePosition(1, 0, "ab" * 32)), [0]
 
     def make() -> DeltaFollower:
         made[0] += 1
-        return cast(DeltaFollower, Follower(lambda: look(status)))
+        return cast(DeltaFollower, FakeFollower(lambda: poll(status)))
 
     return PollSchedule(make, status, POLL_S), status, made
 
 
-def waits(schedule: PollSchedule, clock: list[float], looks: int) -> list[float]:
+def waits(schedule: PollSchedule, clock: list[float], polls: int) -> list[float]:
     found = []
-    for _ in range(looks):
+    for _ in range(polls):
         schedule.poll_if_due()
         found.append(schedule.due_s - clock[0])
         clock[0] = schedule.due_s
     return found
 
 
-def test_a_look_that_leaves_more_is_repeated_at_once(clock: list[float]) -> None:
+def test_poll_that_leaves_deltas_is_repeated_immediately(clock: list[float]) -> None:
     outcomes = iter([True, False, False])
     schedule, *_ = schedule_of(lambda _: next(outcomes))
     assert waits(schedule, clock, 3) == [0, POLL_S, POLL_S]
 
 
-def test_a_follower_that_fails_looks_ever_less_often_whatever_others_do(
+def test_stalled_follower_polls_at_growing_intervals(
     clock: list[float],
 ) -> None:
     def fail(status: DeltaStatus) -> bool:
@@ -68,25 +68,25 @@ def test_a_follower_that_fails_looks_ever_less_often_whatever_others_do(
     failing, status, _ = schedule_of(fail)
     assert waits(failing, clock, 6) == [0.5, 1, 2, 4, RETRY_S_MAX, RETRY_S_MAX]
     status.write(replace(status.read(), reason=""))
-    failing._follower = cast(Any, Follower(lambda: False))
+    failing._follower = cast(Any, FakeFollower(lambda: False))
     assert waits(failing, clock, 1) == [POLL_S]
 
 
-def test_nothing_is_looked_for_before_it_is_due(clock: list[float]) -> None:
-    looks: list[float] = []
+def test_follower_is_not_polled_before_its_due_time(clock: list[float]) -> None:
+    polls: list[float] = []
 
-    def look(_: DeltaStatus) -> bool:
-        looks.append(clock[0])
+    def poll(_: DeltaStatus) -> bool:
+        polls.append(clock[0])
         return False
 
-    schedule, *_ = schedule_of(look)
+    schedule, *_ = schedule_of(poll)
     schedule.poll_if_due()
     clock[0] += POLL_S / 2
     schedule.poll_if_due()
-    assert looks == [100.0]
+    assert polls == [100.0]
 
 
-def test_notifications_hasten_a_look_but_not_below_the_smallest_interval(
+def test_notifications_hasten_polls_down_to_the_minimum_interval(
     clock: list[float],
 ) -> None:
     """Checks the bounds during a flood: five polls in each interval, and at most 20 a second."""
@@ -102,7 +102,7 @@ def test_notifications_hasten_a_look_but_not_below_the_smallest_interval(
     assert [shortest_poll_s(one) for one in (0.05, 0.25, 60)] == [0.01, 0.05, 0.05]
 
 
-def test_notifications_hasten_no_look_while_no_delta_can_be_applied(clock: list[float]) -> None:
+def test_notifications_do_not_hasten_polls_of_a_stalled_line(clock: list[float]) -> None:
     """Guards against polls that each read a damaged delta of gigabytes again."""
 
     def fail(status: DeltaStatus) -> bool:
@@ -117,18 +117,18 @@ def test_notifications_hasten_no_look_while_no_delta_can_be_applied(clock: list[
     assert schedule.due_s == due_s == clock[0] + RETRY_S_MAX
 
 
-def test_after_an_unexpected_error_the_follower_is_made_anew(
+def test_follower_is_recreated_after_an_unexpected_error(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     outcomes = iter([ZeroDivisionError("by zero")])
 
-    def look(status: DeltaStatus) -> bool:
+    def poll(status: DeltaStatus) -> bool:
         if error := next(outcomes, None):
             raise error
         status.write(replace(status.read(), state="following", reason=""))
         return False
 
-    schedule, status, made = schedule_of(look)
+    schedule, status, made = schedule_of(poll)
     assert waits(schedule, clock, 1) == [2 * POLL_S]
     now = status.read()
     assert (now.state, now.reason, made) == (STALLED, "ZeroDivisionError: by zero", [2])

@@ -47,7 +47,7 @@ def live(version: ModelVersion) -> LiveRows:
     return LiveRows(version, MEMORY, readers=1)
 
 
-def test_rows_stay_at_their_addresses_and_no_longer_in_the_file(
+def test_resident_rows_keep_their_addresses_and_ignore_the_file(
     live: LiveRows, version: ModelVersion
 ) -> None:
     before = state_of(version)
@@ -65,7 +65,9 @@ def test_rows_stay_at_their_addresses_and_no_longer_in_the_file(
     resident.tables.check_unchanged()  # nothing reads the file
 
 
-def test_deltas_are_applied_and_undone(live: LiveRows, version: ModelVersion) -> None:
+def test_deltas_are_applied_and_undone_in_resident_tables(
+    live: LiveRows, version: ModelVersion
+) -> None:
     live.undo = 1
     states = [state_of(version)]
     live.make_resident()
@@ -82,7 +84,7 @@ def test_deltas_are_applied_and_undone(live: LiveRows, version: ModelVersion) ->
     assert all(np.array_equal(found[k], v) for k, v in by_key(live, states[-2]).items())
 
 
-def test_a_write_to_a_row_of_the_version_ends_the_process(live: LiveRows) -> None:
+def test_write_to_a_published_row_kills_the_process(live: LiveRows) -> None:
     live.make_resident()
     pid = os.fork()
     if not pid:
@@ -94,7 +96,7 @@ def test_a_write_to_a_row_of_the_version_ends_the_process(live: LiveRows) -> Non
     assert os.WTERMSIG(status) == signal.SIGSEGV
 
 
-def test_progress_counts_the_bytes_of_tables_alone(live: LiveRows, version: ModelVersion) -> None:
+def test_progress_counts_only_bytes_of_tables(live: LiveRows, version: ModelVersion) -> None:
     reports: list[tuple[str, int, int, int]] = []
     live.make_resident(lambda *report: reports.append(report))
     assert [report[0] for report in reports] == list(version.tables.offsets)
@@ -102,7 +104,7 @@ def test_progress_counts_the_bytes_of_tables_alone(live: LiveRows, version: Mode
     assert reports[-1][-1] == version.manifest.nbytes
 
 
-def test_a_file_that_was_cut_is_named(live: LiveRows, version: ModelVersion) -> None:
+def test_truncated_tables_file_is_named_in_the_error(live: LiveRows, version: ModelVersion) -> None:
     path = version.tables.path
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
@@ -110,7 +112,9 @@ def test_a_file_that_was_cut_is_named(live: LiveRows, version: ModelVersion) -> 
         live.make_resident()
 
 
-def test_a_host_without_memory_is_named(live: LiveRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_raises_a_store_error(
+    live: LiveRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
@@ -119,7 +123,7 @@ def test_a_host_without_memory_is_named(live: LiveRows, monkeypatch: pytest.Monk
         live.make_resident()
 
 
-def test_a_server_makes_followed_versions_resident_where_they_are(
+def test_server_makes_followed_versions_resident_in_place(
     live: LiveRows, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ServeSettings(store="store", deltas="follow", tables="resident")

@@ -41,7 +41,7 @@ def followed(tmp_path: Path, pair: KeyPair) -> Followed:
     return followed
 
 
-def stalled(followed: Followed) -> str:
+def stall_reason(followed: Followed) -> str:
     """Returns why the follower applies no further delta."""
     followed.follower.poll_once()
     assert followed.state == "stalled"
@@ -64,7 +64,7 @@ def test_signed_deltas_are_applied(followed: Followed) -> None:
         (lambda data: data.update(signature="0" * 64), "expected 128 hexadecimal digits"),
     ],
 )
-def test_a_delta_without_its_signature_stalls(
+def test_missing_or_invalid_signature_stalls_the_line(
     followed: Followed, change: Callable[[dict[str, Any]], object], reason: str
 ) -> None:
     for row in (1, 2, 3):
@@ -72,29 +72,29 @@ def test_a_delta_without_its_signature_stalls(
     path = followed.deltas / manifest_name(2)
     whole = path.read_bytes()
     replace_file(path, resealed(whole, change))
-    assert reason in stalled(followed)
+    assert reason in stall_reason(followed)
     assert (followed.live.seq, followed.changed()) == (1, {1: 1})
-    assert reason in stalled(followed)
+    assert reason in stall_reason(followed)
     replace_file(path, whole)
     followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 3)
 
 
-def test_the_signature_of_another_key_stalls(followed: Followed, tmp_path: Path) -> None:
+def test_signature_of_another_key_stalls_the_line(followed: Followed, tmp_path: Path) -> None:
     key = key_pair(tmp_path, "other").private
     followed.writer = DeltaWriter(tmp_path / "store", model="m", key=key)
     followed.push(1)
-    assert "not of a key in" in stalled(followed)
+    assert "not of a key in" in stall_reason(followed)
     assert followed.changed() == {}
 
 
-def test_an_undo_needs_a_signature_too(followed: Followed, pair: KeyPair, tmp_path: Path) -> None:
+def test_undo_needs_a_valid_signature(followed: Followed, pair: KeyPair, tmp_path: Path) -> None:
     store = followed.models.where
     followed.push(1)
     followed.push(2)
     followed.follower.poll_once()
     undo_deltas(store, "m", to=1, why="forged", key=key_pair(tmp_path, "other").private)
-    assert "its signature is not of a key in" in stalled(followed)
+    assert "its signature is not of a key in" in stall_reason(followed)
     assert (followed.live.seq, followed.changed()) == (2, {1: 1, 2: 1})
     (followed.deltas / manifest_name(3)).unlink()
     undo_deltas(store, "m", to=1, why="CTR fell", key=pair.private)
@@ -102,9 +102,7 @@ def test_an_undo_needs_a_signature_too(followed: Followed, pair: KeyPair, tmp_pa
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 3, {1: 1})
 
 
-def test_deltas_are_verified_again_when_an_undo_reads_them(
-    followed: Followed, pair: KeyPair
-) -> None:
+def test_undo_verifies_signatures_of_deltas_read_again(followed: Followed, pair: KeyPair) -> None:
     """Covers a store that has changed since the deltas were applied."""
     for row in (1, 2, 3):
         followed.push(row, value=row)
@@ -114,13 +112,13 @@ def test_deltas_are_verified_again_when_an_undo_reads_them(
     path = followed.deltas / manifest_name(1)
     whole = path.read_bytes()
     replace_file(path, resealed(whole, lambda data: data.pop("signature")))
-    assert "has no signature" in stalled(followed)
+    assert "has no signature" in stall_reason(followed)
     replace_file(path, whole)
     followed.follower.poll_once()
     assert followed.changed() == {1: 1}
 
 
-def test_the_applier_verifies_with_its_keys(
+def test_applier_process_verifies_signatures(
     followed: Followed, pair: KeyPair, tmp_path: Path
 ) -> None:
     followed.push(1)

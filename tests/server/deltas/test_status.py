@@ -23,7 +23,7 @@ def state_of(status: DeltaStatus, seq: int) -> DeltaState:
     return replace(status.read(), applied=applied, applying=applied, rows=seq, reason="ü" * seq)
 
 
-def test_a_state_is_read_as_it_was_written() -> None:
+def test_state_round_trips() -> None:
     status = DeltaStatus(START)
     assert status.read().applied.position(7) == START
     written = DeltaState(
@@ -51,13 +51,13 @@ def test_a_state_is_read_as_it_was_written() -> None:
     assert status.read() == written
 
 
-def test_a_long_reason_is_cut_at_a_character() -> None:
+def test_long_reason_is_truncated_at_a_character_boundary() -> None:
     status = DeltaStatus(START)
     status.write(replace(status.read(), reason="x" + "ü" * 400))
     assert status.read().reason == "x" + "ü" * 249
 
 
-def test_the_largest_state_has_room() -> None:
+def test_largest_state_fits_into_a_record() -> None:
     status, most, seconds = DeltaStatus(START), 2**64 - 1, 1e300
     state = status.read()
     values: dict[type, Any] = {
@@ -74,7 +74,7 @@ def test_the_largest_state_has_room() -> None:
     assert status.read() == largest
 
 
-def test_half_a_record_is_not_read() -> None:
+def test_damaged_record_is_ignored_for_the_previous_record() -> None:
     """Checks that a killed writer leaves the record before it."""
     status = DeltaStatus(START)
     status.write(state_of(status, 5))
@@ -86,7 +86,7 @@ def test_half_a_record_is_not_read() -> None:
     assert status.read().applied.seq == 7
 
 
-def test_another_process_reads_whole_records() -> None:
+def test_reader_in_another_process_sees_only_whole_records() -> None:
     status = DeltaStatus(START)
     writer = os.fork()
     if not writer:
@@ -101,7 +101,7 @@ def test_another_process_reads_whole_records() -> None:
         os.waitpid(writer, 0)
 
 
-def test_a_dead_applier_stalls() -> None:
+def test_dead_applier_is_described_as_stalled() -> None:
     status = DeltaStatus(START)
     status.stall("it was ended")
     described = status.describe()
@@ -122,14 +122,14 @@ def test_a_dead_applier_stalls() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "bucket"), [(0.0, 0), (0.01, 0), (0.011, 1), (1e9, 13)])
-def test_a_duration_counts_in_its_bucket(seconds: float, bucket: int) -> None:
+def test_duration_is_counted_in_its_bucket(seconds: float, bucket: int) -> None:
     counted = Durations().plus(seconds)
     assert counted.counts.index(1) == bucket
     bounds, total = counted.samples()
     assert (bounds[-1], total) == (("+Inf", 1.0), seconds)
 
 
-def test_the_time_of_the_last_look_is_shown_and_its_age() -> None:
+def test_time_and_age_of_the_last_poll_are_reported() -> None:
     status = DeltaStatus(START)
     assert (status.describe()["looked_at"], status.read().look_age_s()) == (None, 0)
     status.write(replace(status.read(), looked_at=1e9))
@@ -137,7 +137,7 @@ def test_the_time_of_the_last_look_is_shown_and_its_age() -> None:
     assert status.read().look_age_s() > 1e8
 
 
-def test_the_state_of_the_broker_is_shown_if_there_is_one() -> None:
+def test_broker_state_is_reported_only_with_notifications() -> None:
     status = DeltaStatus(START)
     live = cast(LiveRows, None)
     assert "notify" not in SharedDeltaState(live, status).describe()

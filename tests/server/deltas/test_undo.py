@@ -33,7 +33,7 @@ def undo(followed: Followed, to: int) -> int:
     return seq
 
 
-def test_an_undo_brings_rows_back_from_memory(
+def test_undo_restores_rows_from_memory(
     followed: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seq in range(1, 5):
@@ -51,7 +51,7 @@ def test_an_undo_brings_rows_back_from_memory(
     assert (now.state, now.applied.seq, now.undos, now.rows_changed) == ("following", 5, 1, 3)
 
 
-def test_an_undo_past_the_memory_reads_the_store(followed: Followed) -> None:
+def test_undo_beyond_rows_in_memory_reads_the_store(followed: Followed) -> None:
     for seq in range(1, 5):
         followed.push(seq, 9, value=seq)
         followed.follower.poll_once()
@@ -67,7 +67,7 @@ def test_an_undo_past_the_memory_reads_the_store(followed: Followed) -> None:
     assert (followed.changed(), followed.live.seq, followed.state) == ({}, 7, "following")
 
 
-def test_an_undo_can_be_undone(followed: Followed) -> None:
+def test_undo_can_be_undone(followed: Followed) -> None:
     for seq in range(1, 4):
         followed.push(seq, value=seq)
     followed.follower.poll_once()
@@ -79,7 +79,7 @@ def test_an_undo_can_be_undone(followed: Followed) -> None:
     assert (followed.changed(), followed.live.seq) == ({1: 1, 2: 2, 3: 3}, 5)
 
 
-def test_what_is_undone_before_it_is_applied_is_never_visible(
+def test_deltas_undone_before_being_applied_are_never_visible(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers a server that starts, and one that is behind."""
@@ -106,7 +106,7 @@ def test_what_is_undone_before_it_is_applied_is_never_visible(
     assert 5 not in read
 
 
-def test_an_undone_delta_may_be_damaged(followed: Followed) -> None:
+def test_undo_skips_a_damaged_delta(followed: Followed) -> None:
     """Checks that an undo is a way past a delta whose rows are lost."""
     followed.push(1, value=1)
     followed.push(2, value=2)
@@ -123,7 +123,7 @@ def test_an_undone_delta_may_be_damaged(followed: Followed) -> None:
     assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 3})
 
 
-def test_deltas_and_undos_are_applied_one_by_one_where_all_have_no_room(followed: Followed) -> None:
+def test_deltas_and_undos_are_applied_singly_if_merging_exceeds_memory(followed: Followed) -> None:
     followed.push(1, 2, value=1)
     followed.push(3, value=2)
     undo(followed, 1)
@@ -134,9 +134,7 @@ def test_deltas_and_undos_are_applied_one_by_one_where_all_have_no_room(followed
     assert followed.changed() == {1: 1, 2: 1}
 
 
-def test_an_undo_that_cannot_be_applied_is_tried_again(
-    followed: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_undo_is_retried(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     followed.push(1, value=1)
     followed.push(1, value=2)
     followed.follower.poll_once()
@@ -160,7 +158,7 @@ def test_an_undo_that_cannot_be_applied_is_tried_again(
     assert (followed.state, followed.changed()) == ("following", {1: 1})
 
 
-def test_a_compacted_version_does_not_follow_an_undo_past_it(followed: Followed) -> None:
+def test_compacted_version_rejects_undo_to_before_its_compaction(followed: Followed) -> None:
     for row in (1, 2, 3):
         followed.push(row)
     compact_deltas(followed.models.where, "m", seq=2)
@@ -208,7 +206,7 @@ class UndosAndRestarts(RuleBasedStateMachine):
         self.states.append(self.states[target])
 
     @rule(step_bytes=st.sampled_from([1, 1 << 20]))
-    def look(self, step_bytes: int) -> None:
+    def poll(self, step_bytes: int) -> None:
         self.followed.follower._step_bytes = step_bytes
         self.followed.follower.poll_once()
         last = self.followed.last_seq
@@ -233,7 +231,7 @@ TestUndosAndRestarts = UndosAndRestarts.TestCase
 TestUndosAndRestarts.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 
-def test_an_undo_far_behind_a_damaged_delta_is_found(followed: Followed) -> None:
+def test_undo_many_steps_after_a_damaged_delta_is_found(followed: Followed) -> None:
     """Covers an undo past the deltas of one step; its manifest is read once."""
     followed.push(1, value=1)
     for value in range(2, 8):
@@ -253,7 +251,7 @@ def test_an_undo_far_behind_a_damaged_delta_is_found(followed: Followed) -> None
     assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 9})
 
 
-def test_another_undo_is_a_way_past_one_that_cannot_be_applied(followed: Followed) -> None:
+def test_second_undo_skips_an_undo_that_cannot_be_applied(followed: Followed) -> None:
     for seq in range(1, 5):
         followed.push(seq, value=seq)
     followed.follower.poll_once()
@@ -270,7 +268,7 @@ def test_another_undo_is_a_way_past_one_that_cannot_be_applied(followed: Followe
     assert followed.changed() == {1: 1, 2: 2, 3: 3, 4: 4}
 
 
-def test_an_undone_delta_without_room_is_passed_over(followed: Followed) -> None:
+def test_undone_delta_that_exceeds_memory_is_skipped(followed: Followed) -> None:
     followed.push(1, 2, 3, 4, value=1)
     undo(followed, 0)
     followed.push(5, value=3)
@@ -280,7 +278,7 @@ def test_an_undone_delta_without_room_is_passed_over(followed: Followed) -> None
     assert (followed.state, followed.live.seq, followed.changed()) == ("full", 3, {5: 3})
 
 
-def test_the_log_has_a_reason_on_one_line(
+def test_newline_in_the_undo_reason_is_logged_as_a_space(
     followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed.push(1)

@@ -21,26 +21,26 @@ from embedserve_store import StoreError
 from embedserve_store.format.delta_goldens import DeltaGoldens
 
 
-def followed(folder: Path, memory: VersionMemory) -> SharedDeltaState:
+def followed_state(folder: Path, memory: VersionMemory) -> SharedDeltaState:
     return SharedDeltaState.of(version_of(folder), 64 << 10, 2, 3, memory)
 
 
-def mapped() -> int:
+def count_mappings() -> int:
     """Returns the number of mappings of memory for changed rows in this process."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count(f"memfd:{NAME}")
 
 
-def test_a_process_that_opens_the_memory_finds_what_others_write(tmp_path: Path) -> None:
+def test_opened_memory_shares_rows_readers_status_and_goldens(tmp_path: Path) -> None:
     memory = VersionMemory.create(7)
-    ours = followed(tmp_path, memory)
+    ours = followed_state(tmp_path, memory)
     published = state_of(ours.live.version)
     writer, random = RowsWriter(ours.live), np.random.default_rng(1)
     changes = random_changes(random, 5)
     writer.apply(1, changes)
     ours.hold.set(True)
     ours.status.stall("for the test")
-    theirs = followed(tmp_path, VersionMemory.open(memory.path, 7))
+    theirs = followed_state(tmp_path, VersionMemory.open(memory.path, 7))
     assert theirs.live.tables.data.ctypes.data != ours.live.tables.data.ctypes.data
     assert (theirs.hold.is_set, theirs.status.read().reason) == (True, "for the test")
     assert theirs.live.committed == ours.live.committed
@@ -65,22 +65,22 @@ def test_a_process_that_opens_the_memory_finds_what_others_write(tmp_path: Path)
     assert found_goldens.seq == 2
 
 
-def test_memory_that_nobody_uses_is_given_back(tmp_path: Path) -> None:
-    before, files = mapped(), len(os.listdir("/proc/self/fd"))
+def test_unused_memory_is_released(tmp_path: Path) -> None:
+    before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
     memory = VersionMemory.create(1)
-    one = followed(tmp_path, memory)
-    other = followed(tmp_path, VersionMemory.open(memory.path, 1))
+    one = followed_state(tmp_path, memory)
+    other = followed_state(tmp_path, VersionMemory.open(memory.path, 1))
     rows = other.live.newest
-    assert mapped() > before
+    assert count_mappings() > before
     del one, other, memory
-    assert mapped() == before + 1  # the array that is left
+    assert count_mappings() == before + 1  # the array that is left
     assert rows.sum() == 0
     del rows
-    assert mapped() == before
+    assert count_mappings() == before
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_the_memory_of_another_version_is_not_opened() -> None:
+def test_memory_of_another_rollout_is_not_opened() -> None:
     memory = VersionMemory.create(1)
     with pytest.raises(StoreError, match="is not the memory of rollout 2 any more"):
         VersionMemory.open(memory.path, 2)
@@ -91,23 +91,25 @@ def test_the_memory_of_another_version_is_not_opened() -> None:
         VersionMemory.open(path, 1)
 
 
-def test_memory_of_other_settings_is_not_read(tmp_path: Path) -> None:
+def test_memory_created_with_other_settings_is_rejected(tmp_path: Path) -> None:
     memory = VersionMemory.create(1)
-    kept = followed(tmp_path, memory)
+    kept = followed_state(tmp_path, memory)
     opened = VersionMemory.open(memory.path, 1)
     with pytest.raises(StoreError, match=r"memory for changed rows has \d+ bytes, \d+ are expec"):
         SharedDeltaState.of(kept.live.version, 640 << 10, 2, 3, opened)
 
 
-def test_a_kernel_without_the_seal_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    create, refused = os.memfd_create, []
+def test_memory_is_created_on_kernels_without_the_noexec_seal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create, rejected_flags = os.memfd_create, []
 
     def made(name: str, flags: int) -> int:
         if flags & version_memory._MFD_NOEXEC_SEAL:
-            refused.append(flags)
+            rejected_flags.append(flags)
             raise OSError(errno.EINVAL, "Invalid argument")
         return create(name, flags)
 
     monkeypatch.setattr(os, "memfd_create", made)
     assert VersionMemory.create().take(8).tolist() == [0] * 8
-    assert len(refused) == 1
+    assert len(rejected_flags) == 1

@@ -53,7 +53,7 @@ def values(
     }
 
 
-def test_values_are_not_summed_over_workers() -> None:
+def test_delta_metrics_are_not_summed_over_workers() -> None:
     assert values() == {
         "seq": 5,
         "wanted_seq": 6,
@@ -77,16 +77,16 @@ def test_values_are_not_summed_over_workers() -> None:
 
 
 @pytest.mark.parametrize("state", ["stalled", "full", "held"])
-def test_a_line_that_is_not_applied_tells(state: str) -> None:
-    told = values(state, waiting_since=1e9)
-    assert [one for one in ("stalled", "full", "held") if told[one]] == [state]
-    assert told["lag_seconds"] > 1e8
+def test_blocked_line_exports_its_state_and_lag(state: str) -> None:
+    exported = values(state, waiting_since=1e9)
+    assert [one for one in ("stalled", "full", "held") if exported[one]] == [state]
+    assert exported["lag_seconds"] > 1e8
 
 
-def test_the_age_of_the_last_look_grows_without_the_applier() -> None:
+def test_age_of_the_last_poll_grows_without_the_applier() -> None:
     assert values(looked_at=1e9)["look_age_seconds"] > 1e8
 
 
-def test_a_model_without_deltas_has_no_metrics_of_them() -> None:
+def test_model_without_deltas_has_no_delta_metrics() -> None:
     names = {family.name for family in Metrics([model_info()]).collect() if family.samples}
     assert not [name for name in names if "delta" in name]

@@ -40,7 +40,7 @@ def pipe_of_another_user() -> Ends:
 
 
 @pytest.mark.parametrize("make", [pipe, unix_socket, terminal, pipe_of_another_user])
-def test_what_is_not_read_is_dropped_and_counted(
+def test_unread_lines_are_dropped_and_counted(
     make: Callable[[], Ends], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = make()
@@ -71,7 +71,7 @@ def test_what_is_not_read_is_dropped_and_counted(
     os.close(reading)
 
 
-def test_a_line_that_is_longer_than_the_pipe_comes_whole() -> None:
+def test_line_longer_than_the_pipe_is_written_whole() -> None:
     reading, writing = os.pipe()
     line = "x" * 300_000 + "\n"
     with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb", 0) as reader:
@@ -88,7 +88,7 @@ def test_a_line_that_is_longer_than_the_pipe_comes_whole() -> None:
         assert stream.dropped_lines == 1
 
 
-def test_a_reader_that_is_gone_harms_nothing() -> None:
+def test_lines_to_a_closed_pipe_are_dropped_without_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as file:
@@ -97,7 +97,7 @@ def test_a_reader_that_is_gone_harms_nothing() -> None:
         assert stream.dropped_lines == 2
 
 
-def test_a_file_is_written_where_others_write(tmp_path: Path) -> None:
+def test_lines_are_written_at_the_position_of_a_shared_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("w") as file:
         os.write(file.fileno(), b"before\n")
@@ -107,7 +107,7 @@ def test_a_file_is_written_where_others_write(tmp_path: Path) -> None:
     assert path.read_text() == "before\nours \\udc80\nafter\n"
 
 
-def test_no_thread_is_started() -> None:
+def test_writing_starts_no_thread() -> None:
     reading, writing = os.pipe()
     before = {*threading.enumerate()}
     with os.fdopen(writing, "w") as file:
@@ -116,7 +116,7 @@ def test_no_thread_is_started() -> None:
     os.close(reading)
 
 
-def test_the_line_after_those_that_were_dropped_tells_how_many(
+def test_number_of_dropped_lines_is_logged_with_the_next_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading, writing = os.pipe()
@@ -132,9 +132,9 @@ def test_the_line_after_those_that_were_dropped_tells_how_many(
             logger.warning("x" * 1000)
             reader.read(1 << 20)
             logger.warning("out")
-            told = reader.read(1 << 20).decode().splitlines()
+            lines_read = reader.read(1 << 20).decode().splitlines()
             logger.warning("and out")
             assert reader.read(1 << 20) == b"and out\n"
         finally:
             logger.removeHandler(handler)
-    assert told[-2:] == ["out", "2 lines of the log were dropped: its reader did not keep up"]
+    assert lines_read[-2:] == ["out", "2 lines of the log were dropped: its reader did not keep up"]

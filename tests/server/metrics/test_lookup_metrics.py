@@ -87,7 +87,7 @@ def joined(*all_bags: Bags, model: ModelInfo = MODEL) -> Batch:
     return batch
 
 
-def by_hand(*all_bags: Bags) -> dict[str, Counter[str]]:
+def counted_by_hand(*all_bags: Bags) -> dict[str, Counter[str]]:
     """Returns each family's counts per feature, table, rank, or table and rank; counts ids one by
     one."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in FAMILIES}
@@ -103,8 +103,10 @@ def by_hand(*all_bags: Bags) -> dict[str, Counter[str]]:
             for shard in shards:
                 if not shard.row_offset <= one < shard.row_offset + shard.row_count:
                     continue
-                piece = shard.col_count / table.embedding_dim
-                nbytes = {8: 12, 16: 20}[shard.col_count] if piece < 1 else ROW_BYTES[table.name]
+                column_share = shard.col_count / table.embedding_dim
+                nbytes = (
+                    {8: 12, 16: 20}[shard.col_count] if column_share < 1 else ROW_BYTES[table.name]
+                )
                 counts["rank_lookups"][str(shard.rank)] += 1
                 counts["rank_read_bytes"][str(shard.rank)] += nbytes
                 if plan.sharding_type == "row_wise":
@@ -122,7 +124,7 @@ FAMILIES = {
 }
 
 
-def shown(metrics: Metrics) -> dict[str, Counter[str]]:
+def exported(metrics: Metrics) -> dict[str, Counter[str]]:
     text = generate_latest(metrics.registry()).decode()
     families: dict[str, Metric] = {one.name: one for one in text_string_to_metric_families(text)}
     counts = {}
@@ -147,13 +149,13 @@ BAGS: Bags = {
 }
 
 
-def test_one_batch_is_counted_as_by_hand() -> None:
+def test_counts_of_one_batch_equal_a_count_by_hand() -> None:
     metrics = Metrics([MODEL])
     other: Bags = {"x": [[7, 11]], "few": [[1]]}  # 11 is no row of rows: left out
     metrics.models["shop"].version.lookups.observe(joined(BAGS, other))
     metrics.models["shop"].version.unknown_ids[MODEL.features.index("x")] += 1
-    counted = shown(metrics)
-    assert counted == by_hand(BAGS, other)
+    counted = exported(metrics)
+    assert counted == counted_by_hand(BAGS, other)
     assert counted["rank_lookups"]["0"] == 3 + 1 + 3 + 2 + 1  # rows, again, columns, copied, few
     assert counted["feature_ids"]["x"] == 6
     assert counted["table_lookups"]["rows"] == 5 + 2
@@ -168,7 +170,7 @@ requests = st.fixed_dictionaries(
 
 
 @given(batches=st.lists(st.lists(requests, min_size=1, max_size=3), min_size=1, max_size=3))
-def test_where_every_batch_is_looked_at_all_is_exact(batches: list[list[Bags]]) -> None:
+def test_counts_are_exact_if_every_batch_is_sampled(batches: list[list[Bags]]) -> None:
     slot = single_worker_counters(lookup_cells(COLUMNS_MIN))
     lookups = LookupMetrics(MODEL, slot, COLUMNS_MIN, sampling_share=np.inf)
     no_ids = np.zeros(len(MODEL.features), np.int64)
@@ -178,7 +180,7 @@ def test_where_every_batch_is_looked_at_all_is_exact(batches: list[list[Bags]]) 
             lookups.flush(no_ids)
     lookups.flush(no_ids)
     reads = lookups.reads(no_ids.astype(np.float64))
-    expected = by_hand(*(bags for requests in batches for bags in requests))
+    expected = counted_by_hand(*(bags for requests in batches for bags in requests))
     assert {t: n for t, n in reads.by_table.items() if n} == expected["table_lookups"]
     per_rank = [
         {str(rank): n for rank, n in enumerate(counts) if n}
@@ -188,18 +190,18 @@ def test_where_every_batch_is_looked_at_all_is_exact(batches: list[list[Bags]]) 
     assert per_rank[1] == pytest.approx(expected["rank_read_bytes"])
 
 
-def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
+def test_counts_are_summed_over_workers_including_replaced_workers() -> None:
     slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
     for worker in (0, 1, 1):
         slots.set_ready(worker, True)
         metrics = Metrics([MODEL], WorkerCounters(slots, worker))
         metrics.models["shop"].version.lookups.observe(joined(BAGS))
         metrics.flush()
-    asker = Metrics([MODEL], WorkerCounters(slots, 0))
-    assert shown(asker) == by_hand(BAGS, BAGS, BAGS)
+    scraped_worker = Metrics([MODEL], WorkerCounters(slots, 0))
+    assert exported(scraped_worker) == counted_by_hand(BAGS, BAGS, BAGS)
 
 
-def test_what_is_divided_adds_up_to_what_was_read() -> None:
+def test_row_wise_lookups_add_up_to_sampled_table_lookups() -> None:
     """Checks the sum for any choice of sampled batches, and that no counter decreases."""
     random = np.random.default_rng(0)
     metrics = Metrics([MODEL])
@@ -209,28 +211,28 @@ def test_what_is_divided_adds_up_to_what_was_read() -> None:
         for _ in range(5):
             ids = np.minimum(random.zipf(1.3, 300) - 1, 9).tolist()
             lookups.observe(joined({"x": [ids], "y": [ids[:50]]}))
-        now = shown(metrics)["row_wise_lookups"]
+        now = exported(metrics)["row_wise_lookups"]
         assert all(now[key] >= count for key, count in before.items())
         before = now
-    read = shown(metrics)["table_lookups"]
+    read = exported(metrics)["table_lookups"]
     for table in ("rows", "again"):
         divided = sum(n for key, n in before.items() if key.startswith(f"{table} "))
         # The rest is added with the next sampled batch.
         assert 0 < divided <= read[table] * (1 + 1e-9)
 
 
-def test_a_large_batch_is_looked_at_in_part() -> None:
+def test_large_batch_is_sampled_evenly() -> None:
     """Checks that ROWS_SAMPLED_MAX rows are sampled, evenly from the whole batch."""
     metrics = Metrics([MODEL])
     ids = np.repeat(np.arange(10), 5 * ROWS_SAMPLED_MAX)
     metrics.models["shop"].version.lookups.observe(joined({"y": [ids.tolist()]}))
-    counted = shown(metrics)["row_wise_lookups"]
+    counted = exported(metrics)["row_wise_lookups"]
     shares = [counted[f"rows {rank}"] / ids.size for rank in range(3)]
     assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.001)
     assert sum(shares) == pytest.approx(1)
 
 
-def test_of_more_shards_than_there_is_room_for_the_first_tables_are_told_apart() -> None:
+def test_row_wise_lookups_cover_only_the_first_tables_beyond_the_limit() -> None:
     ranks = DIVIDED_CELLS // 2
     names = ("a", "b", "c")
     tables = tuple(TableSpec(name, ranks, 4, (name,), "sum", "float32") for name in names)
@@ -240,12 +242,12 @@ def test_of_more_shards_than_there_is_room_for_the_first_tables_are_told_apart()
     metrics = Metrics([model])
     bags: Bags = {name: [[ranks - 1]] for name in names}
     metrics.models["shop"].version.lookups.observe(joined(bags, model=model))
-    counted = shown(metrics)
+    counted = exported(metrics)
     assert counted["table_lookups"] == {"a": 1, "b": 1, "c": 1}
     assert +counted["row_wise_lookups"] == {f"a {ranks - 1}": 1, f"b {ranks - 1}": 1}
 
 
-def test_another_version_counts_from_zero() -> None:
+def test_next_version_counts_from_zero() -> None:
     metrics = Metrics([MODEL])
     shop = metrics.models["shop"]
     before = shop.version
@@ -255,6 +257,6 @@ def test_another_version_counts_from_zero() -> None:
     shop.switch(served_of(manifest, IdTranslator(manifest, {}), PLAN), 0.1)
     before.lookups.observe(joined(BAGS))  # a batch that was in flight
     before.flush()
-    assert shown(metrics)["feature_ids"].total() == 0
+    assert exported(metrics)["feature_ids"].total() == 0
     shop.version.lookups.observe(joined(BAGS))
-    assert shown(metrics) == by_hand(BAGS)
+    assert exported(metrics) == counted_by_hand(BAGS)

@@ -43,7 +43,7 @@ show()
 """
 
 
-def test_values_stay_right_while_no_descriptor_is_left() -> None:
+def test_process_metrics_are_correct_without_free_file_descriptors() -> None:
     ran = run_python("-c", SCRIPT)
     assert ran.returncode == 0, ran.stderr
     first, soon, later, full, after = map(json.loads, ran.stdout.splitlines())
@@ -61,11 +61,11 @@ def test_values_stay_right_while_no_descriptor_is_left() -> None:
     assert cpu_s[0] > 0
 
 
-def test_connections_are_those_of_ready_workers_and_the_refused_of_all() -> None:
+def test_connections_of_ready_workers_and_all_rejections_are_counted() -> None:
     slots = SharedCounters(2, CONNECTION_CELLS)
     workers = [ConnectionMetrics(WorkerCounters(slots, number)) for number in range(2)]
 
-    def shown() -> list[object]:
+    def exported() -> list[object]:
         return [value for _, _, value in workers[0].samples()]
 
     for number, worker in enumerate(workers):
@@ -73,11 +73,11 @@ def test_connections_are_those_of_ready_workers_and_the_refused_of_all() -> None
         worker.open_counts += [lambda: 3, lambda: 1]  # of the ports, and of the management port
         worker.refused += 2
         worker.flush()
-    assert shown() == [8.0, 4.0]
+    assert exported() == [8.0, 4.0]
     slots.set_ready(1, False)  # it has ended
-    assert shown() == [4.0, 4.0]
+    assert exported() == [4.0, 4.0]
     replacement = ConnectionMetrics(WorkerCounters(slots, 1))
     replacement.refused += 1
     replacement.flush()
     slots.set_ready(1, True)
-    assert shown() == [4.0, 5.0]
+    assert exported() == [4.0, 5.0]

@@ -39,7 +39,7 @@ def log(caplog: pytest.LogCaptureFixture) -> RateLimitedLogger:
     return RateLimitedLogger(logging.getLogger("quiet"))
 
 
-def test_the_first_is_said_and_the_next_line_counts_the_others(
+def test_first_event_is_logged_and_suppressed_events_are_counted(
     log: RateLimitedLogger, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for i in range(1000):
@@ -53,7 +53,7 @@ def test_the_first_is_said_and_the_next_line_counts_the_others(
     assert caplog.messages[2:] == ["refused"]
 
 
-def test_kinds_do_not_hide_each_other(
+def test_kinds_of_events_are_limited_separately(
     log: RateLimitedLogger, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_kinds_do_not_hide_each_other(
     assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
 
 
-def test_what_a_caller_wrote_is_one_short_line(
+def test_caller_text_is_escaped_and_truncated_to_one_line(
     log: RateLimitedLogger, caplog: pytest.LogCaptureFixture
 ) -> None:
     log.log(logging.INFO, "refused", "a\n2026 ERROR all is lost\x1b[2J \u202e" + "x" * 10_000)
@@ -73,7 +73,7 @@ def test_what_a_caller_wrote_is_one_short_line(
     assert len(line) < 2 * SHOWN_CHARACTERS_MAX
 
 
-def test_a_traceback_is_logged_once(
+def test_repeated_traceback_is_logged_once(
     log: RateLimitedLogger, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_a_traceback_is_logged_once(
     assert caplog.text.count("Traceback") == 1
 
 
-def test_several_lines_of_a_kind_are_said_where_wanted(
+def test_configured_number_of_lines_is_logged_per_kind(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -100,7 +100,7 @@ def test_several_lines_of_a_kind_are_said_where_wanted(
     assert [vars(record)["fields"]["number"] for record in caplog.records] == [0, 1, 2, 3]
 
 
-def test_tracebacks_of_one_place_are_limited_and_counted(
+def test_tracebacks_of_one_code_location_are_limited_and_counted(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("any.library")

@@ -31,7 +31,7 @@ from embedserve.pipeline import RequestPipeline
 
 USER = b'{"features": {"user": [1]}}'
 FILM = b'{"features": {"film": [1]}}'
-Counted = dict[tuple[str, str], dict[str, float]]
+RequestCounts = dict[tuple[str, str], dict[str, float]]
 """Requests by outcome, for each (alias, version)."""
 LIMITS = replace(IN_THREAD, queue_examples_max=1)
 
@@ -71,9 +71,9 @@ def families_of(metrics: Metrics) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def counted(metrics: Metrics) -> Counted:
+def request_counts(metrics: Metrics) -> RequestCounts:
     """Returns the counts as /metrics has them, without zeros."""
-    found: Counted = {}
+    found: RequestCounts = {}
     for sample in families_of(metrics)["embedserve_model_requests"].samples:
         if sample.value:
             labels = sample.labels
@@ -82,7 +82,7 @@ def counted(metrics: Metrics) -> Counted:
     return found
 
 
-def timed(metrics: Metrics) -> dict[str, float]:
+def timed_counts(metrics: Metrics) -> dict[str, float]:
     """Returns the number of timed requests, by version."""
     return {
         sample.labels["version"]: sample.value
@@ -91,36 +91,38 @@ def timed(metrics: Metrics) -> dict[str, float]:
     }
 
 
-async def told(*calls: RecordingCall) -> None:
+async def wait_for_outcomes(*calls: RecordingCall) -> None:
     await until(lambda: all(call.told for call in calls))
 
 
-async def test_a_canary_that_fails_is_told_from_stable(
+async def test_failing_canary_is_counted_apart_from_stable(
     pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.failure = ZeroDivisionError("secret")
     for model in ("shop", "shop@stable", "shop@canary", "shop@8"):
-        await told(ask(pipeline, USER, model=model))
-    assert counted(pipeline.metrics) == {
+        await wait_for_outcomes(ask(pipeline, USER, model=model))
+    assert request_counts(pipeline.metrics) == {
         ("stable", "7"): {"OK": 2},
         ("canary", "8"): {"INTERNAL": 2},
     }
-    assert timed(pipeline.metrics) == {"7": 2, "8": 2}
+    assert timed_counts(pipeline.metrics) == {"7": 2, "8": 2}
     answered_s, failed_s = pipeline.metrics.models["shop@canary"].version.requests.total_seconds()
     assert answered_s == 0 < failed_s
 
 
-async def test_what_a_version_alone_rejects_is_counted_with_it(pipeline: RequestPipeline) -> None:
+async def test_rejection_by_a_version_is_counted_for_that_version(
+    pipeline: RequestPipeline,
+) -> None:
     """Covers unknown features, an id without a row, and a request over a limit."""
-    await told(ask(pipeline, FILM), ask(pipeline, FILM, model="shop@canary"))
-    await told(ask(pipeline, b'{"features": {"user": [99]}}', model="shop@canary"))
-    assert counted(pipeline.metrics) == {
+    await wait_for_outcomes(ask(pipeline, FILM), ask(pipeline, FILM, model="shop@canary"))
+    await wait_for_outcomes(ask(pipeline, b'{"features": {"user": [99]}}', model="shop@canary"))
+    assert request_counts(pipeline.metrics) == {
         ("stable", "7"): {"OK": 1},
         ("canary", "8"): {"INVALID_ARGUMENT": 2},
     }
 
 
-async def test_a_full_queue_is_counted_with_its_version(
+async def test_rejection_by_a_full_queue_is_counted_for_its_version(
     pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.hold()
@@ -131,16 +133,16 @@ async def test_a_full_queue_is_counted_with_its_version(
         assert ask(pipeline, USER, model="shop@canary").error.code == "RESOURCE_EXHAUSTED"
     early = RecordingCall(pipeline, asked(pipeline, model="shop@canary"))
     pipeline.reject_if_overloaded(early)
-    await told(ask(pipeline, USER))
+    await wait_for_outcomes(ask(pipeline, USER))
     canary.release()
-    await told(running, waiting)
-    assert counted(pipeline.metrics) == {
+    await wait_for_outcomes(running, waiting)
+    assert request_counts(pipeline.metrics) == {
         ("stable", "7"): {"OK": 1},
         ("canary", "8"): {"OK": 2, "RESOURCE_EXHAUSTED": 4},
     }
 
 
-async def test_who_waits_too_long_or_leaves_is_counted_with_the_queues_version(
+async def test_expired_and_cancelled_requests_are_counted_for_their_version(
     pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.hold()
@@ -151,18 +153,18 @@ async def test_who_waits_too_long_or_leaves_is_counted_with_the_queues_version(
     late.deadline_s = perf_counter()
     running.cancel()
     canary.release()
-    await told(late)
+    await wait_for_outcomes(late)
     assert late.error.code == "DEADLINE_EXCEEDED"
-    assert counted(pipeline.metrics) == {
+    assert request_counts(pipeline.metrics) == {
         ("canary", "8"): {"CANCELLED": 1, "DEADLINE_EXCEEDED": 1},
     }
     queued = RecordingCall(pipeline, asked(pipeline, model="shop@canary"))
     pipeline.submit(queued, USER)
     queued.cancel()
-    assert counted(pipeline.metrics)["canary", "8"]["CANCELLED"] == 2
+    assert request_counts(pipeline.metrics)["canary", "8"]["CANCELLED"] == 2
 
 
-async def test_names_that_nobody_serves_make_no_series(pipeline: RequestPipeline) -> None:
+async def test_unknown_model_names_add_no_series(pipeline: RequestPipeline) -> None:
     before = len(families_of(pipeline.metrics)["embedserve_model_requests"].samples)
     for i in range(50):
         assert ask(pipeline, USER, model=f"film{i}").error.code == "NOT_FOUND"
@@ -172,7 +174,7 @@ async def test_names_that_nobody_serves_make_no_series(pipeline: RequestPipeline
     assert ask(pipeline, b"{").error.code == "INVALID_ARGUMENT"
     family = families_of(pipeline.metrics)["embedserve_model_requests"]
     assert len(family.samples) == before
-    assert counted(pipeline.metrics) == {}
+    assert request_counts(pipeline.metrics) == {}
     assert outcomes_of(pipeline.metrics.protocols["rest"])["NOT_FOUND"] == 150
 
 
@@ -192,20 +194,20 @@ def record(metrics: Metrics, name: str, answered: int, failed: int) -> None:
     metrics.flush()
 
 
-def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
+def test_counts_are_summed_over_workers_including_replaced_workers() -> None:
     slots, workers = workers_of(2, STABLE, CANARY)
     for metrics in workers:
         record(metrics, "shop@canary", 3, 2)
     again = Metrics([STABLE, CANARY], WorkerCounters(slots, 1))
     record(again, "shop@canary", 1, 1)
     for metrics in (workers[0], again):
-        assert counted(metrics) == {("canary", "8"): {"OK": 7, "INTERNAL": 5}}
-        assert timed(metrics) == {"7": 0, "8": 12}
+        assert request_counts(metrics) == {("canary", "8"): {"OK": 7, "INTERNAL": 5}}
+        assert timed_counts(metrics) == {"7": 0, "8": 12}
         seconds = metrics.models["shop@canary"].version.requests.total_seconds()
         assert seconds == (7 * 0.25, 5 * 0.5)
 
 
-def test_series_are_as_many_as_names_however_many_versions_came_and_went() -> None:
+def test_number_of_series_does_not_grow_with_switched_versions() -> None:
     _, workers = workers_of(2, STABLE, CANARY)
     sizes = set()
     for number in range(9, 9 + 2 * NAMES_SPARE):
@@ -222,21 +224,21 @@ def test_series_are_as_many_as_names_however_many_versions_came_and_went() -> No
             samples = families_of(metrics)["embedserve_model_requests"].samples
             assert not any(sample.value for sample in samples)
             sizes.add(len(samples))
-    assert timed(workers[0]) == {"7": 0, str(number): 0}
+    assert timed_counts(workers[0]) == {"7": 0, str(number): 0}
     assert sizes == {2}
 
 
-def test_a_rejection_by_a_version_that_was_replaced_is_not_the_next_ones() -> None:
+def test_rejection_by_a_replaced_version_is_not_counted_for_the_next() -> None:
     _, (metrics,) = workers_of(1, STABLE, CANARY)
     metrics.models["shop@canary"].switch(version_of(9, "canary", {"user": (7, 4)}), 1)
     metrics.count_outcome(CANARY, "INTERNAL", 1.0)
     metrics.count_outcome(None, "INTERNAL", 1.0)
     metrics.remove("shop@canary")
     metrics.count_outcome(CANARY, "INTERNAL", 1.0)
-    assert counted(metrics) == {}
+    assert request_counts(metrics) == {}
 
 
-def test_what_waits_to_be_counted_is_bounded() -> None:
+def test_pending_observations_are_bounded() -> None:
     _, (metrics,) = workers_of(1, STABLE)
     version = metrics.models["shop@stable"].version
     for _ in range(PENDING_MAX - 1):
@@ -254,13 +256,13 @@ def test_what_waits_to_be_counted_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one != "OK"])
-def test_each_outcome_has_a_count_of_its_own(outcome: str) -> None:
+def test_each_outcome_has_its_own_count(outcome: str) -> None:
     _, (metrics,) = workers_of(1, STABLE)
     metrics.count_outcome(STABLE, outcome, 1.0)
-    assert counted(metrics) == {("stable", "7"): {outcome: 1}}
+    assert request_counts(metrics) == {("stable", "7"): {outcome: 1}}
 
 
-def test_every_error_has_its_outcome() -> None:
+def test_outcomes_are_the_codes_of_all_errors() -> None:
     """Covers the errors of gRPC's framing, which end a call before its request is read."""
     kinds: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
     assert {kind.code for kind in kinds} | {"OK", "CANCELLED", "UNIMPLEMENTED"} == set(OUTCOMES)

@@ -61,7 +61,7 @@ def text(renderings: Renderings) -> ScrapeText:
     return ScrapeText(registry)
 
 
-def test_scrapes_that_came_before_a_rendering_share_it(
+def test_scrapes_received_before_a_rendering_share_its_text(
     renderings: Renderings, text: ScrapeText
 ) -> None:
     received_s = [perf_counter() for _ in range(SCRAPES)]
@@ -69,12 +69,12 @@ def test_scrapes_that_came_before_a_rendering_share_it(
     assert renderings.count == 1
 
 
-def test_a_later_scrape_gets_later_values(text: ScrapeText) -> None:
+def test_later_scrape_gets_newer_values(text: ScrapeText) -> None:
     for count in range(1, 4):
         assert f"renderings {count}.0" in text.render(perf_counter()).decode()
 
 
-def test_a_scrape_never_gets_values_from_before_a_rendering_that_failed(
+def test_scrape_retried_after_a_failed_rendering_gets_new_values(
     renderings: Renderings, text: ScrapeText
 ) -> None:
     text.render(perf_counter())
@@ -86,7 +86,7 @@ def test_a_scrape_never_gets_values_from_before_a_rendering_that_failed(
     assert "renderings 3.0" in text.render(received_s).decode()
 
 
-async def test_a_burst_of_scrapes_costs_one_rendering(
+async def test_burst_of_scrapes_costs_one_rendering(
     executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks also that a later scrape counts the requests before it."""

@@ -57,17 +57,17 @@ class Routers:
         }
 
 
-def counted(hedges: int = 0, **seconds: float) -> PartStats:
+def part_stats(hedges: int = 0, **seconds: float) -> PartStats:
     stats = PartStats(hedges=hedges, retries=2, hung=3, bytes_sent=100, bytes_received=10)
     for outcome, took_s in seconds.items():
         stats.seconds[outcome].observe(took_s)
     return stats
 
 
-def test_calls_of_all_workers_are_added() -> None:
+def test_shard_calls_are_summed_over_workers() -> None:
     routers = Routers()
-    routers.source(0).stats = [(0, counted(1, ok=0.001, overloaded=0.5))]
-    routers.source(1).stats = [(0, counted(ok=0.02)), (0, counted(ok=100)), (1, counted())]
+    routers.source(0).stats = [(0, part_stats(1, ok=0.001, overloaded=0.5))]
+    routers.source(1).stats = [(0, part_stats(ok=0.02)), (0, part_stats(ok=100)), (1, part_stats())]
     values = routers.values()
     buckets, total_s = values.pop("seconds 0")
     by_bound = dict(buckets)
@@ -93,21 +93,21 @@ def test_calls_of_all_workers_are_added() -> None:
     }
 
 
-def test_a_replaced_worker_goes_on_with_the_counts_of_the_former() -> None:
+def test_replacement_worker_continues_the_counts() -> None:
     routers = Routers()
-    routers.source(0).stats = [(1, counted(5, ok=0.001))]
+    routers.source(0).stats = [(1, part_stats(5, ok=0.001))]
     assert routers.values()["hedges 1"] == 5
     routers.replace(0)
     assert routers.values()["hedges 1"] == 5
-    routers.source(0).stats = [(1, counted(2, ok=0.001))]
+    routers.source(0).stats = [(1, part_stats(2, ok=0.001))]
     values = routers.values()
     assert (values["hedges 1"], values["calls 1 ok"]) == (7, 2)
     assert routers.values() == values
 
 
-def test_parts_that_came_later_are_not_counted() -> None:
+def test_parts_added_after_the_start_are_not_counted() -> None:
     routers = Routers(parts=1)
-    routers.source(0).stats = [(0, counted(1)), (1, counted(1))]
+    routers.source(0).stats = [(0, part_stats(1)), (1, part_stats(1))]
     routers.source(0).joined = {("shop", 3): [2, 0]}
     values = routers.values()
     assert (values["hedges 0"], values["replicas 0 shop 3 served"]) == (1, 2)
@@ -122,7 +122,7 @@ def replicas(routers: Routers, versions: RoutedVersions = SHOP) -> dict[str, Any
     }
 
 
-def test_the_fewest_replicas_of_ready_workers_are_shown() -> None:
+def test_minimum_replicas_over_ready_workers_are_exported() -> None:
     routers = Routers()
     assert replicas(routers) == {}
     routers.source(0).joined = {("shop", 3): [2, 2], ("ads", 1): [1]}
@@ -133,7 +133,7 @@ def test_the_fewest_replicas_of_ready_workers_are_shown() -> None:
     assert replicas(routers) == {"0 shop 3 served": 2, "1 shop 3 served": 2}
 
 
-def test_versions_stand_beside_each_other_wherever_workers_have_them() -> None:
+def test_replicas_of_several_versions_are_exported_in_any_order() -> None:
     """Covers the next version, which only the worker that watches the store expects."""
     routers = Routers()
     versions = {("shop", 4): NEXT, ("shop", 3): SERVED, ("ads", 1): SERVED}
@@ -153,28 +153,31 @@ def test_versions_stand_beside_each_other_wherever_workers_have_them() -> None:
     assert replicas(routers) == {"0 shop 3 served": 2, "1 shop 3 served": 2}
 
 
-def test_the_versions_that_serve_and_that_the_store_names_are_shown() -> None:
+def test_replicas_of_served_and_next_version_are_exported() -> None:
     first = model_info()
     metrics = Metrics([first], parts=2)
     source = metrics.shards.source = FakeParts()
     number = first.version
     source.joined = {(first.name, number): [1, 1], (first.name, number + 1): [1, 0]}
 
-    def shown() -> dict[tuple[str, ...], float]:
+    def exported_replicas() -> dict[tuple[str, ...], float]:
         (family,) = [one for one in metrics.collect() if one.name == "embedserve_shard_replicas"]
         labels = ("part", "version", "state")
         return {tuple(one.labels[name] for name in labels): one.value for one in family.samples}
 
     served = {("0", str(number), "served"): 1.0, ("1", str(number), "served"): 1.0}
-    assert shown() == served
+    assert exported_replicas() == served
     metrics.models[first.served_as].wanted_version = number + 1
     following = str(number + 1)
-    assert shown() == served | {("0", following, "next"): 1.0, ("1", following, "next"): 0.0}
+    assert exported_replicas() == served | {
+        ("0", following, "next"): 1.0,
+        ("1", following, "next"): 0.0,
+    }
     metrics.models[first.served_as].wanted_version = number
-    assert shown() == served
+    assert exported_replicas() == served
 
 
-def test_batches_that_lack_a_part_are_counted_by_version_and_part() -> None:
+def test_batches_with_missing_parts_are_counted_by_version_and_part() -> None:
     """Covers counts of all workers, including replaced ones."""
     model = in_parts(model_info(), FakeParts())
     slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
@@ -192,7 +195,7 @@ def test_batches_that_lack_a_part_are_counted_by_version_and_part() -> None:
     assert counts == {("shop", version, "0"): 1, ("shop", version, "1"): 3}
 
 
-def test_a_server_that_is_no_router_has_no_cells_and_no_series() -> None:
+def test_server_that_is_no_router_has_no_shard_cells_or_series() -> None:
     model = model_info()
     assert CounterRoom.of([model], ServeSettings("s")) == CounterRoom(1, COLUMNS_MIN, 0)
     more = cells_per_worker(1, 10, 3) - cells_per_worker(1, 10)
@@ -201,7 +204,7 @@ def test_a_server_that_is_no_router_has_no_cells_and_no_series() -> None:
     assert not [name for name in names if "shard" in name or "missing" in name]
 
 
-def test_histograms_count_by_bound() -> None:
+def test_latency_histogram_counts_by_upper_bound() -> None:
     histogram, (first, second, *_, last) = LatencyHistogram(), SECONDS_BUCKETS
     for seconds in (first / 2, first, second, last + 1):
         histogram.observe(seconds)

@@ -48,7 +48,7 @@ def test_only_workers_with_the_same_key_are_summed() -> None:
     assert cells.total().tolist() == [6, 6]
 
 
-def test_the_same_key_continues_and_another_starts_from_zero() -> None:
+def test_same_key_continues_and_new_key_starts_from_zero() -> None:
     (keyed,) = keyed_of_workers(1, 3)
     keyed.claim(7)
     keyed.allocate(1).own[0] = 4
@@ -63,7 +63,7 @@ def test_the_same_key_continues_and_another_starts_from_zero() -> None:
     assert keyed.allocate(1).total().tolist() == [0]
 
 
-def test_cells_within_are_detached_with_their_key() -> None:
+def test_nested_cells_are_detached_with_the_outer_key() -> None:
     outer = single_worker_counters(4).allocate_keyed(3)
     outer.claim(1)
     inner = outer.allocate_keyed(2)
@@ -76,14 +76,14 @@ def test_cells_within_are_detached_with_their_key() -> None:
     assert fresh.total().tolist() == [0, 0, 0]
 
 
-def test_no_more_cells_are_allocated_than_belong_to_the_key() -> None:
+def test_allocating_more_cells_than_the_key_has_is_rejected() -> None:
     (keyed,) = keyed_of_workers(1, 2)
     keyed.claim(1)
     with pytest.raises(ValueError, match="count is 3: a slot has 2 more cells"):
         keyed.allocate(3)
 
 
-def test_a_name_has_the_same_entry_in_all_workers() -> None:
+def test_name_has_the_same_entry_in_all_workers() -> None:
     one, other = tables_of_workers(2, 3)
     assert [claim(one, name) for name in "ab"] == [0, 1]
     assert [claim(other, name) for name in "cba"] == [2, 1, 0]
@@ -93,7 +93,7 @@ def test_a_name_has_the_same_entry_in_all_workers() -> None:
     assert one.find("e") is None
 
 
-def test_a_name_that_is_gone_gives_way_where_workers_need_not_agree() -> None:
+def test_entry_of_a_removed_name_is_reused() -> None:
     one, other = tables_of_workers(2, 2)
     assert claim(other, "x") == 0
     assert [claim(one, name, ("a", "b")) for name in "ab"] == [1, 0]

@@ -8,11 +8,11 @@ from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES, TLS_CELLS, TlsMetrics
 
 
-def shown(one: TlsMetrics) -> dict[str, object]:
+def exported(one: TlsMetrics) -> dict[str, object]:
     return {labels[0] if labels else "expiry": value for _, labels, value in one.samples()}
 
 
-def test_counts_are_added_and_the_earliest_end_is_told() -> None:
+def test_handshakes_are_summed_and_the_earliest_expiry_is_exported() -> None:
     slots = SharedCounters(2, TLS_CELLS)
     workers = [TlsMetrics(WorkerCounters(slots, number)) for number in range(2)]
     for number, worker in enumerate(workers):
@@ -23,18 +23,18 @@ def test_counts_are_added_and_the_earliest_end_is_told() -> None:
     workers[1].handshakes["too_late"] += 1
     workers[1].flush()
     counts = dict.fromkeys(HANDSHAKE_OUTCOMES, 0.0) | {"ok": 6.0, "too_late": 1.0}
-    assert shown(workers[0]) == counts | {"expiry": 2e9}
+    assert exported(workers[0]) == counts | {"expiry": 2e9}
     slots.set_ready(0, False)
-    assert shown(workers[1])["expiry"] == 2e9 + 1
+    assert exported(workers[1])["expiry"] == 2e9 + 1
     replaced = TlsMetrics(WorkerCounters(slots, 0))
     replaced.handshakes["ok"] += 1
     replaced.flush()
-    assert shown(workers[1])["ok"] == 7.0
+    assert exported(workers[1])["ok"] == 7.0
 
 
-def test_without_tls_there_is_nothing_to_tell() -> None:
+def test_server_without_tls_exports_no_tls_metrics() -> None:
     slots = SharedCounters(1, TLS_CELLS)
     slots.set_ready(0, True)
     plain = TlsMetrics(WorkerCounters(slots, 0))
     plain.flush()
-    assert shown(plain) == {}
+    assert exported(plain) == {}

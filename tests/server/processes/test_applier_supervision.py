@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from server.processes.test_supervisor import start, supervised
+from server.processes.supervised_server import start, supervised
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
@@ -30,7 +30,7 @@ def fail() -> NoReturn:
     raise ERROR
 
 
-async def test_workers_listen_after_the_first_look(tmp_path: Path) -> None:
+async def test_workers_listen_only_after_the_first_poll(tmp_path: Path) -> None:
     mode = tmp_path / "failure.deltas"
     mode.write_text("wait")
     server = await start(tmp_path, workers=1)
@@ -49,7 +49,7 @@ async def test_workers_listen_after_the_first_look(tmp_path: Path) -> None:
             os.kill(server.process.pid, signal.SIGKILL)
 
 
-async def test_an_applier_that_is_killed_is_replaced_while_workers_serve(tmp_path: Path) -> None:
+async def test_killed_applier_is_replaced_while_workers_serve(tmp_path: Path) -> None:
     (tmp_path / "failure.deltas").write_text("")
     server = await start(tmp_path, workers=1)
     try:
@@ -69,17 +69,17 @@ async def test_an_applier_that_is_killed_is_replaced_while_workers_serve(tmp_pat
             os.kill(server.process.pid, signal.SIGKILL)
 
 
-async def test_an_applier_that_hangs_is_replaced_while_workers_serve(tmp_path: Path) -> None:
+async def test_hung_applier_is_replaced_while_workers_serve(tmp_path: Path) -> None:
     (tmp_path / "failure.deltas").write_text("")
     server = await start(tmp_path, workers=1, hang_s=3)
     try:
         hung = int((await server.until_line("applier"))[-1].split()[1])
         server.http_port = int((await server.until_line("ready"))[-1].split()[1])
         lines = await server.until_line("applier")
-        said = "\n".join(lines)
-        assert f"applier of deltas (process {hung}) hangs: no heartbeat for " in said
-        assert "in applier_main" in said  # its stack
-        assert f"(process {hung}) was ended by SIGABRT: restarted" in said
+        logged = "\n".join(lines)
+        assert f"applier of deltas (process {hung}) hangs: no heartbeat for " in logged
+        assert "in applier_main" in logged  # its stack
+        assert f"(process {hung}) was ended by SIGABRT: restarted" in logged
         assert await server.post() == 200
         assert await server.metric("embedserve_worker_hangs_total") == 0
         server.process.terminate()
@@ -89,7 +89,7 @@ async def test_an_applier_that_hangs_is_replaced_while_workers_serve(tmp_path: P
             os.kill(server.process.pid, signal.SIGKILL)
 
 
-async def test_an_applier_that_ends_at_once_does_not_keep_the_server_from_starting(
+async def test_applier_that_exits_immediately_does_not_prevent_the_start(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "failure.deltas").write_text("end")
@@ -126,7 +126,7 @@ def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
     os.close(write)
 
 
-async def test_only_an_applier_without_heartbeats_hangs(
+async def test_only_an_applier_without_heartbeats_is_replaced(
     forked: tuple[Applier, Callable[[], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     applier, beat = forked
@@ -157,7 +157,7 @@ async def test_only_an_applier_without_heartbeats_hangs(
     assert len(caplog.messages) == 2
 
 
-async def test_an_applier_that_cannot_be_forked_again_is_tried_later(
+async def test_failed_fork_of_a_new_applier_is_retried_later(
     forked: tuple[Applier, Callable[[], None]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -185,7 +185,7 @@ async def test_an_applier_that_cannot_be_forked_again_is_tried_later(
     assert len(caplog.messages) == 2
 
 
-def test_an_applier_that_cannot_be_forked_at_first_ends_the_start(
+def test_failed_fork_of_the_first_applier_fails_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with selectors.DefaultSelector() as selector:

@@ -37,18 +37,19 @@ def worker_main(index, channel):
     channel.send(report_to_bytes(StartReport(WorkerStage.WARM, serving)))
     assert channel.wait_for_message() == START
     time.sleep(pause_s)  # a worker that loads a version does not read for so long
-    told = receive()
-    assert (told.may_listen, told.may_accept, told.watches_store) == (True, False, True), told
+    desired = receive()
+    found = (desired.may_listen, desired.may_accept, desired.watches_store)
+    assert found == (True, False, True), desired
     channel.send(report_to_bytes(StartReport(WorkerStage.LISTENING)))
-    while not told.may_accept:
-        told = receive()
-    assert {name: one.alias_settings for name, one in told.names.items()} == dict.fromkeys(
+    while not desired.may_accept:
+        desired = receive()
+    assert {name: one.alias_settings for name, one in desired.names.items()} == dict.fromkeys(
         names, AliasSettings(1, 5.0)
     )
     print("all", flush=True)
-    while not told.logs_ready:
-        told = receive()
-    assert len(told.names) == len(names)
+    while not desired.logs_ready:
+        desired = receive()
+    assert len(desired.names) == len(names)
     os.kill(os.getppid(), signal.SIGTERM)
     return 0
 
@@ -60,18 +61,18 @@ Supervisor(worker_main, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
 """
 
 
-def test_a_worker_knows_the_shares_before_it_takes_connections() -> None:
+def test_worker_gets_alias_settings_before_it_accepts_connections() -> None:
     done = run_python("-c", SERVED, "3", "0")
     assert (done.stdout, done.stderr) == ("all\n", "")
 
 
-def test_more_than_a_channel_holds_comes_all() -> None:
+def test_message_larger_than_the_channel_buffer_arrives_complete() -> None:
     done = run_python("-c", SERVED, "3000", "0.5")
     assert (done.stdout, done.stderr) == ("all\n", "")
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_worker_sees_the_end_of_a_supervisor_that_has_not_read_all(
+def test_worker_notices_the_end_of_a_supervisor_with_unread_messages(
     run: Callable[[Coroutine[Any, Any, None]], None],
 ) -> None:
     """Covers the error that uvloop reports first, after which it reports nothing more."""
@@ -91,7 +92,7 @@ def test_a_worker_sees_the_end_of_a_supervisor_that_has_not_read_all(
     run(end_unread())
 
 
-async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
+async def test_many_messages_of_a_worker_all_arrive_in_order() -> None:
     """Covers the first poll of a server that follows hundreds of aliases."""
     ours, supervisors = socket.socketpair()
     with ours, supervisors:
@@ -111,7 +112,7 @@ async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
         asyncio.get_running_loop().remove_reader(ours)
 
 
-def test_only_the_newest_state_waits_for_a_worker_that_does_not_read() -> None:
+def test_only_the_newest_state_is_queued_for_a_worker_that_does_not_read() -> None:
     """Checks that a partly sent state is completed, and that states between it and the last are
     dropped."""
     ours, workers = socket.socketpair()
@@ -129,7 +130,7 @@ def test_only_the_newest_state_waits_for_a_worker_that_does_not_read() -> None:
             received += theirs.receive() or []
 
 
-def test_each_end_sees_the_end_of_the_other() -> None:
+def test_line_socket_notices_that_the_other_end_is_closed() -> None:
     ours, workers = socket.socketpair()
     ours.send(b"last\n")
     ours.close()

@@ -21,24 +21,24 @@ def proc(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def groups(tmp_path: Path) -> Path:
+def cgroups(tmp_path: Path) -> Path:
     return tmp_path / "cgroups"
 
 
-def in_group(proc: Path, lines: str) -> None:
+def set_cgroup(proc: Path, lines: str) -> None:
     (proc / "self" / "cgroup").write_text(lines)
 
 
-def limit(folder: Path, **files: str) -> None:
+def set_quota(folder: Path, **files: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("cpu_", "cpu.", 1)).write_text(text + "\n")
 
 
-def test_a_host_without_groups(proc: Path, groups: Path) -> None:
-    assert available_cores(proc, groups, 64) == 64
-    in_group(proc, "0::/\n")
-    assert available_cores(proc, groups, 64) == 64
+def test_host_without_cgroup_limit_has_all_cores(proc: Path, cgroups: Path) -> None:
+    assert available_cores(proc, cgroups, 64) == 64
+    set_cgroup(proc, "0::/\n")
+    assert available_cores(proc, cgroups, 64) == 64
 
 
 @pytest.mark.parametrize(
@@ -52,43 +52,43 @@ def test_a_host_without_groups(proc: Path, groups: Path) -> None:
         ("40000 10000", 4),
     ],
 )
-def test_version_2(proc: Path, groups: Path, cpu_max: str, cores: int) -> None:
-    in_group(proc, "0::/pod/container\n")
-    limit(groups / "pod" / "container", cpu_max=cpu_max)
-    assert available_cores(proc, groups, 64) == cores
+def test_cgroup_v2_quota_limits_cores(proc: Path, cgroups: Path, cpu_max: str, cores: int) -> None:
+    set_cgroup(proc, "0::/pod/container\n")
+    set_quota(cgroups / "pod" / "container", cpu_max=cpu_max)
+    assert available_cores(proc, cgroups, 64) == cores
 
 
-def test_a_limit_of_a_group_above_counts(proc: Path, groups: Path) -> None:
+def test_quota_of_a_parent_cgroup_limits_cores(proc: Path, cgroups: Path) -> None:
     """Covers a pod: kubelet limits both its containers and their sum."""
-    in_group(proc, "0::/pod/container\n")
-    limit(groups / "pod" / "container", cpu_max="800000 100000")
-    limit(groups / "pod", cpu_max="300000 100000")
-    assert available_cores(proc, groups, 64) == 3
+    set_cgroup(proc, "0::/pod/container\n")
+    set_quota(cgroups / "pod" / "container", cpu_max="800000 100000")
+    set_quota(cgroups / "pod", cpu_max="300000 100000")
+    assert available_cores(proc, cgroups, 64) == 3
 
 
-def test_a_container_sees_its_own_group_as_the_root(proc: Path, groups: Path) -> None:
-    in_group(proc, "0::/unseen/path\n")
-    limit(groups, cpu_max="300000 100000")
-    assert available_cores(proc, groups, 64) == 3
+def test_quota_of_the_visible_root_cgroup_applies_in_a_container(proc: Path, cgroups: Path) -> None:
+    set_cgroup(proc, "0::/unseen/path\n")
+    set_quota(cgroups, cpu_max="300000 100000")
+    assert available_cores(proc, cgroups, 64) == 3
 
 
-def test_version_1(proc: Path, groups: Path) -> None:
-    in_group(proc, "5:cpu,cpuacct:/job\n4:memory:/other\n")
-    limit(groups / "cpu" / "job", cpu_cfs_quota_us="400000", cpu_cfs_period_us="100000")
-    limit(groups / "cpu", cpu_cfs_quota_us="-1", cpu_cfs_period_us="100000")
-    assert available_cores(proc, groups, 64) == 4
-    limit(groups / "cpu" / "job", cpu_cfs_quota_us="-1")
-    assert available_cores(proc, groups, 64) == 64
+def test_cgroup_v1_quota_limits_cores(proc: Path, cgroups: Path) -> None:
+    set_cgroup(proc, "5:cpu,cpuacct:/job\n4:memory:/other\n")
+    set_quota(cgroups / "cpu" / "job", cpu_cfs_quota_us="400000", cpu_cfs_period_us="100000")
+    set_quota(cgroups / "cpu", cpu_cfs_quota_us="-1", cpu_cfs_period_us="100000")
+    assert available_cores(proc, cgroups, 64) == 4
+    set_quota(cgroups / "cpu" / "job", cpu_cfs_quota_us="-1")
+    assert available_cores(proc, cgroups, 64) == 64
 
 
-def test_workers_share_what_this_process_has() -> None:
+def test_workers_share_the_cores_of_the_process() -> None:
     cores = available_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0))
     assert lookup_threads(ServeSettings(store="", workers=1)) == cores
     assert lookup_threads(ServeSettings(store="", workers=2 * cores)) == 1
 
 
-def test_there_is_a_thread_for_each_batch_that_gpus_have_at_once() -> None:
+def test_executor_has_a_thread_for_each_concurrent_gpu_batch() -> None:
     settings, on_cpu = ServeSettings(store=""), FakeEngine()
     on_gpus = FakeEngine(on_cpu.model)
     on_gpus.waits_for_device, on_gpus.replicas = True, 500

@@ -54,7 +54,7 @@ class Process:
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
 
-    async def seen(self) -> tuple[int, int]:
+    async def queue_counts(self) -> tuple[int, int]:
         """Returns (requests that wait for a batch, batches that began).
 
         Leaves no idle connection, because a draining server would wait for its end.
@@ -71,7 +71,7 @@ class Process:
     def release_lookups(self) -> None:
         self.process.send_signal(signal.SIGUSR2)
 
-    async def stopped(self) -> int:
+    async def wait_stopped(self) -> int:
         """Returns the exit status, once the process has ended."""
         return await asyncio.wait_for(self.process.wait(), STOP_S_MAX)
 
@@ -95,15 +95,15 @@ async def server_process(grpc_server: str, lookup_s: float = 0) -> AsyncIterator
         await process.wait()
 
 
-async def until_seen(server: Process, queued: int) -> None:
+async def until_queued(server: Process, queued: int) -> None:
     """Returns once one batch runs and ``queued`` requests wait."""
     async with asyncio.timeout(START_S_MAX):
-        while await server.seen() != (queued, 1):  # noqa: ASYNC110  another process
+        while await server.queue_counts() != (queued, 1):  # noqa: ASYNC110  another process
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_requests_in_flight_are_answered_before_the_end(
+async def test_requests_in_flight_are_answered_before_the_exit(
     grpc_server: str, number: signal.Signals
 ) -> None:
     async with server_process(grpc_server, HELD) as server:
@@ -112,11 +112,11 @@ async def test_requests_in_flight_are_answered_before_the_end(
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         first = asyncio.create_task(server.http.post("/embed", content=BODY))
-        await until_seen(server, queued=0)
+        await until_queued(server, queued=0)
         posts = [asyncio.create_task(server.http.post("/embed", content=BODY)) for _ in range(5)]
         calls = [asyncio.ensure_future(stub.Embed(REQUEST)) for _ in range(5)]
         stream = stub.EmbedStream(iter([REQUEST] * 5))
-        await until_seen(server, queued=15)
+        await until_queued(server, queued=15)
         server.process.send_signal(number)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
@@ -124,48 +124,48 @@ async def test_requests_in_flight_are_answered_before_the_end(
         assert [a.status_code for a in await asyncio.gather(first, *posts)] == [200] * 6
         assert [a.batch_size for a in await asyncio.gather(*calls)] == [1] * 5
         assert [a.batch_size async for a in stream] == [1] * 5
-        assert await server.stopped() == 0
+        assert await server.wait_stopped() == 0
 
 
-async def test_new_connections_are_refused_while_draining(grpc_server: str) -> None:
+async def test_new_connections_are_rejected_while_draining(grpc_server: str) -> None:
     async with server_process(grpc_server, HELD) as server:
         running = asyncio.create_task(server.http.post("/embed", content=BODY))
-        await until_seen(server, queued=0)
+        await until_queued(server, queued=0)
         server.process.send_signal(signal.SIGTERM)
-        assert {*await statuses_until_refused(server)} <= {200, 503}
+        assert {*await statuses_until_rejected(server)} <= {200, 503}
         assert not running.done()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await EmbeddingServiceStub(server.channel).Embed(REQUEST)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         server.release_lookups()
         assert (await running).status_code == 200
-        assert await server.stopped() == 0
+        assert await server.wait_stopped() == 0
 
 
-async def test_grpcio_refuses_connections_before_the_http_port_does(
+async def test_grpcio_port_closes_before_the_http_port_drains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checks the order, because a client that one port rejects would find the other port open, for
     a call that waits."""
     drain = WireServer.drain
-    refused = []
+    grpc_port_closed = []
     async with live_server(FakeEngine(), grpc_server="grpcio") as live:
         port = int(live.grpc_target.rpartition(":")[2])
 
-        def drain_and_look(wire: WireServer, drain_s: float) -> Awaitable[None]:
-            refused.append(is_refused(port))
+        def drain_after_port_check(wire: WireServer, drain_s: float) -> Awaitable[None]:
+            grpc_port_closed.append(is_port_closed(port))
             return drain(wire, drain_s)
 
-        monkeypatch.setattr(WireServer, "drain", drain_and_look)
+        monkeypatch.setattr(WireServer, "drain", drain_after_port_check)
         live.stop.set()
         await live.running
-    assert refused == [True]
+    assert grpc_port_closed == [True]
 
 
-def is_refused(port: int) -> bool:
+def is_port_closed(port: int) -> bool:
     """Blocks the event loop, so that only other threads can close the port meanwhile."""
-    give_up = time.monotonic() + STOP_S_MAX
-    while time.monotonic() < give_up:
+    end_s = time.monotonic() + STOP_S_MAX
+    while time.monotonic() < end_s:
         try:
             socket.create_connection(("127.0.0.1", port), STOP_S_MAX).close()
         except ConnectionError:
@@ -173,7 +173,7 @@ def is_refused(port: int) -> bool:
     return False
 
 
-async def statuses_until_refused(server: Process) -> list[int]:
+async def statuses_until_rejected(server: Process) -> list[int]:
     """Returns the readiness statuses over new connections, until the server accepts no more."""
     statuses = []
     with contextlib.suppress(httpx.TransportError):
@@ -185,13 +185,13 @@ async def statuses_until_refused(server: Process) -> list[int]:
     return statuses
 
 
-async def test_an_idle_stream_is_ended_soon(grpc_server: str) -> None:
+async def test_idle_stream_is_ended_by_the_drain(grpc_server: str) -> None:
     async with server_process(grpc_server) as server:
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
         await stream.write(REQUEST)
         assert (await stream.read()).batch_size == 1
         server.process.send_signal(signal.SIGTERM)
-        assert await server.stopped() == 0
+        assert await server.wait_stopped() == 0
         await expect_draining(stream)
 
 
@@ -204,26 +204,26 @@ async def expect_draining(stream: grpc.aio.StreamStreamCall) -> None:
     assert caught.value.details() == "draining before the stop"
 
 
-async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended(grpc_server: str) -> None:
+async def test_open_stream_answers_accepted_requests_before_it_ends(grpc_server: str) -> None:
     async with server_process(grpc_server, HELD) as server:
         first = asyncio.create_task(server.http.post("/embed", content=BODY))
-        await until_seen(server, queued=0)
+        await until_queued(server, queued=0)
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
         for _ in range(5):
             await stream.write(REQUEST)
-        await until_seen(server, queued=5)
+        await until_queued(server, queued=5)
         server.process.send_signal(signal.SIGTERM)
         server.release_lookups()
         assert [(await stream.read()).batch_size for _ in range(5)] == [1] * 5
         await expect_draining(stream)
         assert (await first).status_code == 200
-        assert await server.stopped() == 0
+        assert await server.wait_stopped() == 0
 
 
-async def test_an_idle_server_ends_at_once(grpc_server: str) -> None:
+async def test_idle_server_exits_before_the_drain_timeout(grpc_server: str) -> None:
     async with server_process(grpc_server) as server:
         assert (await server.http.post("/embed", content=BODY)).status_code == 200
         assert (await EmbeddingServiceStub(server.channel).Embed(REQUEST)).batch_size == 1
         server.process.send_signal(signal.SIGTERM)
         # The server does not wait for drain_s, although both clients keep their connections open.
-        assert await server.stopped() == 0
+        assert await server.wait_stopped() == 0

@@ -34,11 +34,11 @@ ANSWERS_MIN = 200
 CLIENT_S_MAX = 60
 pytestmark = pytest.mark.usefixtures("warm")
 
-TOLD = ("draining before the stop", "Connection refused", "GOAWAY")
+REJECTION_DETAILS = ("draining before the stop", "Connection refused", "GOAWAY")
 
 
 @dataclass
-class Seen:
+class Outcomes:
     """Results of the clients of one drain.
 
     Attributes:
@@ -50,7 +50,7 @@ class Seen:
     lost: list[str] = field(default_factory=list)
 
 
-async def ask_over_http(port: int, pipelined: int, number: int, seen: Seen) -> None:
+async def send_over_http(port: int, pipelined: int, number: int, outcomes: Outcomes) -> None:
     """Sends requests over one connection after another, until the server accepts no more."""
     kind = f"HTTP/1.1, {pipelined} at once"
     while True:
@@ -68,30 +68,30 @@ async def ask_over_http(port: int, pipelined: int, number: int, seen: Seen) -> N
                     assert status == 200
                     left -= 1
                     is_last = headers.get(b"connection") == b"close"
-                    seen.answered[kind, number] += 1
+                    outcomes.answered[kind, number] += 1
             except (OSError, asyncio.IncompleteReadError) as error:
-                seen.lost.append(f"{kind}: {error!r}")
+                outcomes.lost.append(f"{kind}: {error!r}")
                 is_last = True
             else:
                 if left:
-                    seen.lost.append(f"{kind}: {left} of {pipelined} after 'connection: close'")
+                    outcomes.lost.append(f"{kind}: {left} of {pipelined} after 'connection: close'")
         writer.close()
 
 
-async def call(target: str, number: int, seen: Seen) -> None:
+async def send_unary_calls(target: str, number: int, outcomes: Outcomes) -> None:
     async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
         stub = EmbeddingServiceStub(channel)
         while True:
             try:
                 assert (await stub.Embed(REQUEST)).batch_size == 1
             except grpc.aio.AioRpcError as error:
-                if not _is_told(error):
-                    seen.lost.append(f"unary: {error.code().name} {error.details()}")
+                if not _is_rejected_by_drain(error):
+                    outcomes.lost.append(f"unary: {error.code().name} {error.details()}")
                 return
-            seen.answered["unary", number] += 1
+            outcomes.answered["unary", number] += 1
 
 
-def stream(target: str, number: int, seen: Seen) -> None:
+def send_over_stream(target: str, number: int, outcomes: Outcomes) -> None:
     """Keeps some requests in flight. It runs in a thread, because a write to a stream that has just
     ended makes grpc.aio report INTERNAL."""
     slots, is_over = threading.Semaphore(PIPELINED), threading.Event()
@@ -104,49 +104,56 @@ def stream(target: str, number: int, seen: Seen) -> None:
         try:
             for answer in EmbeddingServiceStub(channel).EmbedStream(requests()):
                 assert answer.batch_size == 1
-                seen.answered["stream", number] += 1
+                outcomes.answered["stream", number] += 1
                 slots.release()
         except grpc.RpcError as error:
             if error.details() != "draining before the stop":
-                seen.lost.append(f"stream: {error.code().name} {error.details()}")
+                outcomes.lost.append(f"stream: {error.code().name} {error.details()}")
         finally:
             is_over.set()
             slots.release()
 
 
-def _is_told(error: grpc.aio.AioRpcError) -> bool:
+def _is_rejected_by_drain(error: grpc.aio.AioRpcError) -> bool:
     details = error.details() or ""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and any(one in details for one in TOLD)
+    return error.code() is grpc.StatusCode.UNAVAILABLE and any(
+        one in details for one in REJECTION_DETAILS
+    )
 
 
-async def drained(seed: int) -> Seen:
+async def run_drain(seed: int) -> Outcomes:
     """Runs one server under load from its start to its end."""
-    seen = Seen()
+    outcomes = Outcomes()
     async with server_process("native", LOOKUP_S) as server:
         http_port, target = server.http.base_url.port, server.target
         assert http_port is not None
-        asking: list[Coroutine[None, None, None]] = []
+        loads: list[Coroutine[None, None, None]] = []
         for number in range(CLIENTS):
-            asking += [ask_over_http(http_port, n, number, seen) for n in (1, PIPELINED)]
-            asking += [call(target, number, seen), asyncio.to_thread(stream, target, number, seen)]
-        clients = [asyncio.create_task(one) for one in asking]
+            loads += [send_over_http(http_port, n, number, outcomes) for n in (1, PIPELINED)]
+            loads += [
+                send_unary_calls(target, number, outcomes),
+                asyncio.to_thread(send_over_stream, target, number, outcomes),
+            ]
+        clients = [asyncio.create_task(one) for one in loads]
         # Each client has a response, too: a stream that began after the drain would count as lost.
         await until(
-            lambda: seen.answered.total() >= ANSWERS_MIN and len(seen.answered) == len(clients)
+            lambda: (
+                outcomes.answered.total() >= ANSWERS_MIN and len(outcomes.answered) == len(clients)
+            )
         )
         await asyncio.sleep(random.Random(seed).random() * 0.05)  # any moment of a batch
         server.process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(asyncio.gather(*clients), CLIENT_S_MAX)
-        assert await server.stopped() == 0
-    return seen
+        assert await server.wait_stopped() == 0
+    return outcomes
 
 
 @pytest.mark.parametrize("seed", range(DRAINS))
-async def test_a_drain_under_load_loses_nothing(seed: int) -> None:
-    assert (await drained(seed)).lost == []
+async def test_drain_under_load_loses_no_request(seed: int) -> None:
+    assert (await run_drain(seed)).lost == []
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(DRAINS, SOAK_DRAINS))
-async def test_a_hundred_drains_under_load_lose_nothing(seed: int) -> None:
-    assert (await drained(seed)).lost == []
+async def test_hundred_drains_under_load_lose_no_request(seed: int) -> None:
+    assert (await run_drain(seed)).lost == []

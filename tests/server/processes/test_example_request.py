@@ -36,7 +36,7 @@ def golden_bags() -> Bags:
     return Bags(request.ids, request.lengths.reshape(len(RULED.features), 3), None)
 
 
-def test_it_has_the_fullest_goldens_and_no_integer_that_javascript_has_not() -> None:
+def test_example_has_fullest_goldens_and_javascript_safe_integers() -> None:
     example = example_features(RULED.manifest, golden_bags())
     assert example["user"] == [[str(2**63 - 1), str(-(2**63)), 0], [1]]
     assert example["movie"] == [[1, 2, 3, 4, 5, 6, 7, 8][:IDS_MAX], []]
@@ -45,7 +45,7 @@ def test_it_has_the_fullest_goldens_and_no_integer_that_javascript_has_not() -> 
     assert json.loads(json.dumps(example), parse_int=float) == example
 
 
-def test_the_curl_line_asks_for_it() -> None:
+def test_curl_line_requests_the_example() -> None:
     model = replace(RULED, example=example_features(RULED.manifest, golden_bags()))
     words = shlex.split(curl_line("http://localhost:8000", model, "-s"))
     assert words[:3] == ["curl", "-s", "http://localhost:8000/models/ruled/embed"]

@@ -13,7 +13,7 @@ import pytest
 from embedserve.processes.forked import described, fork
 
 
-def test_a_fork_that_fails_leaves_no_descriptor_and_no_blocked_signal(
+def test_failed_fork_leaves_no_descriptors_and_no_blocked_signals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = socket.socketpair()
@@ -37,7 +37,5 @@ def test_a_fork_that_fails_leaves_no_descriptor_and_no_blocked_signal(
         (-35, "was ended by signal 35"),
     ],
 )
-def test_how_a_process_ended_is_said_also_for_signals_without_a_name(
-    exit_code: int, how: str
-) -> None:
+def test_end_of_a_process_is_described_by_exit_code_or_signal(exit_code: int, how: str) -> None:
     assert described(exit_code) == how

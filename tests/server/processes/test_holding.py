@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json", "tables.safetensors"])
-def test_a_file_that_cannot_be_read_now_is_not_damaged(
+def test_unreadable_file_raises_unreachable_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stat = Path.stat
@@ -39,7 +39,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
     assert open_folder(str(folder)).manifest.version == 1
 
 
-def test_any_other_error_of_the_file_system_is_one_of_the_store(
+def test_other_file_system_errors_raise_unreachable_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -51,7 +51,7 @@ def test_any_other_error_of_the_file_system_is_one_of_the_store(
 
 
 @pytest.mark.parametrize("name", ["plan.json", "tables.safetensors"])
-def test_a_damaged_or_missing_file_is_damage(folder: Path, name: str) -> None:
+def test_damaged_or_missing_file_raises_store_error(folder: Path, name: str) -> None:
     folder.chmod(0o755)
     (folder / name).chmod(0o644)
     (folder / name).write_bytes(b"damaged")

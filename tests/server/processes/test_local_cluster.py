@@ -102,13 +102,13 @@ class RunningCluster:
 
 @contextmanager
 def cluster(folder: Path, *kinds: str) -> Iterator[RunningCluster]:
-    one = RunningCluster(folder, kinds)
+    running = RunningCluster(folder, kinds)
     try:
-        yield one
+        yield running
     finally:
-        one.process.kill()
-        one.process.wait()
-        wait_until_ended(one.pids())
+        running.process.kill()
+        running.process.wait()
+        wait_until_ended(running.pids())
 
 
 def wait_until_ended(pids: list[int]) -> None:
@@ -118,105 +118,105 @@ def wait_until_ended(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
-def test_addresses_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
-    with cluster(tmp_path, "shard") as one:
-        one.wait_for("router is ready")
+def test_write_of_shard_addresses_is_retried_after_a_failure(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard") as running:
+        running.wait_for("router is ready")
         (tmp_path / "full").touch()
-        os.kill(one.pids()[0], signal.SIGKILL)
-        one.wait_for("the addresses of the shards cannot be written: the disk is full")
-        one.wait_for("part 0: shard is ready", 2)
-        written = one.log().count("addresses 127.0.0.1")
+        os.kill(running.pids()[0], signal.SIGKILL)
+        running.wait_for("the addresses of the shards cannot be written: the disk is full")
+        running.wait_for("part 0: shard is ready", 2)
+        written = running.log().count("addresses 127.0.0.1")
         (tmp_path / "full").unlink()
-        one.wait_for("addresses 127.0.0.1", written + 1)
-        one.process.terminate()
-        assert one.process.wait(WAIT_S_MAX) == 0
-        assert one.log().count("cannot be written") == 1
+        running.wait_for("addresses 127.0.0.1", written + 1)
+        running.process.terminate()
+        assert running.process.wait(WAIT_S_MAX) == 0
+        assert running.log().count("cannot be written") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_router_then_the_shards(tmp_path: Path, number: int) -> None:
-    with cluster(tmp_path, "shard", "shard") as one:
-        one.wait_for("router is ready")
-        one.process.send_signal(number)
-        assert one.process.wait(WAIT_S_MAX) == 0
-        pids = one.pids()
+    with cluster(tmp_path, "shard", "shard") as running:
+        running.wait_for("router is ready")
+        running.process.send_signal(number)
+        assert running.process.wait(WAIT_S_MAX) == 0
+        pids = running.pids()
         assert len(pids) == 2
         assert not any(map(is_running, pids))
-        stopped = re.findall(r"^.*stopped$", one.log(), re.M)
+        stopped = re.findall(r"^.*stopped$", running.log(), re.M)
         assert stopped[0] == "router stopped"
         assert sorted(stopped[1:]) == ["part 0: shard stopped", "part 1: shard stopped"]
 
 
-def test_a_second_signal_kills_what_has_not_ended(tmp_path: Path) -> None:
-    with cluster(tmp_path, "shard", "stubborn") as one:
-        one.wait_for("part 0: shard is ready")
-        one.wait_for("part 1: ignores SIGTERM")
-        one.process.terminate()
-        one.wait_for("part 0: shard stopped")
-        assert one.process.poll() is None
-        one.process.terminate()
-        assert one.process.wait(WAIT_S_MAX) == 0
-        assert not any(map(is_running, one.pids()))
-        assert "router is ready" not in one.log()
+def test_second_signal_kills_remaining_processes(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard", "stubborn") as running:
+        running.wait_for("part 0: shard is ready")
+        running.wait_for("part 1: ignores SIGTERM")
+        running.process.terminate()
+        running.wait_for("part 0: shard stopped")
+        assert running.process.poll() is None
+        running.process.terminate()
+        assert running.process.wait(WAIT_S_MAX) == 0
+        assert not any(map(is_running, running.pids()))
+        assert "router is ready" not in running.log()
 
 
 def test_all_processes_poll_the_store_on_sighup(tmp_path: Path) -> None:
-    with cluster(tmp_path, "shard") as one:
-        one.wait_for("router is ready")
-        one.process.send_signal(signal.SIGHUP)
-        one.wait_for("router polls")
-        one.wait_for("part 0: shard polls")
+    with cluster(tmp_path, "shard") as running:
+        running.wait_for("router is ready")
+        running.process.send_signal(signal.SIGHUP)
+        running.wait_for("router polls")
+        running.wait_for("part 0: shard polls")
 
 
 def test_no_shard_outlives_a_cluster_that_is_killed(tmp_path: Path) -> None:
-    with cluster(tmp_path, "shard", "shard") as one:
-        one.wait_for("router is ready")
-        one.process.kill()
-        one.process.wait()
-        wait_until_ended(one.pids())
+    with cluster(tmp_path, "shard", "shard") as running:
+        running.wait_for("router is ready")
+        running.process.kill()
+        running.process.wait()
+        wait_until_ended(running.pids())
 
 
-def test_a_killed_shard_is_started_again_at_another_address(tmp_path: Path) -> None:
-    with cluster(tmp_path, "shard", "shard") as one:
-        one.wait_for("router is ready")
-        [pid] = one.pids("part 1")
+def test_killed_shard_is_restarted(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard", "shard") as running:
+        running.wait_for("router is ready")
+        [pid] = running.pids("part 1")
         os.kill(pid, signal.SIGKILL)
-        one.wait_for("part 1: shard is ready", 2)
-        assert "part 1 was ended by SIGKILL; it starts again now" in one.log()
-        assert len(one.pids("part 0")) == 1
+        running.wait_for("part 1: shard is ready", 2)
+        assert "part 1 was ended by SIGKILL; it starts again now" in running.log()
+        assert len(running.pids("part 0")) == 1
 
 
-def test_a_shard_that_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None:
+def test_failed_restart_of_a_shard_is_retried_later(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
-    with cluster(tmp_path, "shard", "linked") as one:
-        one.wait_for("router is ready")
+    with cluster(tmp_path, "shard", "linked") as running:
+        running.wait_for("router is ready")
         python.unlink()
-        [pid] = one.pids("part 1")
+        [pid] = running.pids("part 1")
         os.kill(pid, signal.SIGKILL)
-        one.wait_for("it is tried again in 1 s")
-        assert "part 1 cannot start: [Errno 2] No such file or directory" in one.log()
+        running.wait_for("it is tried again in 1 s")
+        assert "part 1 cannot start: [Errno 2] No such file or directory" in running.log()
         python.symlink_to(sys.executable)
-        one.wait_for("part 1: linked is ready", 2)
-        assert len(one.pids("part 0")) == 1
+        running.wait_for("part 1: linked is ready", 2)
+        assert len(running.pids("part 0")) == 1
 
 
 def test_a_shard_that_fails_at_the_start_ends_the_cluster(tmp_path: Path) -> None:
-    with cluster(tmp_path, "shard", "fails") as one:
-        assert one.process.wait(WAIT_S_MAX) == 1
-        assert "part 1: it cannot start" in one.log()
-        assert "embedserve: part 1 ended with exit code 1 before it was ready" in one.log()
-        assert "router is ready" not in one.log()
-        assert not any(map(is_running, one.pids()))
+    with cluster(tmp_path, "shard", "fails") as running:
+        assert running.process.wait(WAIT_S_MAX) == 1
+        assert "part 1: it cannot start" in running.log()
+        assert "embedserve: part 1 ended with exit code 1 before it was ready" in running.log()
+        assert "router is ready" not in running.log()
+        assert not any(map(is_running, running.pids()))
 
 
-def test_a_child_that_ends_is_started_again_later_and_later() -> None:
+def test_restart_delay_grows_for_a_child_that_keeps_ending() -> None:
     child = Child("part 0", [])
     assert [child.on_end(100.0) for _ in range(7)] == [1, 1, 2, 4, 8, 16, 30]
     assert child.restarts.at_s == 130.0
 
 
-def test_a_child_that_was_ready_is_started_again_immediately_once_a_minute() -> None:
+def test_ready_child_is_restarted_immediately_once_a_minute() -> None:
     child = Child("part 0", [])
     child.on_ready(0.0)
     assert child.on_end(1.0) == 0.0
@@ -270,7 +270,7 @@ def test_shards_hold_versions_and_the_router_follows_aliases() -> None:
     )
 
 
-def test_settings_of_serve_in_the_environment_have_no_effect(
+def test_serve_settings_in_the_environment_do_not_reach_children(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from embedserve.processes.cluster_child import _child_environment

@@ -23,7 +23,7 @@ def log() -> Iterator[logging.Logger]:
     logger.handlers.clear()
 
 
-def written(log: logging.Logger, formatter: logging.Formatter) -> io.StringIO:
+def capture_log(log: logging.Logger, formatter: logging.Formatter) -> io.StringIO:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
@@ -31,8 +31,8 @@ def written(log: logging.Logger, formatter: logging.Formatter) -> io.StringIO:
     return stream
 
 
-def test_text_has_fields_behind_the_message(log: logging.Logger) -> None:
-    stream = written(log, TextLines())
+def test_text_line_has_fields_after_the_message(log: logging.Logger) -> None:
+    stream = capture_log(log, TextLines())
     log.warning("slow %s", "request", extra={"fields": FIELDS})
     (line,) = stream.getvalue().splitlines()
     assert line.endswith(
@@ -41,14 +41,14 @@ def test_text_has_fields_behind_the_message(log: logging.Logger) -> None:
     )
 
 
-def test_text_without_fields_is_as_it_was(log: logging.Logger) -> None:
-    stream = written(log, TextLines())
+def test_text_line_without_fields_has_only_the_message(log: logging.Logger) -> None:
+    stream = capture_log(log, TextLines())
     log.error("gone")
     assert stream.getvalue().endswith(" ERROR lines: gone\n")
 
 
-def test_json_is_one_object_a_line(log: logging.Logger) -> None:
-    stream = written(log, JsonLines())
+def test_json_log_has_one_object_per_line(log: logging.Logger) -> None:
+    stream = capture_log(log, JsonLines())
     log.warning("slow %s\n", "request", extra={"fields": FIELDS})
     try:
         raise ZeroDivisionError("why")
@@ -81,8 +81,8 @@ def log_failure(log: logging.Logger) -> None:
         log.exception("%s failed", FORGED)
 
 
-def test_text_of_a_client_forges_no_line_and_moves_no_cursor(log: logging.Logger) -> None:
-    stream = written(log, TextLines())
+def test_client_text_forges_no_log_line_and_moves_no_cursor(log: logging.Logger) -> None:
+    stream = capture_log(log, TextLines())
     log_failure(log)
     text = stream.getvalue()
     first, *others = text.removesuffix("\n").split("\n")
@@ -92,8 +92,8 @@ def test_text_of_a_client_forges_no_line_and_moves_no_cursor(log: logging.Logger
     assert text.replace("\n", "").isprintable()
 
 
-def test_json_of_a_client_moves_no_cursor(log: logging.Logger) -> None:
-    stream = written(log, JsonLines())
+def test_client_text_in_json_log_moves_no_cursor(log: logging.Logger) -> None:
+    stream = capture_log(log, JsonLines())
     log_failure(log)
     text = stream.getvalue()
     assert text.removesuffix("\n").isprintable()

@@ -22,7 +22,7 @@ QUEUE, BATCHES = "the queue of a model", "its batches that are looked up"
 FEATURES = 500
 
 
-async def test_a_queue_of_empty_bags_holds_no_more_than_is_counted() -> None:
+async def test_memory_bound_covers_a_queue_of_empty_bags() -> None:
     """Covers lengths, which take 4 bytes per bag whatever the limit of ids is."""
     model = model_info("m", {f"f{i}": (2, 2) for i in range(FEATURES)})
     limits = Limits(queue_examples_max=256, queue_ids_max=16)
@@ -46,7 +46,7 @@ async def test_a_queue_of_empty_bags_holds_no_more_than_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "parts"), [(0, 0), (2, 0), (0, 3)])
-def test_a_version_that_drains_has_a_queue_and_batches_of_its_own(gpus: int, parts: int) -> None:
+def test_draining_version_counts_its_own_queue_and_batches(gpus: int, parts: int) -> None:
     one, two, three = (
         memory_parts(DEFAULT_LIMITS, gpus=gpus, parts=parts, versions=count) for count in (1, 2, 3)
     )
@@ -55,7 +55,7 @@ def test_a_version_that_drains_has_a_queue_and_batches_of_its_own(gpus: int, par
     assert two[BATCHES] - one[BATCHES] >= memory_parts(DEFAULT_LIMITS)[BATCHES]
 
 
-def test_each_version_of_a_router_has_small_batches_of_values() -> None:
+def test_each_version_of_a_router_counts_its_small_batches() -> None:
     """Covers small batches, which begin immediately whatever the process's budget for values is."""
     nothing = Limits(
         request_ids_max=0, batch_ids_max=0, request_output_bytes_max=0, batch_output_bytes_max=0

@@ -35,7 +35,7 @@ def readers(*of: Reader | None) -> list[RowsReader | None]:
     return cast("list[RowsReader | None]", list(of))
 
 
-def test_uploads_go_on_after_errors(caplog: pytest.LogCaptureFixture) -> None:
+def test_uploads_continue_after_errors(caplog: pytest.LogCaptureFixture) -> None:
     reader, on_cpu = Reader(is_uploaded=True), Reader(is_uploaded=False)
     with uploading(readers(None, on_cpu, reader)):
         assert reader.is_over.wait(WAIT_S)
@@ -49,6 +49,6 @@ def test_uploads_go_on_after_errors(caplog: pytest.LogCaptureFixture) -> None:
     assert reader.calls == calls
 
 
-def test_no_thread_where_lookups_read_this_host_s_memory() -> None:
+def test_no_upload_thread_runs_if_lookups_read_host_memory() -> None:
     with uploading(readers(None, Reader(is_uploaded=False))):
         assert not any(one.name == "row-uploads" for one in threading.enumerate())

@@ -26,6 +26,6 @@ serve.serve(ServeSettings(sys.argv[1], http_port=0, grpc_port=0))
 """
 
 
-def test_it_waits_for_its_children_where_sigchld_was_ignored(tmp_path: Path) -> None:
+def test_server_can_wait_for_children_even_if_sigchld_was_ignored(tmp_path: Path) -> None:
     done = run_python("-c", SERVE, str(tmp_path))
     assert done.stdout == "7\n", done.stderr

@@ -27,9 +27,7 @@ def test_a_state_is_sent_as_one_datagram(tmp_path: Path, kind: str) -> None:
         assert manager.recv(4096) == b"READY=1"
 
 
-def test_a_socket_that_is_not_there_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_notify_socket_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     address = str(tmp_path / "nowhere")
     with caplog.at_level(logging.WARNING):
         notify(address, "READY=1")
@@ -39,7 +37,7 @@ def test_a_socket_that_is_not_there_is_logged(
     assert second.startswith("STOPPING=1 was not reported")
 
 
-def test_a_full_queue_is_logged(
+def test_full_queue_of_the_service_manager_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(service_manager, "SEND_S_MAX", 0.01)
@@ -51,7 +49,7 @@ def test_a_full_queue_is_logged(
     assert "READY=1 was not reported" in caplog.messages[0]
 
 
-def test_the_variable_is_taken_out_of_the_environment(
+def test_notify_socket_is_removed_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = str(tmp_path / "notify")
@@ -64,7 +62,7 @@ def test_the_variable_is_taken_out_of_the_environment(
     assert "NOTIFY_SOCKET" not in os.environ
 
 
-def test_nothing_is_imported_without_a_service_manager() -> None:
+def test_module_is_not_imported_without_a_service_manager() -> None:
     script = (
         "import sys\n"
         "from embedserve.processes.serve import notifier\n"

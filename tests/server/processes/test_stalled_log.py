@@ -24,7 +24,7 @@ KINDS = ("one process", "two workers")
 pytestmark = pytest.mark.usefixtures("warm")
 
 
-class LoggedTo:
+class LoggingServer:
     """A server whose stdout and stderr are one pipe, which the test reads when it wants to."""
 
     def __init__(self, kind: str, tmp_path: Path) -> None:
@@ -68,12 +68,12 @@ class LoggedTo:
         pid = self.process.pid
         return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    def refused(self) -> None:
+    def send_invalid(self) -> None:
         """Sends an invalid request, which the server logs."""
         answer = httpx.post(f"{self.url}/embed", content=b"{", timeout=WAIT_S_MAX)
         assert answer.status_code == 400
 
-    def dropped(self) -> float:
+    def dropped_lines(self) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=WAIT_S_MAX).text
         families = text_string_to_metric_families(text)
         name = "embedserve_log_lines_dropped_total"
@@ -88,8 +88,8 @@ class LoggedTo:
 
 
 @contextmanager
-def logged_to(kind: str, tmp_path: Path) -> Iterator[LoggedTo]:
-    server = LoggedTo(kind, tmp_path)
+def logging_server(kind: str, tmp_path: Path) -> Iterator[LoggingServer]:
+    server = LoggingServer(kind, tmp_path)
     try:
         yield server
     finally:
@@ -97,11 +97,11 @@ def logged_to(kind: str, tmp_path: Path) -> Iterator[LoggedTo]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_log_that_nobody_reads_holds_up_nothing(kind: str, tmp_path: Path) -> None:
-    with logged_to(kind, tmp_path) as server:
+def test_stalled_log_blocks_neither_serving_nor_shutdown(kind: str, tmp_path: Path) -> None:
+    with logging_server(kind, tmp_path) as server:
         server.stall()
         for _ in range(3):
-            server.refused()
+            server.send_invalid()
         workers = server.children()
         if workers:  # the supervisor, too, has something to log
             os.kill(workers[0], signal.SIGKILL)
@@ -110,22 +110,22 @@ def test_a_log_that_nobody_reads_holds_up_nothing(kind: str, tmp_path: Path) -> 
                 assert time.monotonic() < end_s, "the supervisor replaces no worker"
                 time.sleep(0.02)
         else:
-            assert server.dropped() == 3
+            assert server.dropped_lines() == 3
         assert httpx.get(f"{server.url}/health/live", timeout=WAIT_S_MAX).status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(WAIT_S_MAX) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lines_that_were_dropped_are_counted_and_told_once_it_is_read(
+def test_dropped_log_lines_are_counted_and_reported_once_the_log_is_read(
     kind: str, tmp_path: Path
 ) -> None:
-    with logged_to(kind, tmp_path) as server:
+    with logging_server(kind, tmp_path) as server:
         server.stall()
         for _ in range(6):
-            server.refused()
+            server.send_invalid()
         end_s = time.monotonic() + WAIT_S_MAX
-        while server.dropped() < 6:
+        while server.dropped_lines() < 6:
             assert time.monotonic() < end_s
         server.read_until(".")
         server.process.send_signal(signal.SIGTERM)

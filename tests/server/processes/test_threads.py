@@ -9,7 +9,9 @@ from server.waiting import until
 from embedserve.processes.threads import is_any_running, run_in_daemon_thread
 
 
-async def test_one_that_cannot_be_started_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thread_that_cannot_start_does_not_count_as_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     refuse_thread(monkeypatch, "work")
     with pytest.raises(BlockingIOError, match="can't start new thread"):
         await run_in_daemon_thread("work", lambda: 7)

@@ -45,7 +45,7 @@ def watched_server(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
             process.stdout.close()
 
 
-def test_a_process_whose_event_loop_hangs_is_ended(tmp_path: Path) -> None:
+def test_process_with_hung_event_loop_is_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with watched_server(log) as (process, url):
         assert httpx.get(f"{url}/health/live", timeout=WAIT_S_MAX).status_code == 200
@@ -56,7 +56,7 @@ def test_a_process_whose_event_loop_hangs_is_ended(tmp_path: Path) -> None:
     assert "in hang_here" in text
 
 
-def test_a_process_that_was_frozen_goes_on(tmp_path: Path) -> None:
+def test_frozen_process_continues_once_it_is_resumed(tmp_path: Path) -> None:
     with watched_server(tmp_path / "log") as (process, url):
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(HANG_S + 2)  # nothing runs in it meanwhile

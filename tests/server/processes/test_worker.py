@@ -30,7 +30,7 @@ from embedserve.processes.worker import run_worker
 LISTENS = StartReport(WorkerStage.LISTENING)
 
 
-class Told:
+class SupervisedWorker:
     """A worker in this process, and the supervisor's end of its channel."""
 
     def __init__(self, executor: ThreadPoolExecutor, ports: SharedPorts) -> None:
@@ -55,7 +55,7 @@ class Told:
         await asyncio.sleep(0.2)
         return self._received()
 
-    async def until_told(self, report: StartReport) -> None:
+    async def until_reported(self, report: StartReport) -> None:
         await until(lambda: report in self._received())
 
     def _received(self) -> list[Report | StartReport]:
@@ -74,23 +74,25 @@ def accepts(port: int) -> bool:
         return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
-async def test_it_listens_when_it_may(executor: ThreadPoolExecutor) -> None:
+async def test_worker_listens_only_once_the_supervisor_allows_it(
+    executor: ThreadPoolExecutor,
+) -> None:
     ports = claim_ports("127.0.0.1", 0, 0).share()
-    told = Told(executor, ports)
-    told.send(Desired())
-    assert LISTENS not in await told.receive()
+    worker = SupervisedWorker(executor, ports)
+    worker.send(Desired())
+    assert LISTENS not in await worker.receive()
     assert not accepts(ports.http)
-    told.send(Desired(may_listen=True))
-    await told.until_told(LISTENS)
+    worker.send(Desired(may_listen=True))
+    await worker.until_reported(LISTENS)
     assert accepts(ports.http)
-    await told.end()
+    await worker.end()
     ports.close()
 
 
-async def test_it_ends_where_it_is_stopped_before(executor: ThreadPoolExecutor) -> None:
+async def test_worker_ends_if_stopped_before_it_listens(executor: ThreadPoolExecutor) -> None:
     ports = claim_ports("127.0.0.1", 0, 0).share()
-    told = Told(executor, ports)
-    told.send(Desired())
-    assert LISTENS not in await told.receive()
-    await told.end()
+    worker = SupervisedWorker(executor, ports)
+    worker.send(Desired())
+    assert LISTENS not in await worker.receive()
+    await worker.end()
     ports.close()

@@ -20,7 +20,7 @@ from embedserve_store.model_store import ModelStore
 
 
 @pytest.fixture
-def own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a test's own copy of the store, with version 1 of "shop"."""
     monkeypatch.setenv("COLUMNS", "200")
     return shutil.copytree(store, tmp_path / "own")
@@ -31,33 +31,34 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_an_alias_is_set_shown_and_removed(own: Path) -> None:
-    assert run("alias", own, "shop") == (0, "aliases of shop: none\n", "")
-    code, _, said = run("alias", own, "shop", "stable", "1", "--why", "recall is up")
-    assert (code, said) == (0, "shop: stable is version 1: a new alias\n")
-    _, shown, _ = run("alias", own, "shop")
+def test_an_alias_is_set_shown_and_removed(own_store: Path) -> None:
+    assert run("alias", own_store, "shop") == (0, "aliases of shop: none\n", "")
+    code, _, stderr = run("alias", own_store, "shop", "stable", "1", "--why", "recall is up")
+    assert (code, stderr) == (0, "shop: stable is version 1: a new alias\n")
+    _, shown, _ = run("alias", own_store, "shop")
     (line,) = [line.split() for line in shown.splitlines() if "stable" in line]
     assert line[:2] == ["stable", "1"]
     assert line[-3:] == ["recall", "is", "up"]
-    assert "alias stable: version 1" in run("inspect", own, "shop")[1]
+    assert "alias stable: version 1" in run("inspect", own_store, "shop")[1]
     assert (
-        run("alias", own, "shop", "stable", "--remove")[2] == "shop: stable is no alias any more\n"
+        run("alias", own_store, "shop", "stable", "--remove")[2]
+        == "shop: stable is no alias any more\n"
     )
-    lines = [line.split()[:2] for line in run("alias", own, "shop", "stable")[1].splitlines()]
+    lines = [line.split()[:2] for line in run("alias", own_store, "shop", "stable")[1].splitlines()]
     assert lines[-2:] == [["stable", "removed"], ["stable", "1"]]
 
 
-def test_it_stands_wherever_a_version_does(own: Path) -> None:
-    run("alias", own, "shop", "stable", "1")
+def test_alias_is_accepted_in_place_of_a_version(own_store: Path) -> None:
+    run("alias", own_store, "shop", "stable", "1")
     for command in (
-        ("verify", own, "shop", "stable"),
-        ("inspect", own, "shop", "stable"),
-        ("plan", own, "shop", "stable"),
-        ("diff", own, "shop", "1", "stable"),
-        ("diff", own / "shop" / "stable", own / "shop" / "1"),
+        ("verify", own_store, "shop", "stable"),
+        ("inspect", own_store, "shop", "stable"),
+        ("plan", own_store, "shop", "stable"),
+        ("diff", own_store, "shop", "1", "stable"),
+        ("diff", own_store / "shop" / "stable", own_store / "shop" / "1"),
     ):
-        code, _, said = run(*command)
-        assert code == 0, (command, said)
+        code, _, stderr = run(*command)
+        assert code == 0, (command, stderr)
 
 
 @pytest.mark.parametrize(
@@ -72,37 +73,39 @@ def test_it_stands_wherever_a_version_does(own: Path) -> None:
         (("shoes",), "there is no model 'shoes'; models are shop"),
     ],
 )
-def test_what_cannot_be_is_one_line(own: Path, arguments: tuple[str, ...], message: str) -> None:
-    code, out, said = run("alias", own, *arguments)
+def test_invalid_alias_change_is_a_one_line_error(
+    own_store: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, stderr = run("alias", own_store, *arguments)
     assert (code, out) == (1, "")
-    (line,) = said.splitlines()
+    (line,) = stderr.splitlines()
     assert message in line
 
 
-def test_a_server_serves_what_an_alias_means(own: Path) -> None:
-    run("alias", own, "shop", "stable", "1")
-    (version,) = open_versions(ServeSettings(str(own), model=("shop@stable",))).values()
+def test_server_serves_the_version_of_an_alias(own_store: Path) -> None:
+    run("alias", own_store, "shop", "stable", "1")
+    (version,) = open_versions(ServeSettings(str(own_store), model=("shop@stable",))).values()
     assert version.manifest.version == 1
-    for wanted, message in (
+    for requested, message in (
         ("shop@best", "'best' is no version and no alias, aliases are stable"),
         ("shop@2", r"version 2 does not exist; versions are 1"),
     ):
         with pytest.raises(StoreError, match=message):
-            open_versions(ServeSettings(str(own), model=(wanted,)))
+            open_versions(ServeSettings(str(own_store), model=(requested,)))
     with pytest.raises(ValueError, match="model is 'shop@': expected NAME, NAME@VERSION or"):
-        open_versions(ServeSettings(str(own), model=("shop@",)))
+        open_versions(ServeSettings(str(own_store), model=("shop@",)))
 
 
-def test_what_others_wrote_is_shown_as_it_is(own: Path) -> None:
+def test_markup_and_escapes_in_a_reason_are_printed_literally(own_store: Path) -> None:
     why = "fix [/x] [red]bug[/red]\x1b[31m\nfake"
-    run("alias", own, "shop", "stable", "1", "--why", why)
-    code, shown, _ = run("alias", own, "shop")
+    run("alias", own_store, "shop", "stable", "1", "--why", why)
+    code, shown, _ = run("alias", own_store, "shop")
     assert code == 0
     assert "fix [/x] [red]bug[/red]\\x1b[31m\\x0afake" in shown
 
 
 @pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a store with versions 1 and 2 of "m"."""
     monkeypatch.setenv("COLUMNS", "200")
     tables = [TableSpec("t", 4, 4, ("t",), "sum", "float32")]
@@ -112,45 +115,49 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "two"
 
 
-def test_a_name_that_resembles_another_needs_to_be_called_new(two: Path) -> None:
-    run("alias", two, "m", "stable", "1")
-    run("alias", two, "m", "canary", "2")
-    code, out, said = run("alias", two, "m", "stble", "2")
+def test_alias_name_similar_to_another_requires_the_new_option(two_versions: Path) -> None:
+    run("alias", two_versions, "m", "stable", "1")
+    run("alias", two_versions, "m", "canary", "2")
+    code, out, stderr = run("alias", two_versions, "m", "stble", "2")
     assert (code, out) == (1, "")
-    assert said == (
+    assert stderr == (
         "embedserve: m has no alias 'stble', did you mean 'stable'? Aliases are canary, stable; "
         "--new makes another\n"
     )
-    assert ModelStore(two).aliases("m").keys() == {"canary", "stable"}
-    assert run("alias", two, "m", "stble", "2", "--new")[2] == (
+    assert ModelStore(two_versions).aliases("m").keys() == {"canary", "stable"}
+    assert run("alias", two_versions, "m", "stble", "2", "--new")[2] == (
         "m: stble is version 2: a new alias beside canary, stable\n"
     )
-    assert run("alias", two, "m", "stble", "1")[2] == "m: stble is version 1\n"
-    assert run("alias", two, "m", "dark", "1")[0] == 0
+    assert run("alias", two_versions, "m", "stble", "1")[2] == "m: stble is version 1\n"
+    assert run("alias", two_versions, "m", "dark", "1")[0] == 0
 
 
-def test_a_change_tells_what_other_aliases_answer(two: Path) -> None:
-    run("alias", two, "m", "stable", "2")
-    run("alias", two, "m", "canary", "2", "--share", "10", "--shadow", "5")
-    assert run("alias", two, "m", "stable", "1")[2].splitlines() == [
+def test_alias_change_reports_the_other_aliases(two_versions: Path) -> None:
+    run("alias", two_versions, "m", "stable", "2")
+    run("alias", two_versions, "m", "canary", "2", "--share", "10", "--shadow", "5")
+    assert run("alias", two_versions, "m", "stable", "1")[2].splitlines() == [
         "m: stable is version 1",
         "m: canary still is version 2, with a share of 10 %, in the shadow of 5 %",
     ]
 
 
-def test_an_alias_shows_its_delta(two: Path) -> None:
-    with closing(DeltaWriter(two, model="m", version=1)) as writer:
+def test_alias_shows_its_delta(two_versions: Path) -> None:
+    with closing(DeltaWriter(two_versions, model="m", version=1)) as writer:
         writer.push_rows({"t": ([1], torch.zeros(1, 4))})
-    stable = ("alias", two, "m", "stable")
-    said = run(*stable, "1", "--at-seq", "1", "--share", "5")[2]
-    assert said == "m: stable is version 1 at delta 1, with a share of 5 %: a new alias\n"
+    stable = ("alias", two_versions, "m", "stable")
+    stderr = run(*stable, "1", "--at-seq", "1", "--share", "5")[2]
+    assert stderr == "m: stable is version 1 at delta 1, with a share of 5 %: a new alias\n"
     assert "1 at delta 1, with a share of 5 %" in run(*stable)[1]
-    assert "alias stable: version 1 at delta 1, with" in run("inspect", two, "m")[1]
+    assert "alias stable: version 1 at delta 1, with" in run("inspect", two_versions, "m")[1]
     run(*stable, "2")
-    assert run("rollback", two, "m")[2] == "m: stable is version 1 at delta 1: it was version 2\n"
+    assert (
+        run("rollback", two_versions, "m")[2]
+        == "m: stable is version 1 at delta 1: it was version 2\n"
+    )
     assert run(*stable, "1", "--at-seq", "2")[::2] == (
         1,
-        f"embedserve: {two}/m: at_seq is 2, and line 1 has no such delta (embedserve deltas)\n",
+        f"embedserve: {two_versions}/m: at_seq is 2, and line 1 has no such delta "
+        "(embedserve deltas)\n",
     )
     assert run(*stable, "--at-seq", "0")[::2] == (
         1,
@@ -158,41 +165,47 @@ def test_an_alias_shows_its_delta(two: Path) -> None:
     )
 
 
-def test_a_rollback_tells_what_it_did(two: Path) -> None:
+def test_rollback_reports_the_changed_aliases(two_versions: Path) -> None:
     for version in ("1", "2"):
-        run("alias", two, "m", "stable", version)
-    run("alias", two, "m", "canary", "2", "--share", "10")
-    code, out, said = run("rollback", two, "m", "--why", "CTR fell")
+        run("alias", two_versions, "m", "stable", version)
+    run("alias", two_versions, "m", "canary", "2", "--share", "10")
+    code, out, stderr = run("rollback", two_versions, "m", "--why", "CTR fell")
     assert (code, out) == (0, "")
-    assert said.splitlines() == [
+    assert stderr.splitlines() == [
         "m: canary is no alias any more: it was version 2, with a share of 10 %",
         "m: stable is version 1: it was version 2",
     ]
-    assert ModelStore(two).alias_history("m", "stable")[0].why == "CTR fell"
-    assert run("rollback", two, "m", "--to", "2")[2] == "m: stable is version 2: it was version 1\n"
-    code, _, said = run("rollback", two, "m", "--alias", "stble")
-    assert (code, said) == (1, f"embedserve: {two}/m: no alias 'stble', aliases are stable\n")
+    assert ModelStore(two_versions).alias_history("m", "stable")[0].why == "CTR fell"
+    assert (
+        run("rollback", two_versions, "m", "--to", "2")[2]
+        == "m: stable is version 2: it was version 1\n"
+    )
+    code, _, stderr = run("rollback", two_versions, "m", "--alias", "stble")
+    assert (code, stderr) == (
+        1,
+        f"embedserve: {two_versions}/m: no alias 'stble', aliases are stable\n",
+    )
 
 
-def test_a_start_leaves_out_an_alias_that_a_rollback_removed(
-    two: Path, caplog: pytest.LogCaptureFixture
+def test_server_start_skips_an_alias_removed_by_a_rollback(
+    two_versions: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that restarts after the rollback serves the same names as a server that kept
     running. A name that never was an alias is an error, and so is the removed alias if it is the
     only name or the default model."""
     for version in ("1", "2"):
-        run("alias", two, "m", "stable", version)
-    run("alias", two, "m", "canary", "2", "--share", "10")
-    run("rollback", two, "m")
+        run("alias", two_versions, "m", "stable", version)
+    run("alias", two_versions, "m", "canary", "2", "--share", "10")
+    run("rollback", two_versions, "m")
     names = ("m@canary", "m@stable")
-    versions = open_versions(ServeSettings(str(two), model=names))
+    versions = open_versions(ServeSettings(str(two_versions), model=names))
     assert {name: one.manifest.version for name, one in versions.items()} == {"m@stable": 1}
     (message,) = caplog.messages
     assert message.startswith("m@canary is not served, its alias was removed: ")
     for settings in (
-        ServeSettings(str(two), model=("m@stable", "m@cannary")),
-        ServeSettings(str(two), model=("m@canary",)),
-        ServeSettings(str(two), model=names, default_model="m@canary"),
+        ServeSettings(str(two_versions), model=("m@stable", "m@cannary")),
+        ServeSettings(str(two_versions), model=("m@canary",)),
+        ServeSettings(str(two_versions), model=names, default_model="m@canary"),
     ):
         with pytest.raises(StoreError, match="is no version and no alias, aliases are stable"):
             open_versions(settings)

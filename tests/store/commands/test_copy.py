@@ -19,31 +19,31 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, "".join(lines)
 
 
-def test_it_says_what_it_copied(store: Path, tmp_path: Path) -> None:
-    own, target = shutil.copytree(store, tmp_path / "own"), tmp_path / "t"
-    assert run("note", own, "shop", "1", "recall is up")[0] == 0
-    assert run("alias", own, "shop", "stable", "1")[0] == 0
+def test_copy_reports_copied_versions_notes_and_aliases(store: Path, tmp_path: Path) -> None:
+    own_store, target = shutil.copytree(store, tmp_path / "own"), tmp_path / "t"
+    assert run("note", own_store, "shop", "1", "recall is up")[0] == 0
+    assert run("alias", own_store, "shop", "stable", "1")[0] == 0
     first = f"shop: copied versions to {target}: 1\nshop: copied notes: 1\n"
-    assert run("copy", own, target, "shop@stable") == (0, first)
+    assert run("copy", own_store, target, "shop@stable") == (0, first)
     second = (
         f"shop: copied versions to {target}: none\nshop: there already: 1\n"
         "shop: copied aliases: stable\n"
     )
-    assert run("copy", own, target, "--aliases") == (0, second)
+    assert run("copy", own_store, target, "--aliases") == (0, second)
     assert run("verify", target, "shop", "stable")[0] == 0
 
 
-def test_deltas_are_counted_or_left_out(store: Path, tmp_path: Path) -> None:
-    own = shutil.copytree(store, tmp_path / "own")
-    with DeltaWriter(own, model="shop") as writer:
+def test_copied_deltas_are_counted_and_may_be_excluded(store: Path, tmp_path: Path) -> None:
+    own_store = shutil.copytree(store, tmp_path / "own")
+    with DeltaWriter(own_store, model="shop") as writer:
         for _ in range(2):
             writer.push_rows({})
     versions = "shop: copied versions to {}: 1\n"
     without, target = tmp_path / "w", tmp_path / "t"
-    assert run("copy", own, without, "--no-deltas") == (0, versions.format(without))
+    assert run("copy", own_store, without, "--no-deltas") == (0, versions.format(without))
     assert not (without / "shop" / "deltas").exists()
-    said = versions.format(target) + "shop: copied deltas: 2\n"
-    assert run("copy", own, target) == (0, said)
+    expected = versions.format(target) + "shop: copied deltas: 2\n"
+    assert run("copy", own_store, target) == (0, expected)
     assert run("deltas", "verify", target, "shop")[0] == 0
 
 
@@ -58,10 +58,12 @@ def test_deltas_are_counted_or_left_out(store: Path, tmp_path: Path) -> None:
         ("", "model is '', expected MODEL, MODEL@VERSION or MODEL@ALIAS"),
     ],
 )
-def test_what_cannot_be_is_one_line(store: Path, tmp_path: Path, model: str, message: str) -> None:
-    code, said = run("copy", store, tmp_path / "t", model)
+def test_unknown_or_malformed_model_is_a_one_line_error(
+    store: Path, tmp_path: Path, model: str, message: str
+) -> None:
+    code, stderr = run("copy", store, tmp_path / "t", model)
     assert code == 1
-    (line,) = said.splitlines()
+    (line,) = stderr.splitlines()
     assert message in line
     assert not (tmp_path / "t").exists()
 

@@ -14,7 +14,7 @@ from embedserve_store import ModelStore, TableSpec, publish, set_alias
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 
 
-def test_one_version_goes_and_those_that_are_needed_stay(tmp_path: Path) -> None:
+def test_delete_removes_a_version_and_rejects_needed_versions(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         rows = torch.full((10, 4), float(number))
         publish({"embedding_bags.t.weight": rows}, tmp_path, model="m", tables=TABLES)
@@ -31,6 +31,6 @@ def test_one_version_goes_and_those_that_are_needed_stay(tmp_path: Path) -> None
         ("m", "3", "version 3 is the newest, which stays"),
         ("n", "1", "there is no model 'n'"),
     ):
-        status, said = delete(model, version)
-        assert (status, reason in said, len(said.splitlines())) == (1, True, 1), said
+        status, stderr = delete(model, version)
+        assert (status, reason in stderr, len(stderr.splitlines())) == (1, True, 1), stderr
     assert ModelStore(tmp_path).versions("m") == [1, 3]

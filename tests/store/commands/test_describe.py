@@ -34,14 +34,14 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_the_draft_on_stdout_reads_back(checkpoint: Path, tmp_path: Path) -> None:
+def test_draft_on_stdout_can_be_read_back(checkpoint: Path, tmp_path: Path) -> None:
     code, out, _ = run(checkpoint, "--prefix", "model")
     assert code == 0
     (tmp_path / "d.yaml").write_text(out)
     assert read_description(tmp_path / "d.yaml").tables == (USER,)
 
 
-def test_the_draft_in_a_file_that_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+def test_draft_file_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "d.yaml"
     code, out, _ = run(checkpoint, "--prefix", "model", "--output", output)
     assert (code, out) == (0, "")
@@ -53,7 +53,7 @@ def test_the_draft_in_a_file_that_is_never_overwritten(checkpoint: Path, tmp_pat
     assert output.read_text() == "mine"
 
 
-def test_expected_answers_leave_nothing_to_check(tmp_path: Path) -> None:
+def test_expected_results_leave_nothing_to_check(tmp_path: Path) -> None:
     config = EmbeddingBagConfig(
         name="t", num_embeddings=30, embedding_dim=4, feature_names=["a", "b"]
     )
@@ -61,10 +61,10 @@ def test_expected_answers_leave_nothing_to_check(tmp_path: Path) -> None:
     torch.save(ebc.state_dict(), tmp_path / "c.pt")
     write_expected(ebc, tmp_path / "e.safetensors")
     output = tmp_path / "d.yaml"
-    code, _, said = run(
+    code, _, stderr = run(
         tmp_path / "c.pt", "--expected", tmp_path / "e.safetensors", "--output", output
     )
-    assert (code, said) == (0, f"wrote {output}: nothing is left to check, publish with it\n")
+    assert (code, stderr) == (0, f"wrote {output}: nothing is left to check, publish with it\n")
     described = read_description(output)
     assert (described.guesses, described.tables[0].feature_names) == ((), ("a", "b"))
 
@@ -76,14 +76,16 @@ def test_expected_answers_leave_nothing_to_check(tmp_path: Path) -> None:
         (("--prefix", "over"), "no key under 'over' ends in"),
     ],
 )
-def test_no_draft_is_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_ambiguous_or_unknown_prefix_is_a_one_line_error(
+    checkpoint: Path, arguments: tuple[str, ...], message: str
+) -> None:
     code, out, error = run(checkpoint, *arguments)
     assert (code, out) == (1, "")
     (line,) = error.splitlines()
     assert message in line
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     code, _, error = run(tmp_path / "none")
     assert code == 1
     assert "none: cannot be read: No such file" in error

@@ -23,11 +23,11 @@ def two_versions(store: Path, tmp_path: Path) -> Path:
     """Returns a store whose version 2 of "shop" has another row 3, twice the old one."""
     for number in ("1", "2"):
         shutil.copytree(store / "shop" / "1", tmp_path / "shop" / number)
-    change(writable(tmp_path / "shop" / "2"))
+    change_row_3(writable(tmp_path / "shop" / "2"))
     return tmp_path
 
 
-def change(folder: Path) -> None:
+def change_row_3(folder: Path) -> None:
     loaded = LocalStore(folder.parent.parent).load("shop", 1)
     path = folder / "tables.safetensors"
     data = bytearray(path.read_bytes())
@@ -59,14 +59,14 @@ def test_a_changed_row_is_counted_with_its_drift(two_versions: Path) -> None:
         assert ["plan:", "the", "same"] in lines
 
 
-def test_a_version_and_itself(two_versions: Path) -> None:
+def test_version_does_not_differ_from_itself(two_versions: Path) -> None:
     status, lines, _ = run(two_versions, "shop", "1", "1")
     assert status == 0
     assert ["t_user", "7", "0", "0.00%", "-", "-", "-", "-"] in lines
     assert lines[-1] == ["nothing", "differs"]
 
 
-def test_versions_are_named_in_two_ways() -> None:
+def test_versions_are_named_by_arguments_or_by_paths() -> None:
     assert parse(["s", "m", "1", "a"]) == (VersionName("s", "m", "1"), VersionName("s", "m", "a"))
     assert parse(["s3://b/s/m/1", "/x/n/stable/"]) == (
         VersionName("s3://b/s", "m", "1"),
@@ -75,14 +75,14 @@ def test_versions_are_named_in_two_ways() -> None:
 
 
 @pytest.mark.parametrize("names", [["s/m/1"], ["s", "m", "1"], ["m/1", "m/2"], ["s/m/1", "s/m"]])
-def test_other_names_are_refused_in_one_line(names: list[str]) -> None:
+def test_incomplete_version_names_are_a_one_line_error(names: list[str]) -> None:
     with pytest.raises(StoreError, match="expected STORE MODEL A B"):
         parse(names)
     status, _, errors = run(*names)
     assert (status, len(errors)) == (1, 1)
 
 
-def test_a_version_that_is_not_there_is_one_line(two_versions: Path) -> None:
+def test_missing_version_is_a_one_line_error(two_versions: Path) -> None:
     status, lines, errors = run(two_versions, "shop", "1", "3")
     assert (status, lines) == (1, [])
     assert errors == [
@@ -90,7 +90,7 @@ def test_a_version_that_is_not_there_is_one_line(two_versions: Path) -> None:
     ]
 
 
-def test_another_layout_ends_with_status_one(two_versions: Path) -> None:
+def test_changed_layout_exits_with_status_1(two_versions: Path) -> None:
     folder = two_versions / "shop" / "2"
     manifest = LocalStore(two_versions).load("shop", 2).manifest
     (table,) = manifest.tables

@@ -17,17 +17,17 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_it_shows_the_latest_first(
+def test_history_shows_the_latest_change_first(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("EMBEDSERVE_BY", "ann")
-    own = shutil.copytree(store, tmp_path / "own")
-    shutil.rmtree(own / ".history", ignore_errors=True)
-    assert run("history", own) == (0, f"history of {own}: none\n")
-    run("note", own, "shop", "1", "recall\nis up \x1b[31m")
-    run("alias", own, "shop", "stable", "1")
-    code, out = run("history", own, "shop")
+    own_store = shutil.copytree(store, tmp_path / "own")
+    shutil.rmtree(own_store / ".history", ignore_errors=True)
+    assert run("history", own_store) == (0, f"history of {own_store}: none\n")
+    run("note", own_store, "shop", "1", "recall\nis up \x1b[31m")
+    run("alias", own_store, "shop", "stable", "1")
+    code, out = run("history", own_store, "shop")
     title, heading, first, second = out.splitlines()
     assert (code, title) == (0, "history of shop")
     assert heading.split() == [
@@ -43,5 +43,5 @@ def test_it_shows_the_latest_first(
     assert first.split()[1:5] == ["alias", "shop", "1", "ann"]
     assert "is up" in second
     assert "\x1b" not in out
-    code, out = run("history", own, "--json", "--last", "1")
+    code, out = run("history", own_store, "--json", "--last", "1")
     assert (code, json.loads(out)["what"]) == (0, "alias")

@@ -22,40 +22,40 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def shown(*arguments: str | Path) -> list[list[str]]:
+def inspect_words(*arguments: str | Path) -> list[list[str]]:
     """Returns the words of each line."""
     result = CliRunner().invoke(app, ["inspect", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     return [line.split() for line in result.stdout.splitlines()]
 
 
-def test_a_store_shows_its_models(store: Path) -> None:
-    assert ["shop", "1", "1", "7", "112", "B"] in shown(store)
+def test_store_lists_its_models(store: Path) -> None:
+    assert ["shop", "1", "1", "7", "112", "B"] in inspect_words(store)
 
 
-def test_an_empty_store_says_so(tmp_path: Path) -> None:
-    assert shown(tmp_path)[-1][-2:] == ["no", "models"]
+def test_empty_store_is_reported(tmp_path: Path) -> None:
+    assert inspect_words(tmp_path)[-1][-2:] == ["no", "models"]
 
 
-def test_a_model_shows_its_versions(store: Path) -> None:
-    (line,) = [line for line in shown(store, "shop") if line and line[0] == "1"]
+def test_model_lists_its_versions(store: Path) -> None:
+    (line,) = [line for line in inspect_words(store, "shop") if line and line[0] == "1"]
     assert line[1:5] == ["1", "7", "112", "B"]
     assert line[-1] == "2"  # ranks
 
 
-def test_a_damaged_version_hides_no_other(store: Path, tmp_path: Path) -> None:
+def test_damaged_version_does_not_hide_other_versions(store: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(store, tmp_path / "copied")
     shutil.copytree(store / "shop" / "1", copied / "shop" / "2")
     (copied / "shop" / "2" / "plan.json").unlink()
     for arguments, rows in (((), ["shop", "1,", "2"]), (("shop",), ["2"])):
-        lines = shown(copied, *arguments)
+        lines = inspect_words(copied, *arguments)
         assert rows in lines
         assert any(line[:3] == ["cannot", "be", "opened:"] for line in lines)
-    assert ["1", "1", "7", "112", "B"] in [line[:5] for line in shown(copied, "shop")]
+    assert ["1", "1", "7", "112", "B"] in [line[:5] for line in inspect_words(copied, "shop")]
 
 
-def test_a_version_shows_its_tables_and_which_rows_lie_on_which_rank(store: Path) -> None:
-    lines = shown(store, "shop", "1")
+def test_version_shows_its_tables_and_the_rows_on_each_rank(store: Path) -> None:
+    lines = inspect_words(store, "shop", "1")
     assert ["t_user", "7", "4", "float32", "sum", "112", "B", "user", "rows"] in lines
     where = ["row_wise", "4", "+", "3", "rows"]
     assert ["A", "t_user", "7", "4", "float32", "112", "B", *where] in lines
@@ -63,15 +63,15 @@ def test_a_version_shows_its_tables_and_which_rows_lie_on_which_rank(store: Path
     assert held == [["64", "B", "57.1%", "4"], ["48", "B", "42.9%", "3"]]
 
 
-def test_a_version_behind_a_url_is_shown_and_not_pulled(
+def test_version_at_a_url_is_shown_without_download(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert shown(f"file://{store}", "shop", "1") == shown(store, "shop", "1")
+    assert inspect_words(f"file://{store}", "shop", "1") == inspect_words(store, "shop", "1")
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_damaged_version_is_named(store: Path, tmp_path: Path) -> None:
+def test_damaged_version_is_named_in_the_error(store: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(store, tmp_path / "copied") / "shop"
     shutil.copytree(copied / "1", copied / "2")
     (copied / "1" / "manifest.json").unlink()
@@ -89,7 +89,7 @@ def test_a_damaged_version_is_named(store: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [(("shop", "2"), "version 2 does not exist; versions are 1"), (("shoes",), "shoes")],
 )
-def test_what_is_not_there_is_one_line(
+def test_missing_model_or_version_is_a_one_line_error(
     store: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     result = CliRunner().invoke(app, ["inspect", str(store), *arguments])
@@ -108,16 +108,16 @@ def test_what_is_not_there_is_one_line(
         (IdRule(rule="map", entries=1000, id_type="string"), "map of 1,000 string"),
     ],
 )
-def test_a_rule_is_a_few_words(rule: IdRule, words: str) -> None:
+def test_id_rule_is_described_in_words(rule: IdRule, words: str) -> None:
     assert describe_ids(rule) == words
 
 
-def test_a_version_shows_where_it_came_from(store: Path, tmp_path: Path) -> None:
+def test_version_shows_its_checkpoint_and_metadata(store: Path, tmp_path: Path) -> None:
     files = (store.parent / "model.pt", store.parent / "tables.yaml", tmp_path / "own")
-    said = ("--model", "shop", "--meta", "run=8141", "--meta", "note=a = b")
-    result = CliRunner().invoke(app, ["publish", *map(str, files), *said])
+    options = ("--model", "shop", "--meta", "run=8141", "--meta", "note=a = b")
+    result = CliRunner().invoke(app, ["publish", *map(str, files), *options])
     assert result.exit_code == 0, result.output
-    lines = [" ".join(words) for words in shown(tmp_path / "own", "shop", "1")]
+    lines = [" ".join(words) for words in inspect_words(tmp_path / "own", "shop", "1")]
     assert f"checkpoint: {store.parent}/model.pt" in lines
     assert {"kind: torch_save", "run: 8141", "note: a = b"} <= set(lines)
     assert (
@@ -131,7 +131,7 @@ def test_a_version_shows_where_it_came_from(store: Path, tmp_path: Path) -> None
         assert (result.exit_code, message in result.stderr) == (1, True), result.output
 
 
-def test_names_and_facts_move_no_cursor_and_are_no_markup(store: Path, tmp_path: Path) -> None:
+def test_escapes_and_markup_in_names_are_printed_literally(store: Path, tmp_path: Path) -> None:
     names = ["clicks[last]", "a[/b]", "\x1b[31m"]
     tables = [{"name": "t_user", "num_embeddings": 7, "embedding_dim": 4, "feature_names": names}]
     (tmp_path / "tables.yaml").write_text(json.dumps({"tables": [tables[0] | {"pooling": "sum"}]}))
@@ -139,12 +139,12 @@ def test_names_and_facts_move_no_cursor_and_are_no_markup(store: Path, tmp_path:
     files = (checkpoint, tmp_path / "tables.yaml", tmp_path / "own")
     result = CliRunner().invoke(app, ["publish", *map(str, files), "--model", "shop"])
     assert result.exit_code == 0, result.output
-    lines = [" ".join(words) for words in shown(tmp_path / "own", "shop", "1")]
+    lines = [" ".join(words) for words in inspect_words(tmp_path / "own", "shop", "1")]
     assert "t_user 7 4 float32 sum 112 B clicks[last], a[/b], \\x1b[31m rows" in lines
     assert f"checkpoint: {tmp_path}/\\x1b[31m.pt" in lines
 
 
-def test_a_version_shows_what_was_compared() -> None:
+def test_version_shows_its_comparison_with_the_training_model() -> None:
     table = TableSpec("t", 300, 16, ("history", "candidate"), "mean", "float32")
     compared = {
         "examples": 8,
@@ -173,21 +173,21 @@ def test_a_version_shows_what_was_compared() -> None:
         ({"rows": {}, "unchecked": [], "examples": 8, "pooling": {"k": 1}}, "pooling: k is 1"),
     ],
 )
-def test_a_malformed_comparison_is_named(wrong: object, message: str) -> None:
+def test_malformed_comparison_is_an_error(wrong: object, message: str) -> None:
     manifest = Manifest("m", 3, (), is_weighted=False, source={"compared": wrong})
     with pytest.raises(StoreError, match=re.escape(message)) as raised:
         compared_lines(manifest)
     assert str(raised.value).startswith("model m version 3: source")
 
 
-def test_prune_says_what_goes(store: Path, tmp_path: Path) -> None:
+def test_prune_reports_the_removed_versions(store: Path, tmp_path: Path) -> None:
     own = shutil.copytree(store, tmp_path / "own")
-    for arguments, said in (
+    for arguments, expected in (
         (("--keep", "1", "--dry-run"), "shop: would remove versions: none\n"),
         (("--keep", "1"), "shop: removed versions: none\n"),
     ):
         result = CliRunner().invoke(app, ["prune", str(own), "shop", *arguments])
-        assert (result.exit_code, result.stderr) == (0, said)
+        assert (result.exit_code, result.stderr) == (0, expected)
     result = CliRunner().invoke(app, ["prune", str(own), "shoes", "--keep", "1"])
     assert result.exit_code == 1
     assert "there is no model 'shoes'" in result.stderr

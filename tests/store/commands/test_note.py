@@ -12,7 +12,7 @@ from embedserve.commands.cli import app
 
 
 @pytest.fixture
-def own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a test's own copy of the store, with version 1 of "shop"."""
     monkeypatch.setenv("COLUMNS", "200")
     return shutil.copytree(store, tmp_path / "own")
@@ -24,17 +24,17 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_inspect_shows_notes(own: Path, scheme: str) -> None:
-    store = f"{scheme}{own}"
-    shown = ("inspect", store, "shop", "1")
-    assert "note " not in run(*shown)[1]
+def test_inspect_shows_notes(own_store: Path, scheme: str) -> None:
+    store = f"{scheme}{own_store}"
+    inspect_arguments = ("inspect", store, "shop", "1")
+    assert "note " not in run(*inspect_arguments)[1]
     assert run("note", store, "shop", "1", "recall is up") == (
         0,
         "",
         "shop: note 1 of version 1\n",
     )
     assert run("note", store, "shop", "1", "two\nlines \x1b[31m")[0] == 0
-    code, out, _ = run(*shown)
+    code, out, _ = run(*inspect_arguments)
     assert code == 0
     first, second = [line for line in out.splitlines() if line.startswith("note ")]
     assert first.endswith(": recall is up")
@@ -43,8 +43,8 @@ def test_inspect_shows_notes(own: Path, scheme: str) -> None:
     assert "\x1b" not in out
 
 
-def test_what_cannot_be_is_one_line(own: Path) -> None:
-    code, out, said = run("note", own, "shop", "2", "x")
+def test_note_on_a_missing_version_is_a_one_line_error(own_store: Path) -> None:
+    code, out, stderr = run("note", own_store, "shop", "2", "x")
     assert (code, out) == (1, "")
-    (line,) = said.splitlines()
+    (line,) = stderr.splitlines()
     assert "shop: version 2 does not exist; versions are 1" in line

@@ -12,7 +12,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 
-def test_one_type_or_one_for_each_table() -> None:
+def test_sharding_is_a_type_or_a_type_per_table() -> None:
     assert parse_sharding("auto") == "auto"
     assert parse_sharding("user=row_wise, movie=table_wise") == {
         "user": "row_wise",
@@ -22,7 +22,7 @@ def test_one_type_or_one_for_each_table() -> None:
         parse_sharding("a=row_wise,a=table_wise")
 
 
-def test_a_plan_in_a_file(tmp_path: Path) -> None:
+def test_sharding_may_be_a_plan_file(tmp_path: Path) -> None:
     plan = Plan(1, {"t": TablePlan("table_wise", (Shard(0, 0, 7, 0, 8),))}, {})
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(plan.to_json()))

@@ -14,7 +14,7 @@ from embedserve_store.plans.host_plan import with_hosts
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 
-def many(count: int, ranks: int) -> tuple[list[TableSpec], Plan]:
+def many_tables(count: int, ranks: int) -> tuple[list[TableSpec], Plan]:
     """Returns tables of 1000, 2000, … rows, each whole on one rank, dealt out to the ranks in
     turn."""
     tables = [
@@ -28,7 +28,9 @@ def many(count: int, ranks: int) -> tuple[list[TableSpec], Plan]:
     return tables, Plan(ranks, plans, {})
 
 
-def shown(tables: list[TableSpec], plan: Plan, width: int, memory_bytes: int | None = None) -> str:
+def drawn_plan(
+    tables: list[TableSpec], plan: Plan, width: int, memory_bytes: int | None = None
+) -> str:
     out = Console(file=io.StringIO(), width=width)
     show_plan(out, tables, plan, memory_bytes=memory_bytes)
     text = out.file.getvalue()  # type: ignore[attr-defined]
@@ -38,11 +40,9 @@ def shown(tables: list[TableSpec], plan: Plan, width: int, memory_bytes: int | N
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize(("count", "ranks"), [(1, 1), (4, 2), (30, 8), (60, 16)])
-def test_every_table_and_rank_is_shown_in_the_width_there_is(
-    count: int, ranks: int, width: int
-) -> None:
-    tables, plan = many(count, ranks)
-    lines = shown(tables, plan, width).splitlines()
+def test_every_table_and_rank_fits_the_terminal_width(count: int, ranks: int, width: int) -> None:
+    tables, plan = many_tables(count, ranks)
+    lines = drawn_plan(tables, plan, width).splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in "".join(lines)
     for i in range(ranks):
@@ -53,29 +53,29 @@ def test_every_table_and_rank_is_shown_in_the_width_there_is(
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_every_part_is_shown_in_the_width_there_is(width: int) -> None:
-    tables, plan = many(30, 2)
-    lines = shown(tables, with_hosts(plan, tables, 16), width).splitlines()
+def test_every_part_fits_the_terminal_width(width: int) -> None:
+    tables, plan = many_tables(30, 2)
+    lines = drawn_plan(tables, with_hosts(plan, tables, 16), width).splitlines()
     assert max(map(len, lines)) <= width
     for i in range(16):
         assert sum(line.startswith(f"part {i} ") for line in lines) == 1
 
 
-def test_free_memory_of_hosts_is_that_of_their_ranks() -> None:
-    tables, plan = many(2, 2)
-    lines = shown(tables, with_hosts(plan, tables, 2), 80, 375 << 10).splitlines()
+def test_free_memory_of_a_host_is_that_of_its_ranks() -> None:
+    tables, plan = many_tables(2, 2)
+    lines = drawn_plan(tables, with_hosts(plan, tables, 2), 80, 375 << 10).splitlines()
     bars = [line.split()[2] for line in lines[-2:]]
     assert all(abs(one.count(".") - len(one) / 2) <= 1 for one in bars)
 
 
-def test_of_more_tables_than_letters_the_largest_have_them() -> None:
-    tables, plan = many(60, 1)
-    lines = shown(tables, plan, 120).splitlines()[2:62]
+def test_largest_tables_get_the_letters_if_letters_run_out() -> None:
+    tables, plan = many_tables(60, 1)
+    lines = drawn_plan(tables, plan, 120).splitlines()[2:62]
     assert [line[0] for line in lines[:9]] == [*"********", "A"]
     assert lines[-1][0] == "z"
 
 
-def test_letters_are_in_proportion_to_bytes() -> None:
+def test_letters_in_a_bar_are_proportional_to_bytes() -> None:
     assert bar([("A", 50), ("B", 25), ("C", 0), ("D", 25)], 100, 20, None).plain == (
         "AAAAAAAAAABBBBBDDDDD"
     )
@@ -84,38 +84,38 @@ def test_letters_are_in_proportion_to_bytes() -> None:
     assert bar([("A", 0)], 1000, 20, None).plain == ""
 
 
-def test_many_small_tables_take_no_more_cells_than_their_bytes() -> None:
+def test_many_small_tables_fit_into_the_bar() -> None:
     parts = [(letter, 1) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
     assert len(bar(parts, 26, 10, None).plain) == 10
 
 
-def test_free_memory_is_dots_and_its_end_a_stroke() -> None:
+def test_free_memory_is_drawn_as_dots_and_its_limit_as_a_stroke() -> None:
     assert bar([("A", 50)], 100, 10, 100).plain == "AAAAA....."
     assert bar([("A", 100)], 100, 10, 50).plain == "AAAAA|AAAA"
     assert bar([("A", 100)], 100, 10, 100).plain == "AAAAAAAAAA"
     assert bar([("A", 101)], 101, 10, 100).plain == "AAAAAAAAA|"
 
 
-def test_ranks_are_drawn_to_one_scale() -> None:
-    tables, plan = many(2, 2)
-    lines = shown(tables, plan, 80).splitlines()
+def test_ranks_are_drawn_to_the_same_scale() -> None:
+    tables, plan = many_tables(2, 2)
+    lines = drawn_plan(tables, plan, 80).splitlines()
     small, large = (line.split()[2] for line in lines[-2:])
     assert (set(small), set(large)) == ({"A"}, {"B"})
     assert 2 * len(small) in (len(large) - 1, len(large), len(large) + 1)
 
 
-def test_a_copy_on_every_rank_counts_on_every_rank() -> None:
-    tables, plan = many(1, 2)
+def test_replicated_table_counts_on_every_rank() -> None:
+    tables, plan = many_tables(1, 2)
     copies = TablePlan("data_parallel", (Shard(0, 0, 1000, 0, 64), Shard(1, 0, 1000, 0, 64)))
-    lines = shown(tables, replace(plan, tables={"table_0": copies}), 100).splitlines()
+    lines = drawn_plan(tables, replace(plan, tables={"table_0": copies}), 100).splitlines()
     assert "500.0 KiB" in lines[2]
     assert [line.split()[-4:] for line in lines[-2:]] == [["250.0", "KiB", "50.0%", "1,000"]] * 2
 
 
-def test_rows_of_which_a_rank_has_two_column_shards_count_once() -> None:
-    tables, plan = many(1, 1)
+def test_rows_with_two_column_shards_on_a_rank_count_once() -> None:
+    tables, plan = many_tables(1, 1)
     halves = TablePlan("column_wise", (Shard(0, 0, 1000, 0, 32), Shard(0, 0, 1000, 32, 32)))
-    lines = shown(tables, replace(plan, tables={"table_0": halves}), 100).splitlines()
+    lines = drawn_plan(tables, replace(plan, tables={"table_0": halves}), 100).splitlines()
     assert lines[-1].split()[-4:] == ["250.0", "KiB", "100.0%", "1,000"]
 
 
@@ -133,5 +133,7 @@ def test_rows_of_which_a_rank_has_two_column_shards_count_once() -> None:
         ),
     ],
 )
-def test_where_a_table_lies_in_a_few_words(kind: str, shards: tuple[Shard, ...], text: str) -> None:
+def test_location_of_a_table_is_described_in_words(
+    kind: str, shards: tuple[Shard, ...], text: str
+) -> None:
     assert where(TablePlan(kind, shards)) == text

@@ -17,15 +17,15 @@ from embedserve_store.parts.part import Part
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"),
+    ("ids", "expected_lines"),
     [(100, ["t: its vocabulary has 100 ids for 300 rows: 200 rows have no id"]), (300, [])],
 )
-def test_a_vocabulary_that_is_shorter_than_its_table_is_said(
+def test_vocabulary_shorter_than_its_table_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     ids: int,
-    said: list[str],
+    expected_lines: list[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     published = publish(
@@ -38,10 +38,10 @@ def test_a_vocabulary_that_is_shorter_than_its_table_is_said(
     report(published)
     assert [
         line for line in capsys.readouterr().err.splitlines() if "its vocabulary" in line
-    ] == said
+    ] == expected_lines
 
 
-def test_what_has_not_changed_is_said_and_not_published(
+def test_if_changed_reports_and_skips_an_unchanged_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -32,7 +32,7 @@ def run(*arguments: str | Path) -> tuple[int, str, list[str]]:
     return result.exit_code, result.stdout, result.stderr.splitlines()
 
 
-def test_a_version_as_published(own_store: Path) -> None:
+def test_intact_version_is_verified(own_store: Path) -> None:
     for arguments in (("shop",), ("shop", "1")):
         status, _, lines = run(own_store, *arguments)
         assert status == 0
@@ -40,7 +40,7 @@ def test_a_version_as_published(own_store: Path) -> None:
         assert lines[-1] == f"shop version 1 is as it was published, in {own_store}/shop/1"
 
 
-def test_a_flipped_bit_is_one_line_that_names_the_table(own_store: Path) -> None:
+def test_flipped_bit_is_reported_with_its_table(own_store: Path) -> None:
     path = own_store / "shop" / "1" / "tables.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 4
@@ -50,13 +50,13 @@ def test_a_flipped_bit_is_one_line_that_names_the_table(own_store: Path) -> None
     assert lines[-1].startswith(f"embedserve: {path}: table 't_user': sha256 is ")
 
 
-def test_a_store_under_a_url_is_verified_in_the_cache(own_store: Path, tmp_path: Path) -> None:
+def test_store_at_a_url_is_verified_in_the_cache(own_store: Path, tmp_path: Path) -> None:
     status, _, lines = run(f"file://{own_store}", "shop", "--cache", tmp_path / "cache")
     assert status == 0, lines
     assert lines[-1].startswith(f"shop version 1 is as it was published, in {tmp_path}/cache/")
 
 
-def test_a_store_without_credentials_is_one_line(
+def test_missing_credentials_are_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -97,7 +97,7 @@ def rows_on(store: Path, part: int) -> int:
     return wide.num_embeddings
 
 
-def flip(store: Path, row: int) -> Path:
+def flip_bit(store: Path, row: int) -> Path:
     """Flips a bit of a row of the table "wide"; returns the file."""
     version = ModelStore(store).load("m")
     start = len(header_bytes(version.manifest.tables)) + version.tables.offsets["wide"]
@@ -110,7 +110,7 @@ def flip(store: Path, row: int) -> Path:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_part_as_published(parts_store: Path, part: int) -> None:
+def test_intact_part_is_verified(parts_store: Path, part: int) -> None:
     rows = rows_on(parts_store, part)
     assert 0 < rows < 128
     for arguments in (("m",), ("m", "1")):
@@ -121,8 +121,8 @@ def test_a_part_as_published(parts_store: Path, part: int) -> None:
         assert lines[-1] == f"part {part}/2 of m version 1 is as it was published, in {where}"
 
 
-def test_a_flipped_bit_is_found_in_its_part_and_in_no_other(parts_store: Path) -> None:
-    path = flip(parts_store, rows_on(parts_store, 0))  # the first row of part 1
+def test_flipped_bit_is_reported_only_in_its_part(parts_store: Path) -> None:
+    path = flip_bit(parts_store, rows_on(parts_store, 0))  # the first row of part 1
     status, _, lines = run(parts_store, "m", "--part", "0/2")
     assert status == 0, lines
     status, stdout, lines = run(parts_store, "m", "--part", "1/2")
@@ -130,9 +130,11 @@ def test_a_flipped_bit_is_found_in_its_part_and_in_no_other(parts_store: Path) -
     assert lines[-1].startswith(f"embedserve: {path}: table 'wide': sha256 is ")
 
 
-def test_a_part_of_a_store_under_a_url_is_pulled_alone(parts_store: Path, tmp_path: Path) -> None:
+def test_only_the_requested_part_is_downloaded_from_a_url(
+    parts_store: Path, tmp_path: Path
+) -> None:
     url, cache = f"file://{parts_store}", ("--cache", tmp_path / "cache")
-    path = flip(parts_store, 0)
+    path = flip_bit(parts_store, 0)
     status, _, lines = run(url, "m", "--part", "1/2", *cache)
     assert status == 0, lines
     assert "-part-1-of-2" in lines[-1]
@@ -150,7 +152,7 @@ def test_a_part_of_a_store_under_a_url_is_pulled_alone(parts_store: Path, tmp_pa
         ("0/3", "part 0/3 was requested, but the version has 2 parts"),
     ],
 )
-def test_a_part_that_the_version_does_not_have_is_one_line(
+def test_unknown_or_malformed_part_is_a_one_line_error(
     parts_store: Path, part: str, words: str
 ) -> None:
     status, stdout, lines = run(parts_store, "m", "--part", part)
@@ -159,7 +161,7 @@ def test_a_part_that_the_version_does_not_have_is_one_line(
     assert words in line
 
 
-def test_a_version_without_parts_has_none(store: Path) -> None:
+def test_part_of_a_version_without_parts_is_a_one_line_error(store: Path) -> None:
     status, stdout, lines = run(store, "shop", "--part", "0/2")
     assert (status, stdout) == (1, "")
     (line,) = lines

@@ -16,7 +16,7 @@ from embedserve_store.publishing.publish import publish
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Publish:
+def publish_tables(tmp_path: Path) -> Publish:
     """Returns a function that publishes tables of the given rows as the next version of "m"."""
 
     def run(tables: Tables, **options: Any) -> ModelVersion:

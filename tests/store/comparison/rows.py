@@ -16,13 +16,13 @@ Tables = dict[str, torch.Tensor]
 BASE = torch.linspace(-1, 1, 40 * 8).reshape(40, 8)
 
 
-def only(found: VersionDiff) -> TableDiff:
+def single_table(found: VersionDiff) -> TableDiff:
     (table,) = found.tables
     return table
 
 
-def rows_of(found: VersionDiff) -> RowDiff:
-    rows = only(found).rows
+def row_diff_of(found: VersionDiff) -> RowDiff:
+    rows = single_table(found).rows
     assert rows is not None
     return rows
 

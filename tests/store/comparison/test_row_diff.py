@@ -6,15 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from store.comparison.rows import BASE, Publish, rows_of, with_rows
+from store.comparison.rows import BASE, Publish, row_diff_of, with_rows
 
 from embedserve_store.comparison import row_diff
 from embedserve_store.comparison.version_diff import compare
 
 
-def test_changed_rows_are_counted_and_their_drift_is_relative(published: Publish) -> None:
+def test_changed_rows_are_counted_and_their_drift_is_relative(publish_tables: Publish) -> None:
     after = with_rows({3: BASE[3] * 1.5, 7: BASE[7] * -1, 39: BASE[39] * 2})
-    rows = rows_of(compare(published({"t": BASE}), published({"t": after})))
+    rows = row_diff_of(compare(publish_tables({"t": BASE}), publish_tables({"t": after})))
     assert (rows.rows, rows.rows_changed, rows.rows_from_zero) == (40, 3, 0)
     assert rows.share_changed == 3 / 40
     assert rows.relative_l2_mean == pytest.approx((0.5 + 2 + 1) / 3)
@@ -23,49 +23,53 @@ def test_changed_rows_are_counted_and_their_drift_is_relative(published: Publish
     assert rows.cosine_mean == pytest.approx((1 - 1 + 1) / 3)
 
 
-def test_a_row_that_was_zero_counts_apart_and_one_that_became_zero_moved_by_all(
-    published: Publish,
+def test_rows_from_zero_are_counted_apart_and_rows_to_zero_drift_by_one(
+    publish_tables: Publish,
 ) -> None:
     before, after = with_rows({5: 0.0}), with_rows({5: 1.0, 6: 0.0})
-    rows = rows_of(compare(published({"t": before}), published({"t": after})))
+    rows = row_diff_of(compare(publish_tables({"t": before}), publish_tables({"t": after})))
     assert (rows.rows_changed, rows.rows_from_zero) == (2, 1)
     assert (rows.relative_l2_mean, rows.relative_l2_max, rows.row_max) == (1, 1, 6)
     assert rows.cosine_mean == 0
 
 
-def test_zeros_of_another_sign_are_changed_bytes_that_did_not_move(published: Publish) -> None:
+def test_zeros_with_flipped_sign_count_as_changed_without_drift(publish_tables: Publish) -> None:
     before, after = with_rows({5: 0.0}), with_rows({5: -0.0})
-    rows = rows_of(compare(published({"t": before}), published({"t": after})))
+    rows = row_diff_of(compare(publish_tables({"t": before}), publish_tables({"t": after})))
     assert (rows.rows_changed, rows.rows_from_zero) == (1, 0)
     assert (rows.relative_l2_max, rows.row_max, rows.cosine_mean) == (0, 5, 1)
 
 
-def test_rows_whose_squares_float32_cannot_hold_have_drift(published: Publish) -> None:
+def test_drift_is_computed_for_rows_whose_squares_overflow_float32(publish_tables: Publish) -> None:
     before, after = with_rows({0: 1e30}), with_rows({0: -1e30})
-    rows = rows_of(compare(published({"t": before}), published({"t": after})))
+    rows = row_diff_of(compare(publish_tables({"t": before}), publish_tables({"t": after})))
     assert rows.relative_l2_max == pytest.approx(2)
     assert rows.cosine_mean == pytest.approx(-1)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
-def test_small_dtypes_are_compared_by_bytes(published: Publish, dtype: str) -> None:
+def test_small_dtypes_are_compared_by_bytes(publish_tables: Publish, dtype: str) -> None:
     after = with_rows({9: BASE[9] * 3})
-    found = compare(published({"t": BASE}, dtype=dtype), published({"t": after}, dtype=dtype))
-    rows = rows_of(found)
+    found = compare(
+        publish_tables({"t": BASE}, dtype=dtype), publish_tables({"t": after}, dtype=dtype)
+    )
+    rows = row_diff_of(found)
     assert (rows.rows_changed, rows.row_max) == (1, 9)
     assert rows.relative_l2_max == pytest.approx(2, rel=0.1)
 
 
-def test_blocks_add_up_to_the_whole(published: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_in_blocks_equals_the_whole_comparison(
+    publish_tables: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = torch.Generator().manual_seed(0)
     before = torch.randn(1000, 8, generator=random)
     after = before + torch.randn(1000, 8, generator=random) * (torch.arange(1000) % 3 == 0)[:, None]
-    a, b = published({"t": before}), published({"t": after})
-    whole = rows_of(compare(a, b))
+    a, b = publish_tables({"t": before}), publish_tables({"t": after})
+    whole = row_diff_of(compare(a, b))
     monkeypatch.setattr(row_diff, "BLOCK_BYTES", 64 * 7)
     calls: list[tuple[str, int, int, int]] = []
     found = compare(a, b, lambda *call: calls.append(call))
-    blocks = rows_of(found)
+    blocks = row_diff_of(found)
     assert len(calls) == -(-1000 // 7)
     assert calls[-1] == ("t", 1000, 1000, b.manifest.nbytes)
     assert (blocks.rows_changed, blocks.row_max) == (334, whole.row_max)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from delta_keys import KeyPair, key_pair
 from numpy.typing import NDArray
 from writable import writable
 
@@ -27,6 +28,11 @@ def store(published_store: Path, tmp_path: Path) -> Path:
 def writer(store: Path) -> Iterator[DeltaWriter]:
     with DeltaWriter(store, model="m") as one:
         yield one
+
+
+@pytest.fixture
+def key_files(tmp_path: Path) -> KeyPair:
+    return key_pair(tmp_path)
 
 
 def rows(table: str, count: int, seed: int = 0) -> NDArray[np.float32]:

@@ -31,7 +31,7 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size
     )
-    said = []
+    outcomes = []
     with DeltaWriter(store, model="m") as writer:
         for push in PUSHES:
             pushed, removed = push[rank]
@@ -39,14 +39,14 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
             if pushed:
                 changes["user"] = pushed, rows("user", len(pushed))
             try:
-                said.append(str(writer.push_rows(changes, removed={"user": removed})))
+                outcomes.append(str(writer.push_rows(changes, removed={"user": removed})))
             except StoreError as error:
-                said.append(f"{type(error).__name__}: {error}")
-    everyone: list[list[str] | None] = [None] * world_size
-    dist.all_gather_object(everyone, said)
+                outcomes.append(f"{type(error).__name__}: {error}")
+    all_outcomes: list[list[str] | None] = [None] * world_size
+    dist.all_gather_object(all_outcomes, outcomes)
     if rank == 0:
-        assert all(one == said for one in everyone), everyone
-        print("\n".join(said))
+        assert all(one == outcomes for one in all_outcomes), all_outcomes
+        print("\n".join(outcomes))
     dist.destroy_process_group()
 
 

@@ -31,7 +31,7 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size
     )
-    said = []
+    outcomes = []
     with DeltaWriter(store, model="m") as writer:
         own = [rank, 10 + rank]
         pushes: tuple[dict[str, tuple[list[int], NDArray[np.float32]]], ...] = (
@@ -43,16 +43,16 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
         )
         for push in pushes:
             try:
-                said.append(str(writer.push_rows(push)))
+                outcomes.append(str(writer.push_rows(push)))
             except StoreError as error:
-                said.append(f"{type(error).__name__}: {error}")
+                outcomes.append(f"{type(error).__name__}: {error}")
         with patch.object(line_appender, "DELTA_BYTES_MAX", 5000):  # a delta has room for one file
-            said.append(str(writer.push_rows({"user": (own, rows(own))})))
-    everyone: list[list[str] | None] = [None] * world_size
-    dist.all_gather_object(everyone, said)
+            outcomes.append(str(writer.push_rows({"user": (own, rows(own))})))
+    all_outcomes: list[list[str] | None] = [None] * world_size
+    dist.all_gather_object(all_outcomes, outcomes)
     if rank == 0:
-        assert all(one == said for one in everyone), everyone
-        print("\n".join(said))
+        assert all(one == outcomes for one in all_outcomes), all_outcomes
+        print("\n".join(outcomes))
     dist.destroy_process_group()
 
 

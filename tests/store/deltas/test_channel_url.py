@@ -39,7 +39,7 @@ SECRET = "p%40ss"
         ),
     ],
 )
-def test_a_url_or_a_file_with_it_is_read(
+def test_broker_url_is_read_directly_or_from_a_file(
     tmp_path: Path, text: str, expected: ChannelUrl, shown: str
 ) -> None:
     file = tmp_path / "broker"
@@ -65,7 +65,9 @@ def test_a_url_or_a_file_with_it_is_read(
         (f"redis://me:{SECRET}@broker?ssl_cert_reqs=none", "has a query or fragment"),
     ],
 )
-def test_what_is_no_url_of_a_broker_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_invalid_broker_url_is_rejected_without_showing_its_password(
+    tmp_path: Path, text: str, reason: str
+) -> None:
     file = tmp_path / "broker"
     file.write_text(text)
     for notify, where in ((text, "delta notify"), (str(file), f"delta notify {file}")):
@@ -76,7 +78,7 @@ def test_what_is_no_url_of_a_broker_is_refused(tmp_path: Path, text: str, reason
         assert "p@ss" not in str(caught.value)
 
 
-def test_a_file_is_read_within_a_limit(tmp_path: Path) -> None:
+def test_missing_or_oversized_url_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is no URL, and no file that can be read: No such file"):
         read_channel_url(tmp_path / "missing")
     (tmp_path / "large").write_bytes(b"redis://" + b"h" * FILE_BYTES_MAX)
@@ -87,7 +89,7 @@ def test_a_file_is_read_within_a_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "extra", "package"), [("redis://h", "redis", "redis"), ("tls://h", "nats", "nats-py")]
 )
-def test_a_client_that_is_not_installed_is_named(
+def test_missing_client_package_is_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch, text: str, extra: str, package: str
 ) -> None:
     monkeypatch.setattr(
@@ -97,13 +99,13 @@ def test_a_client_that_is_not_installed_is_named(
         read_channel_url(text)
 
 
-def test_a_topic_has_the_names_of_model_and_line() -> None:
+def test_topic_names_contain_model_and_line() -> None:
     topic = Topic("a.b-c", 7)
     assert topic.redis_key == "embedserve:deltas:a.b-c:7"
     assert topic.nats_subject == "embedserve.deltas.a/b-c.7"
 
 
-def test_an_error_is_one_line_without_the_password() -> None:
+def test_described_error_is_one_line_without_the_password() -> None:
     url = ChannelUrl("redis", "broker", 6379, password="p@ss")
     error = described_error(ValueError("no\n  such \x1b[2J 'p@ss' " + "x" * 500), url)
     assert error.startswith("redis://broker:6379: ValueError: no such ?[2J '***' xxx")

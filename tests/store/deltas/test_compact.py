@@ -36,7 +36,7 @@ from embedserve_store.verification import table_sha256
 COUNTS = {"user": 300, "item": 77, "tag": 16}
 
 
-def push_some(store: Path, pushes: int, seed: int = 0) -> None:
+def push_random_rows(store: Path, pushes: int, seed: int = 0) -> None:
     random = np.random.default_rng(seed)
     with DeltaWriter(store, model="m") as writer:
         for push in range(pushes):
@@ -52,7 +52,7 @@ def push_some(store: Path, pushes: int, seed: int = 0) -> None:
             )
 
 
-def replayed(store: Path, base: int, seq: int) -> dict[str, NDArray[np.uint8]]:
+def replayed_rows(store: Path, base: int, seq: int) -> dict[str, NDArray[np.uint8]]:
     """Returns the rows of version ``base`` after its deltas up to ``seq``, applied row by row."""
     models = ModelStore(store)
     version = models.load("m", base)
@@ -71,9 +71,9 @@ def rows_of(store: Path, version: int) -> dict[str, NDArray[np.uint8]]:
     return {name: opened.tables.rows(name) for name in COUNTS}
 
 
-def test_the_compacted_version_has_the_rows_of_its_deltas(store: Path) -> None:
-    push_some(store, 5)
-    expected = replayed(store, 1, 5)
+def test_compacted_version_has_the_rows_of_its_deltas(store: Path) -> None:
+    push_random_rows(store, 5)
+    expected = replayed_rows(store, 1, 5)
     made = compact_deltas(store, "m")
     assert (made.version, made.manifest.source["line"], made.manifest.source["line_seq"]) == (
         2,
@@ -90,27 +90,27 @@ def test_the_compacted_version_has_the_rows_of_its_deltas(store: Path) -> None:
 
 
 @pytest.mark.parametrize("seq", [1, 3])
-def test_compacting_then_applying_is_applying(store: Path, seq: int) -> None:
-    push_some(store, 5)
+def test_compaction_then_deltas_equals_applying_all_deltas(store: Path, seq: int) -> None:
+    push_random_rows(store, 5)
     compact_deltas(store, "m", seq=seq)
-    push_some(store, 2, seed=1)  # continues the line after delta 5, from version 2
+    push_random_rows(store, 2, seed=1)  # continues the line after delta 5, from version 2
     assert DeltaLine(ModelStore(store), ModelStore(store).manifest("m")).seqs() == [
         *range(seq + 1, 8)
     ]
-    expected = replayed(store, 1, 7)
-    np.testing.assert_equal(replayed(store, 2, 7), expected)
+    expected = replayed_rows(store, 1, 7)
+    np.testing.assert_equal(replayed_rows(store, 2, 7), expected)
     compact_deltas(store, "m")
     np.testing.assert_equal(rows_of(store, 3), expected)
     remove_version(store, "m", 1)
-    np.testing.assert_equal(replayed(store, 2, 7), expected)
+    np.testing.assert_equal(replayed_rows(store, 2, 7), expected)
 
 
-def test_parts_are_kept_with_the_checksums_of_the_new_rows(
+def test_parts_are_kept_with_checksums_of_the_new_rows(
     tmp_path: Path, make_ebc: Callable[..., Any]
 ) -> None:
     store = tmp_path / "own"
     before = publish(make_ebc(), store, model="m", hosts=3)
-    push_some(store, 3)
+    push_random_rows(store, 3)
     made = compact_deltas(store, "m")
     assert made.plan.hosts == before.plan.hosts
     assert made.manifest.part_checksums.keys() == before.manifest.part_checksums.keys()
@@ -119,7 +119,9 @@ def test_parts_are_kept_with_the_checksums_of_the_new_rows(
         verify(ModelStore(store, holds=Part(number, 3)).load("m"))
 
 
-def test_vocabularies_go_along(tmp_path: Path, make_ebc: Callable[..., Any]) -> None:
+def test_compacted_version_keeps_its_vocabularies(
+    tmp_path: Path, make_ebc: Callable[..., Any]
+) -> None:
     store = tmp_path / "own"
     rules = {"user": IdRule("map", id_type="string"), "tag": IdRule("modulo")}
     words = [f"w{i}" for i in range(300)]
@@ -136,10 +138,10 @@ def test_vocabularies_go_along(tmp_path: Path, make_ebc: Callable[..., Any]) -> 
     )
 
 
-def test_nothing_to_compact(store: Path) -> None:
+def test_compaction_without_new_deltas_is_rejected(store: Path) -> None:
     with pytest.raises(StoreError, match="no delta after version 1: nothing to compact"):
         compact_deltas(store, "m")
-    push_some(store, 1)
+    push_random_rows(store, 1)
     compact_deltas(store, "m")
     with pytest.raises(StoreError, match="no delta after version 2: nothing to compact"):
         compact_deltas(store, "m")
@@ -148,10 +150,10 @@ def test_nothing_to_compact(store: Path) -> None:
     assert ModelStore(store).versions("m") == [1, 2]
 
 
-def test_deltas_that_the_version_has_are_not_compacted_again(store: Path) -> None:
-    push_some(store, 3)
+def test_deltas_already_in_the_version_are_not_compacted_again(store: Path) -> None:
+    push_random_rows(store, 3)
     compact_deltas(store, "m")
-    push_some(store, 1, seed=1)
+    push_random_rows(store, 1, seed=1)
     set_alias(store, "m", "held", 2, at_seq=3)
     cases: list[tuple[int, dict[str, Any]]] = [
         (1, {"seq": 1}),
@@ -159,18 +161,18 @@ def test_deltas_that_the_version_has_are_not_compacted_again(store: Path) -> Non
         (3, {"version": "held"}),
     ]
     for seq, options in cases:
-        said = f"m: seq is {seq}, but version 2 has the deltas up to 3: nothing to compact"
-        with pytest.raises(StoreError, match=said):
+        message = f"m: seq is {seq}, but version 2 has the deltas up to 3: nothing to compact"
+        with pytest.raises(StoreError, match=message):
             compact_deltas(store, "m", **options)
     assert ModelStore(store).versions("m") == [1, 2]
     assert compact_deltas(store, "m", version="held", seq=4).version == 3
 
 
-def test_deltas_undone_during_a_compaction_are_not_published(
+def test_deltas_undone_during_compaction_are_not_published(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers could not follow the line from a version that has the rows of undone deltas."""
-    push_some(store, 3)
+    push_random_rows(store, 3)
 
     def undo_once(tables: TablesFile, table: TableSpec) -> str:
         monkeypatch.setattr(compact, "table_sha256", table_sha256)
@@ -184,8 +186,8 @@ def test_deltas_undone_during_a_compaction_are_not_published(
     assert not [*store.glob("m/.staging*")]
 
 
-def test_deltas_undone_during_an_upload_are_not_published(store: Path, tmp_path: Path) -> None:
-    push_some(store, 3)
+def test_deltas_undone_during_upload_are_not_published(store: Path, tmp_path: Path) -> None:
+    push_random_rows(store, 3)
     url, undone = f"file://{store}", list[int]()
     models = ModelStore(url, tmp_path / "cache")
 
@@ -200,9 +202,9 @@ def test_deltas_undone_during_an_upload_are_not_published(store: Path, tmp_path:
     assert made.manifest.source["line_seq"] == 4
 
 
-def test_a_damaged_version_or_delta_is_not_compacted(store: Path, tmp_path: Path) -> None:
+def test_damaged_version_or_delta_is_not_compacted(store: Path, tmp_path: Path) -> None:
     """Compaction must not give a damaged byte a new, valid checksum."""
-    push_some(store, 2)
+    push_random_rows(store, 2)
     models = ModelStore(store)
     for damaged in (
         "m/1/tables.safetensors",

@@ -23,11 +23,11 @@ def versions_of_aliases(store: Path) -> dict[str, int | None]:
 
 
 def run(store: Path, keep: int) -> None:
-    done = program(store, keep)
+    done = run_program(store, keep)
     assert done.returncode == 0, done.stderr
 
 
-def program(store: Path, keep: int) -> subprocess.CompletedProcess[str]:
+def run_program(store: Path, keep: int) -> subprocess.CompletedProcess[str]:
     job = yaml.safe_load(MANIFEST.read_text())["spec"]["jobTemplate"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["args"][:2] == ["/store", "dlrm"]
@@ -35,7 +35,7 @@ def program(store: Path, keep: int) -> subprocess.CompletedProcess[str]:
     return run_warm([*PYTHON, *command, str(store), "m", str(keep)], timeout=300)
 
 
-def test_aliases_of_the_compacted_version_move(store: Path, writer: DeltaWriter) -> None:
+def test_aliases_move_to_the_compacted_version(store: Path, writer: DeltaWriter) -> None:
     def push(row: int) -> None:
         writer.push_rows({"tag": ([row], rows("tag", 1, seed=row))})
 
@@ -60,18 +60,18 @@ def test_aliases_of_the_compacted_version_move(store: Path, writer: DeltaWriter)
     assert ModelStore(store).versions("m") == [3]
 
 
-def test_without_the_alias_it_says_so(store: Path) -> None:
-    done = program(store, keep=1)
+def test_missing_alias_is_reported(store: Path) -> None:
+    done = run_program(store, keep=1)
     assert done.returncode == 1
     assert done.stderr == f"{store}/m: no alias stable, whose deltas are compacted\n"
 
 
-def test_deltas_that_were_compacted_are_undone_on_the_version_before(
+def test_compacted_deltas_are_undone_on_the_previous_version(
     store: Path, writer: DeltaWriter
 ) -> None:
     """Follows the steps of docs/deltas.md."""
 
-    def kept(version: int) -> list[int]:
+    def kept_seqs(version: int) -> list[int]:
         models = ModelStore(store)
         line = DeltaLine(models, models.manifest("m", version))
         return [one.seq for one in line.kept(line.seqs()[-1])]
@@ -86,7 +86,7 @@ def test_deltas_that_were_compacted_are_undone_on_the_version_before(
     assert versions_of_aliases(store) == {"stable": 1}
     undo_deltas(store, "m", version="stable", to=1, why="bad")
     set_alias(store, "m", "stable", 1)
-    assert kept(1) == [1]
+    assert kept_seqs(1) == [1]
     with pytest.raises(StoreError, match="reverts to delta 1, but version 2 has the deltas up to"):
         DeltaWriter(store, model="m")
     writer.resume()  # the writer of version 1 continues
@@ -94,5 +94,5 @@ def test_deltas_that_were_compacted_are_undone_on_the_version_before(
     assert versions_of_aliases(store) == {"stable": 3}
     with DeltaWriter(store, model="m") as another:
         another.push_rows({"tag": ([1], rows("tag", 1))})
-    assert kept(3) == [5]
+    assert kept_seqs(3) == [5]
     assert writer.seq == 4

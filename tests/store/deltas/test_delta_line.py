@@ -54,55 +54,55 @@ def rows_file(folder: Path, seq: int) -> Path:
     return path
 
 
-def edit(path: Path, change: Callable[[Any], None]) -> None:
+def edit_manifest(path: Path, change: Callable[[Any], None]) -> None:
     data = json.loads(path.read_bytes())
     change(data)
     path.unlink()
     path.write_bytes(sealed_json(data))
 
 
-def test_deltas_come_in_order(folder: Path) -> None:
+def test_deltas_are_read_in_order(folder: Path) -> None:
     assert line_of(folder).seqs() == [1, 2, 3]
     assert read_all(folder) == [1, 2, 3]
     line = line_of(folder)
     assert [delta.step for delta, _ in line.deltas(last=2)] == [1, 2]
 
 
-def test_other_files_are_ignored(folder: Path) -> None:
+def test_unrelated_files_are_ignored(folder: Path) -> None:
     (folder / ".new-0123").write_bytes(b"half")
     shutil.copy(rows_file(folder, 1), folder / rows_file(folder, 1).name.replace("1.", "4.", 1))
     shutil.copytree(folder, folder.parent / "2")
     assert read_all(folder) == [1, 2, 3]
 
 
-def test_a_missing_delta_is_a_gap(folder: Path) -> None:
+def test_missing_delta_in_the_middle_is_an_error(folder: Path) -> None:
     (folder / manifest_name(2)).unlink()
     with pytest.raises(StoreError, match=r"delta 2 of line 1 does not exist; .* it has 1 to 3"):
         read_all(folder)
 
 
-def test_a_delta_past_the_end_is_missing(folder: Path) -> None:
+def test_delta_past_the_end_is_an_error(folder: Path) -> None:
     with pytest.raises(StoreError, match="delta 4 of line 1 does not exist"):
         [*line_of(folder).deltas(last=4)]
 
 
-def test_a_fork_is_found(folder: Path) -> None:
+def test_fork_of_the_line_is_detected(folder: Path) -> None:
     """A replaced delta has the same seq but another hash, which the next delta does not
     continue."""
-    edit(folder / manifest_name(2), lambda data: data.update(step=7))
+    edit_manifest(folder / manifest_name(2), lambda data: data.update(step=7))
     with pytest.raises(StoreError, match=r"0003\.json: does not continue delta 2: previous is"):
         read_all(folder)
 
 
-def test_a_delta_of_other_rows_is_found(folder: Path) -> None:
+def test_delta_of_another_base_version_is_detected(folder: Path) -> None:
     """The first delta has the hash of the version at which its line begins."""
-    edit(folder / manifest_name(1), lambda data: data.update(previous="0" * 64))
+    edit_manifest(folder / manifest_name(1), lambda data: data.update(previous="0" * 64))
     with pytest.raises(StoreError, match=r"0001\.json: does not continue version 1"):
         read_all(folder)
 
 
 @pytest.mark.parametrize("at", [0, 9, 5000, -1])
-def test_a_damaged_file_is_named(folder: Path, at: int) -> None:
+def test_damaged_file_is_named_in_the_error(folder: Path, at: int) -> None:
     path = rows_file(folder, 2)
     data = bytearray(path.read_bytes())
     data[min(at, len(data) - 1)] ^= 1
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_named(folder: Path, at: int) -> None:
         read_all(folder)
 
 
-def test_a_missing_or_short_file_is_named(folder: Path) -> None:
+def test_missing_or_truncated_file_is_named_in_the_error(folder: Path) -> None:
     path = rows_file(folder, 3)
     data = path.read_bytes()
     path.unlink()
@@ -124,23 +124,23 @@ def test_a_missing_or_short_file_is_named(folder: Path) -> None:
         read_all(folder)
 
 
-def test_a_row_in_two_files_is_refused(folder: Path) -> None:
+def test_row_in_two_files_of_a_delta_is_rejected(folder: Path) -> None:
     """The rows of a delta have no order, so a row that occurs twice has no defined value."""
     path = folder / manifest_name(3)
     first = json.loads(path.read_bytes())["files"][0]
     again = folder / first["name"].replace(".0.0.", ".1.0.")
     shutil.copy(rows_file(folder, 3), again)
 
-    def twice(data: Any) -> None:
+    def repeat_first_file(data: Any) -> None:
         digest = hashlib.sha256(again.read_bytes()).hexdigest()
         data["files"].append(first | {"name": again.name, "sha256": digest})
 
-    edit(path, twice)
+    edit_manifest(path, repeat_first_file)
     with pytest.raises(StoreError, match=f"{path.name}: table 'tag': row 3 is in two of its files"):
         read_all(folder)
 
 
-def test_repeated_rows_are_looked_for_once_however_many_files_there_are(
+def test_repeated_rows_are_searched_once_per_table(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_file, "PART_BYTES", 1)  # a file for each row
@@ -157,14 +157,14 @@ def test_repeated_rows_are_looked_for_once_however_many_files_there_are(
     assert sorted(searched) == [2, 9]
 
 
-def test_rows_are_those_pushed(folder: Path) -> None:
+def test_row_numbers_of_a_delta_match_the_push(folder: Path) -> None:
     line = line_of(folder)
     delta, _ = line.manifest(2)
     ((tag,),) = line.rows(delta)
     np.testing.assert_array_equal(tag.numbers, [2, 9])
 
 
-def test_rows_between_keeps_row_numbers_alone(store: Path, writer: DeltaWriter) -> None:
+def test_rows_between_holds_only_row_numbers_in_memory(store: Path, writer: DeltaWriter) -> None:
     """The memory does not grow with the bytes of the files."""
     numbers, values = np.arange(300), rows("user", 300)
     for _ in range(20):
@@ -181,7 +181,7 @@ def test_rows_between_keeps_row_numbers_alone(store: Path, writer: DeltaWriter) 
     assert most < 12 * values.nbytes  # all files together have more than 20 * values.nbytes
 
 
-def test_rows_of_a_delta_are_held_one_file_at_a_time(
+def test_rows_of_a_delta_are_held_in_memory_one_file_at_a_time(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_file, "PART_BYTES", 1024)
@@ -196,7 +196,7 @@ def test_rows_of_a_delta_are_held_one_file_at_a_time(
         assert len([one for one in files if one() is not None]) <= 1
 
 
-def test_row_numbers_are_unique_and_ascending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collected_row_numbers_are_unique_and_ascending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_numbers, "MERGE_MIN", 4)
     collected = row_numbers.RowNumbers()
     assert collected.ascending().tolist() == []
@@ -205,12 +205,14 @@ def test_row_numbers_are_unique_and_ascending(monkeypatch: pytest.MonkeyPatch) -
     assert collected.ascending().tolist() == [1, 2, 5, 7, 9, 10]
 
 
-def test_a_seq_that_is_too_large_is_no_delta(folder: Path) -> None:
+def test_manifest_with_too_large_a_seq_is_ignored(folder: Path) -> None:
     (folder / manifest_name(DELTA_SEQ_MAX + 1)).write_bytes(b"{}")
     assert line_of(folder).seqs() == [1, 2, 3]
 
 
-def test_the_next_delta_is_read_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_delta_is_read_by_name_without_listing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that follows a line requests one manifest and never lists the folder."""
     line = line_of(folder)
     monkeypatch.setattr(line, "seqs", None)
@@ -222,14 +224,14 @@ def test_the_next_delta_is_read_by_its_name(folder: Path, monkeypatch: pytest.Mo
     assert seqs == [1, 2, 3]
 
 
-def test_the_next_delta_is_none_while_there_is_none(store: Path, writer: DeltaWriter) -> None:
+def test_next_delta_is_none_at_the_end_of_the_line(store: Path, writer: DeltaWriter) -> None:
     line = line_of(store / "m/deltas/1")
     assert line.after(line.start) is None
     writer.push_rows({})
     assert line.after(line.start) is not None
 
 
-def test_the_next_delta_continues_the_one_before(folder: Path) -> None:
+def test_next_delta_must_continue_the_previous_delta(folder: Path) -> None:
     line = line_of(folder)
     with pytest.raises(StoreError, match=r"0002\.json: does not continue delta 1: previous is"):
         line.after(replace(line.start, seq=1))

@@ -51,7 +51,7 @@ def files_in(store: Path) -> set[str]:
     return {path.name for path in (store / "m/deltas/1").iterdir()}
 
 
-def test_a_push_is_a_delta(store: Path, writer: DeltaWriter) -> None:
+def test_each_push_writes_one_delta(store: Path, writer: DeltaWriter) -> None:
     assert writer.seq == 0
     pushed = {"user": ([7, 3], rows("user", 2)), "item": (np.array([5]), rows("item", 1))}
     assert writer.push_rows(pushed, step=12) == 1
@@ -73,7 +73,7 @@ def test_a_push_is_a_delta(store: Path, writer: DeltaWriter) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_may_be_tensors(store: Path, writer: DeltaWriter, dtype: torch.dtype) -> None:
+def test_pushed_rows_may_be_tensors(store: Path, writer: DeltaWriter, dtype: torch.dtype) -> None:
     values = torch.from_numpy(rows("user", 2)).to(dtype).requires_grad_()
     writer.push_rows({"user": (torch.tensor([3, 7]), values)})
     (delta,) = deltas_in(store)
@@ -83,7 +83,7 @@ def test_rows_may_be_tensors(store: Path, writer: DeltaWriter, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"shop": ([1], rows("user", 1))}, "table 'shop' is not in the model; tables are user,"),
         ({"user": ([1, 2], rows("user", 1))}, "table 'user': 2 ids for 1 rows"),
@@ -101,17 +101,17 @@ def test_rows_may_be_tensors(store: Path, writer: DeltaWriter, dtype: torch.dtyp
         ({"item": ([1], np.full((1, 8), 1e9, np.float32))}, "row 1 holds .*too large for int8"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(
-    store: Path, writer: DeltaWriter, changes: Any, said: str
+def test_invalid_rows_are_rejected_and_nothing_is_written(
+    store: Path, writer: DeltaWriter, changes: Any, message: str
 ) -> None:
-    with pytest.raises(InvalidModelError, match=said):
+    with pytest.raises(InvalidModelError, match=message):
         writer.push_rows({"tag": ([1], rows("tag", 1)), **changes})
     assert files_in(store) == set()
     assert writer.push_rows({"tag": ([1], rows("tag", 1))}) == 1
 
 
 @pytest.mark.parametrize(("ids", "new"), [([10, -5, 1 << 62], 11), (["a", "b", "ü"], "c")])
-def test_ids_of_a_vocabulary_are_those_of_callers(
+def test_vocabulary_ids_are_translated_to_row_numbers(
     tmp_path: Path, make_ebc: Callable[..., Any], ids: list[Any], new: Any
 ) -> None:
     store = tmp_path / "own"
@@ -132,7 +132,7 @@ def test_ids_of_a_vocabulary_are_those_of_callers(
     np.testing.assert_array_equal(values, rows("user", 2)[::-1])
 
 
-def test_the_next_writer_goes_on_after_the_last_delta(store: Path) -> None:
+def test_next_writer_continues_after_the_last_delta(store: Path) -> None:
     for seq in (1, 2, 3):
         with DeltaWriter(store, model="m") as writer:
             assert writer.seq == seq - 1
@@ -140,7 +140,7 @@ def test_the_next_writer_goes_on_after_the_last_delta(store: Path) -> None:
     assert len({delta.token for delta in deltas_in(store)}) == 3
 
 
-def test_of_two_writers_the_second_is_fenced(store: Path, writer: DeltaWriter) -> None:
+def test_writer_is_fenced_once_another_writer_pushes(store: Path, writer: DeltaWriter) -> None:
     with DeltaWriter(store, model="m") as other:
         assert other.push_rows({"tag": ([1], rows("tag", 1))}) == 1
         for _ in range(2):
@@ -150,7 +150,7 @@ def test_of_two_writers_the_second_is_fenced(store: Path, writer: DeltaWriter) -
     assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {}]
 
 
-def test_of_writers_at_once_one_gets_each_seq(store: Path) -> None:
+def test_exactly_one_of_concurrent_writers_gets_a_seq(store: Path) -> None:
     writers = [DeltaWriter(store, model="m") for _ in range(4)]
     start = threading.Barrier(len(writers))
     outcomes: list[int | str] = []
@@ -171,20 +171,20 @@ def test_of_writers_at_once_one_gets_each_seq(store: Path) -> None:
     assert len(deltas_in(store)) == 1
 
 
-def test_a_response_that_was_lost_is_no_other_writer(
+def test_lost_response_does_not_fence_the_writer(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store writes the delta, but the writer gets an error. It continues after its own
     delta."""
     real = writer._line.write
 
-    def lose(name: str, data: bytes) -> bool:
+    def write_and_lose_response(name: str, data: bytes) -> bool:
         assert real(name, data)
         if name.endswith(".json"):
             raise StoreError("connection reset")
         return True
 
-    monkeypatch.setattr(writer._line, "write", lose)
+    monkeypatch.setattr(writer._line, "write", write_and_lose_response)
     with pytest.raises(StoreError, match="connection reset"):
         writer.push_rows({"tag": ([1], rows("tag", 1))})
     monkeypatch.setattr(writer._line, "write", real)
@@ -193,7 +193,7 @@ def test_a_response_that_was_lost_is_no_other_writer(
 
 
 @pytest.mark.parametrize("changes", [{"tag": ([1], rows("tag", 1))}, {}])
-def test_a_delta_that_is_there_after_all_is_written_once(
+def test_push_retried_after_a_lost_response_is_written_once(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, changes: Any
 ) -> None:
     """The first response was lost, so the writer sends the file again, and the store responds that
@@ -210,7 +210,7 @@ def test_a_delta_that_is_there_after_all_is_written_once(
     assert line_of(store).seqs() == [1, 2]
 
 
-def test_a_line_ends_at_the_largest_seq(
+def test_seq_beyond_the_largest_is_rejected(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers keep a seq in 32 bits."""
@@ -226,7 +226,7 @@ def test_a_line_ends_at_the_largest_seq(
             line.manifest(seq)
 
 
-def test_a_manifest_that_readers_would_refuse_is_not_written(
+def test_manifest_over_the_size_limit_is_not_written(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(append_module, "MANIFEST_BYTES_MAX", 100)
@@ -238,7 +238,7 @@ def test_a_manifest_that_readers_would_refuse_is_not_written(
     assert deltas_in(store) == []
 
 
-def test_a_push_that_fails_leaves_no_delta(
+def test_failed_push_leaves_no_delta(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails the write of each kind of file. No reader sees the push, and the same push succeeds
@@ -261,7 +261,7 @@ def test_a_push_that_fails_leaves_no_delta(
     assert len(deltas_in(store)) == 1
 
 
-def test_a_store_where_two_could_overwrite_each_other_is_refused(
+def test_store_without_hard_links_is_rejected_unless_is_alone(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*paths: Any) -> None:
@@ -275,14 +275,14 @@ def test_a_store_where_two_could_overwrite_each_other_is_refused(
     assert len(deltas_in(store)) == 1
 
 
-def test_no_such_version(store: Path) -> None:
+def test_unknown_model_or_version_is_rejected(store: Path) -> None:
     with pytest.raises(StoreError, match="version 2 does not exist"):
         DeltaWriter(store, model="m", version=2)
     with pytest.raises(StoreError, match="no model 'other'"):
         DeltaWriter(store, model="other")
 
 
-def test_killed_writers_leave_only_what_the_next_removes(store: Path) -> None:
+def test_next_writer_removes_stale_files_of_a_killed_writer(store: Path) -> None:
     folder = store / "m/deltas/1"
     folder.mkdir(parents=True)
     aside = folder / f"{added_file.ASIDE_PREFIX}0123"
@@ -295,7 +295,7 @@ def test_killed_writers_leave_only_what_the_next_removes(store: Path) -> None:
     assert len(files_in(store)) == 2
 
 
-def test_a_push_above_the_limits_of_a_delta_is_several(
+def test_push_over_the_delta_limits_is_split_into_several_deltas(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_file, "PART_BYTES", 64)  # one row of a user
@@ -321,7 +321,7 @@ def test_a_push_above_the_limits_of_a_delta_is_several(
     assert writer.push_rows({"user": (range(4), values[:4])}) == 5
 
 
-def test_files_of_all_ranks_are_divided_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_all_ranks_are_split_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 10)
     monkeypatch.setattr(line_appender, "FILES_MAX", 4)
     file_counts = line_appender._file_counts

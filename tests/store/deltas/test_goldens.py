@@ -44,13 +44,13 @@ def line_of(store: Path) -> DeltaLine:
     return DeltaLine(models, models.manifest("m", 1))
 
 
-def pushed(store: Path, seq: int = 1) -> DeltaGoldens:
+def pushed_goldens(store: Path, seq: int = 1) -> DeltaGoldens:
     goldens = line_of(store).manifest(seq)[0].goldens
     assert goldens is not None
     return goldens
 
 
-def results(store: Path) -> NDArray[np.float32]:
+def version_results(store: Path) -> NDArray[np.float32]:
     """Returns the results of the version for BAGS."""
     version = ModelStore(store).load("m", 1)
     return pool_stored(version.manifest, BAGS, BAGS.ids, version.tables)
@@ -66,15 +66,15 @@ def jagged(*keys: str) -> KeyedJaggedTensor:
     )
 
 
-def test_the_version_has_the_features_of_this_test(store: Path) -> None:
+def test_version_has_the_features_used_by_these_tests(store: Path) -> None:
     assert ModelStore(store).manifest("m").features == FEATURES
 
 
 @pytest.mark.parametrize("bags", [BAGS, jagged(*FEATURES), jagged("tag", "item", "friend", "user")])
 def test_bags_may_be_a_keyed_jagged_tensor(store: Path, writer: DeltaWriter, bags: Any) -> None:
-    answers = results(store)
+    answers = version_results(store)
     writer.push_rows({}, goldens=(bags, torch.from_numpy(answers)))
-    goldens = pushed(store)
+    goldens = pushed_goldens(store)
     np.testing.assert_array_equal(goldens.numbers, BAGS.ids)
     np.testing.assert_array_equal(goldens.lengths, BAGS.lengths)
     np.testing.assert_array_equal(goldens.answers, answers)
@@ -82,11 +82,11 @@ def test_bags_may_be_a_keyed_jagged_tensor(store: Path, writer: DeltaWriter, bag
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_results_of_a_smaller_dtype_are_compared_as_such(
+def test_results_of_a_smaller_dtype_are_compared_in_that_dtype(
     store: Path, writer: DeltaWriter, dtype: torch.dtype
 ) -> None:
-    writer.push_rows({}, goldens=(BAGS, torch.from_numpy(results(store)).to(dtype)))
-    assert f"torch.{pushed(store).dtype}" == str(dtype)
+    writer.push_rows({}, goldens=(BAGS, torch.from_numpy(version_results(store)).to(dtype)))
+    assert f"torch.{pushed_goldens(store).dtype}" == str(dtype)
     assert compact_deltas(store, "m").version == 2
 
 
@@ -104,19 +104,21 @@ def test_results_of_a_smaller_dtype_are_compared_as_such(
         (BAGS, np.nan, "answers has a value that is not finite"),
     ],
 )
-def test_goldens_that_cannot_be_are_refused(
+def test_invalid_goldens_are_rejected(
     store: Path, writer: DeltaWriter, bags: Any, answers: Any, reason: str
 ) -> None:
-    given = results(store) if answers is None else answers
+    pushed_answers = version_results(store) if answers is None else answers
     if answers is np.nan:
-        given = results(store) * np.float32("nan")
+        pushed_answers = version_results(store) * np.float32("nan")
     with pytest.raises(InvalidModelError, match=reason):
-        writer.push_rows({"tag": ([1], rows("tag", 1))}, goldens=(bags, given))
+        writer.push_rows({"tag": ([1], rows("tag", 1))}, goldens=(bags, pushed_answers))
     assert line_of(store).seqs() == []
     assert writer.push_rows({}) == 1
 
 
-def test_more_than_the_limit_is_refused_with_counts(store: Path, writer: DeltaWriter) -> None:
+def test_goldens_over_the_limits_are_rejected_with_their_counts(
+    store: Path, writer: DeltaWriter
+) -> None:
     examples = EXAMPLES_MAX + 1
     bags = Bags(np.zeros(0, np.int64), np.zeros((4, examples), np.int32), None)
     width = sum(ModelStore(store).manifest("m").length_per_key)
@@ -124,7 +126,7 @@ def test_more_than_the_limit_is_refused_with_counts(store: Path, writer: DeltaWr
         writer.push_rows({}, goldens=(bags, np.zeros((examples, width), np.float32)))
 
 
-def test_ids_of_a_vocabulary_become_row_numbers(tmp_path: Path) -> None:
+def test_vocabulary_ids_of_goldens_become_row_numbers(tmp_path: Path) -> None:
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(4, 4)}
     tables = [TableSpec("t", 4, 4, ("f",), "sum", "float32", ids=IdRule("map"))]
     vocabularies = {"t": [100, 200, 300, 400]}
@@ -134,19 +136,17 @@ def test_ids_of_a_vocabulary_become_row_numbers(tmp_path: Path) -> None:
         bags = Bags(np.array([400, 200, 100]), np.array([[2, 1]], np.int32), None)
         answers = np.array([[2] * 4, [0] * 4], np.float32)
         writer.push_rows({"t": ([200, 400], values)}, goldens=(bags, answers))
-        assert pushed(tmp_path).numbers.tolist() == [3, 1, 0]
+        assert pushed_goldens(tmp_path).numbers.tolist() == [3, 1, 0]
         bags = Bags(np.array([7]), np.array([[1]], np.int32), None)
         with pytest.raises(InvalidModelError, match="feature 'f': id 7 is not in the vocabulary"):
             writer.push_rows({}, goldens=(bags, answers[:1]))
     assert compact_deltas(tmp_path, "m").version == 2
 
 
-def test_a_compacted_version_has_the_results_of_the_last_goldens(
-    store: Path, writer: DeltaWriter
-) -> None:
+def test_compaction_compares_rows_with_the_last_goldens(store: Path, writer: DeltaWriter) -> None:
     """The compacted version's own goldens are pooled from the new rows, so they cannot show that
     these rows are wrong."""
-    answers = results(store)
+    answers = version_results(store)
     new = rows("tag", 1)
     table = ModelStore(store).load("m", 1).tables
     spec = table.tables["tag"]
@@ -171,23 +171,25 @@ def test_goldens_of_a_whole_line_are_not_kept_in_memory(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each delta's goldens may have 4 MiB, and a line 100,000 deltas."""
-    answers = results(store)
+    answers = version_results(store)
     for _ in range(3):
         writer.push_rows({}, goldens=(BAGS, answers))
     applied: list[DeltaManifest] = []
 
-    def noted(line: DeltaLine, delta: DeltaManifest) -> dict[str, ChangedIds]:
+    def record_delta(line: DeltaLine, delta: DeltaManifest) -> dict[str, ChangedIds]:
         applied.append(delta)
         return {}
 
-    monkeypatch.setattr(DeltaLine, "ids", noted)
+    monkeypatch.setattr(DeltaLine, "ids", record_delta)
     compact_deltas(store, "m")
     assert [(delta.seq, delta.goldens) for delta in applied] == [(1, None), (2, None), (3, None)]
 
 
-def test_a_delta_whose_goldens_are_damaged_is_found(store: Path, writer: DeltaWriter) -> None:
+def test_goldens_are_stored_in_the_manifest_of_their_delta(
+    store: Path, writer: DeltaWriter
+) -> None:
     """`deltas verify` reads the goldens."""
-    writer.push_rows({}, goldens=(BAGS, results(store)))
+    writer.push_rows({}, goldens=(BAGS, version_results(store)))
     writer.push_rows({})
     line = line_of(store)
     assert [delta.goldens is None for delta, _ in line.deltas()] == [False, True]

@@ -35,7 +35,7 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises the timeouts. On a busy host, importing a client and connecting takes more than two
     seconds, and a response may take more than five."""
     monkeypatch.setattr(module, "CLOSE_S_MAX", WAIT_S_MAX)
@@ -44,18 +44,18 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hasty(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_connect_timeout(long_timeouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits the time to connect, because a NATS client that never connected takes all of it to
     close."""
     monkeypatch.setattr(nats_channel, "CONNECT_S_MAX", 5.0)
 
 
-def kept(url: str) -> list[int]:
+def stored_seqs(url: str) -> list[int]:
     """Returns the seqs that a broker keeps for TOPIC, in order."""
-    return asyncio.run(_kept(url))
+    return asyncio.run(_stored_seqs(url))
 
 
-async def _kept(url: str) -> list[int]:
+async def _stored_seqs(url: str) -> list[int]:
     channel: Any = open_channel(read_channel_url(url))
     await channel.connect()
     try:
@@ -65,12 +65,12 @@ async def _kept(url: str) -> list[int]:
                 seqs += [int(fields[b"seq"]) for _, fields in entries]
                 start = f"({entries[-1][0].decode()}"
             return seqs
-        return await _kept_by_nats(channel._client.jetstream())
+        return await _stored_nats_seqs(channel._client.jetstream())
     finally:
         await channel.close()
 
 
-async def _kept_by_nats(stream: Any) -> list[int]:
+async def _stored_nats_seqs(stream: Any) -> list[int]:
     from nats.js.errors import NotFoundError, ServerError
 
     try:
@@ -86,21 +86,21 @@ async def _kept_by_nats(stream: Any) -> list[int]:
     return [int((await subscription.next_msg(WAIT_S_MAX)).data) for _ in range(count)]
 
 
-def tag(row: int) -> dict[str, Any]:
+def tag_row(row: int) -> dict[str, Any]:
     return {"tag": ([row], rows("tag", 1))}
 
 
-def test_each_push_and_undo_adds_its_seq(store: Path, broker: Broker) -> None:
+def test_each_push_and_undo_publishes_its_seq(store: Path, broker: Broker) -> None:
     for seq in (1, 2):  # each close waits for the notification
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
-            assert writer.push_rows(tag(seq)) == seq
+            assert writer.push_rows(tag_row(seq)) == seq
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
-        writer.push_rows(tag(3), wait=False)
+        writer.push_rows(tag_row(3), wait=False)
     undo_deltas(store, "m", to=0, why="", notify=broker.url)
-    assert kept(broker.url) == [1, 2, 3, 4]
+    assert stored_seqs(broker.url) == [1, 2, 3, 4]
 
 
-def test_the_variable_is_the_default(
+def test_broker_url_defaults_to_the_environment_variable(
     store: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "broker.url"
@@ -109,13 +109,13 @@ def test_the_variable_is_the_default(
     with DeltaWriter(store, model="m") as writer:
         writer.push_rows({})
     undo_deltas(store, "m", to=0, why="")
-    assert kept(broker.url) == [1, 2]
+    assert stored_seqs(broker.url) == [1, 2]
     monkeypatch.setenv("EMBEDSERVE_DELTA_NOTIFY", "http://broker")
     with pytest.raises(StoreError, match="delta notify: the scheme is 'http'"):
         DeltaWriter(store, model="m")
 
 
-def test_old_notifications_are_forgotten(broker: Broker) -> None:
+def test_broker_discards_old_notifications(broker: Broker) -> None:
     count = 2 * NOTIFICATIONS_MAX
 
     async def publish() -> None:
@@ -126,13 +126,13 @@ def test_old_notifications_are_forgotten(broker: Broker) -> None:
         await channel.close()
 
     asyncio.run(publish())
-    seqs = kept(broker.url)
+    seqs = stored_seqs(broker.url)
     assert seqs == [*range(count + 1 - len(seqs), count + 1)]
     assert NOTIFICATIONS_MAX <= len(seqs) < 1.2 * NOTIFICATIONS_MAX
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_broker_that_is_down_stops_no_push(
+@pytest.mark.usefixtures("short_connect_timeout")
+def test_push_succeeds_while_the_broker_is_down(
     store: Path,
     broker: Broker,
     caplog: pytest.LogCaptureFixture,
@@ -142,37 +142,37 @@ def test_a_broker_that_is_down_stops_no_push(
     monkeypatch.setattr(module, "RETRY_S_MAX", 0.5)
     caplog.set_level(logging.INFO, "embedserve_store")
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
-        writer.push_rows(tag(1))
-        until(lambda: kept(broker.url) == [1])
+        writer.push_rows(tag_row(1))
+        until(lambda: stored_seqs(broker.url) == [1])
         broker.kill()
         for seq in (2, 3):
-            assert writer.push_rows(tag(seq)) == seq
+            assert writer.push_rows(tag_row(seq)) == seq
         until(lambda: "not notified" in caplog.text)
-        assert writer.push_rows(tag(4)) == 4
+        assert writer.push_rows(tag_row(4)) == 4
         broker.start()
         until(lambda: "notified of deltas again" in caplog.text)
-        assert kept(broker.url)[-1] == 4
+        assert stored_seqs(broker.url)[-1] == 4
     messages = [one.message for one in caplog.records]
     assert len([one for one in messages if "not notified" in one]) == 1
     assert broker.address in next(one for one in messages if "not notified" in one)
     assert len(deltas_in(store)) == 4
 
 
-def test_a_broker_that_hangs_stops_no_push(store: Path, broker: Broker) -> None:
+def test_push_succeeds_while_the_broker_hangs(store: Path, broker: Broker) -> None:
     """The broker stays stopped until the end of the test."""
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
-        writer.push_rows(tag(1))
-        until(lambda: kept(broker.url) == [1])
+        writer.push_rows(tag_row(1))
+        until(lambda: stored_seqs(broker.url) == [1])
         broker.signal(signal.SIGSTOP)
         for seq in (2, 3):
-            assert writer.push_rows(tag(seq)) == seq
+            assert writer.push_rows(tag_row(seq)) == seq
         assert len(deltas_in(store)) == 3
         broker.signal(signal.SIGCONT)
-        until(lambda: kept(broker.url)[-1] == 3)
+        until(lambda: stored_seqs(broker.url)[-1] == 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broker_with_a_password_refuses_others(
+def test_broker_with_a_password_rejects_other_credentials(
     store: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running(Broker(kind, tmp_path, has_password=True)) as broker:
@@ -184,12 +184,12 @@ def test_a_broker_with_a_password_refuses_others(
             assert "sesame" not in caplog.text
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
             writer.push_rows({})
-        assert kept(broker.url) == [3]
+        assert stored_seqs(broker.url) == [3]
 
 
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_connect_timeout")
 @pytest.mark.parametrize("kind", KINDS)
-def test_over_tls_the_certificate_is_checked(
+def test_tls_certificate_of_the_broker_is_verified(
     store: Path,
     tmp_path: Path,
     kind: str,
@@ -205,14 +205,14 @@ def test_over_tls_the_certificate_is_checked(
         monkeypatch.setenv("SSL_CERT_FILE", str(files / "root.pem"))
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
             writer.push_rows({})
-        assert kept(broker.url) == [2]
+        assert stored_seqs(broker.url) == [2]
 
 
-def no_thread(self: threading.Thread) -> None:
+def fail_to_start(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_without_a_thread_the_push_succeeds_and_the_next_one_notifies(
+def test_push_succeeds_without_a_thread_and_the_next_push_notifies(
     store: Path,
     broker: Broker,
     monkeypatch: pytest.MonkeyPatch,
@@ -221,11 +221,11 @@ def test_without_a_thread_the_push_succeeds_and_the_next_one_notifies(
     caplog.set_level(logging.INFO, "embedserve_store")
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
         with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", no_thread)
+            patched.setattr(threading.Thread, "start", fail_to_start)
             for seq in (1, 2):
-                assert writer.push_rows(tag(seq)) == seq
-        assert writer.push_rows(tag(3)) == 3
-    assert kept(broker.url) == [3]
+                assert writer.push_rows(tag_row(seq)) == seq
+        assert writer.push_rows(tag_row(3)) == 3
+    assert stored_seqs(broker.url) == [3]
     messages = [one.message for one in caplog.records]
     assert [one for one in messages if "notified" in one] == [
         "servers are not notified of deltas, and find them by polling: can't start new thread",
@@ -233,13 +233,13 @@ def test_without_a_thread_the_push_succeeds_and_the_next_one_notifies(
     ]
 
 
-def test_a_notifier_that_has_nothing_to_send_starts_nothing(broker: Broker) -> None:
+def test_notifier_with_nothing_to_send_starts_no_thread(broker: Broker) -> None:
     notifier = DeltaNotifier(broker.url, TOPIC)
     notifier.close()
     assert notifier._thread is None
 
 
-def test_without_a_broker_nothing_for_it_is_imported() -> None:
+def test_broker_clients_are_not_imported_without_a_broker() -> None:
     code = (
         "import sys, embedserve_store, embedserve.config_checks, embedserve.deltas.applier_process;"
         "print([one for one in ('redis', 'nats', 'embedserve_store.deltas.notify.channel')"

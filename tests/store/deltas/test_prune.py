@@ -41,7 +41,7 @@ def seqs(store: Path, line: int = 1) -> list[int]:
     return sorted({int(path.name[:20]) for path in (store / f"m/deltas/{line}").glob("0*")})
 
 
-def test_deltas_that_a_version_needs_are_kept(store: Path, writer: DeltaWriter) -> None:
+def test_deltas_needed_by_a_version_are_kept(store: Path, writer: DeltaWriter) -> None:
     push(writer, 5)
     compact_deltas(store, "m", seq=3)
     assert prune_deltas(store, "m", keep_s=0) == []  # version 1 needs them
@@ -62,7 +62,7 @@ def test_deltas_that_a_version_needs_are_kept(store: Path, writer: DeltaWriter) 
         assert other.seq == 7
 
 
-def test_a_writer_continues_where_all_deltas_were_pruned(store: Path, writer: DeltaWriter) -> None:
+def test_writer_continues_after_all_deltas_were_pruned(store: Path, writer: DeltaWriter) -> None:
     push(writer, 2)
     compact_deltas(store, "m")
     prune(store, "m", keep=1)
@@ -73,17 +73,17 @@ def test_a_writer_continues_where_all_deltas_were_pruned(store: Path, writer: De
         assert other.seq == 3
 
 
-def test_files_of_killed_writers_go_along(
+def test_files_of_a_failed_push_are_pruned_with_their_seq(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = writer._line.write
 
-    def refuse(name: str, data: bytes) -> bool:
+    def fail_manifest(name: str, data: bytes) -> bool:
         if name.endswith(".json"):
             raise StoreError("away")
         return real(name, data)
 
-    monkeypatch.setattr(writer._line, "write", refuse)
+    monkeypatch.setattr(writer._line, "write", fail_manifest)
     with pytest.raises(StoreError, match="away"):
         push(writer, 1)
     monkeypatch.setattr(writer._line, "write", real)
@@ -95,7 +95,7 @@ def test_files_of_killed_writers_go_along(
     assert seqs(store) == [2]
 
 
-def leave_over(store: Path, seq: int, hours: float, line: int = 1) -> Path:
+def write_leftover_file(store: Path, seq: int, hours: float, line: int = 1) -> Path:
     """Writes a file without a manifest, as a killed writer leaves behind."""
     path = store / f"m/deltas/{line}" / file_name(seq, "0123456789abcdef", 0, 0)
     path.write_bytes(b"rows")
@@ -104,27 +104,25 @@ def leave_over(store: Path, seq: int, hours: float, line: int = 1) -> Path:
     return path
 
 
-def test_files_without_a_manifest_are_removed_once_they_are_old(
-    store: Path, writer: DeltaWriter
-) -> None:
+def test_old_files_without_a_manifest_are_removed(store: Path, writer: DeltaWriter) -> None:
     push(writer, 4)
     compact_deltas(store, "m", seq=2)
     prune(store, "m", keep=1)
     for seq in (2, 4):
         (store / "m/deltas/1" / manifest_name(seq)).unlink()
-    young, old = leave_over(store, 5, hours=20), leave_over(store, 6, hours=30)
+    young, old = write_leftover_file(store, 5, hours=20), write_leftover_file(store, 6, hours=30)
     assert prune_deltas(store, "m", is_trial=True) == []
     assert old.exists()
     assert prune_deltas(store, "m") == []  # no delta is old enough
     assert (young.exists(), old.exists()) == (True, False)
     assert seqs(store) == [1, 2, 3, 4, 5]  # the files of 2 and 4 are as young as their deltas
-    push_in_flight = leave_over(store, 5, hours=0.9)
+    push_in_flight = write_leftover_file(store, 5, hours=0.9)
     prune_deltas(store, "m", keep_s=0)
     assert push_in_flight.exists()
     assert seqs(store) == [3, 4, 5]
 
 
-def test_files_of_a_line_without_a_version_are_removed(
+def test_leftover_files_of_a_line_without_a_version_are_removed(
     store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
 ) -> None:
     push(writer, 1)
@@ -137,7 +135,7 @@ def test_files_of_a_line_without_a_version_are_removed(
     assert not (store / "m/deltas/1").exists()
 
 
-def test_few_names_of_a_line_are_in_memory(
+def test_pruning_holds_a_bounded_number_of_file_names(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line is listed again after each NAMES_MAX names, and files are still removed in order."""
@@ -161,7 +159,7 @@ def test_few_names_of_a_line_are_in_memory(
     assert seqs(store) == [7]
 
 
-def test_young_deltas_are_kept(
+def test_deltas_younger_than_keep_s_are_kept(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for hours in (50, 30, 20, 10, 1):
@@ -177,7 +175,7 @@ def test_young_deltas_are_kept(
         prune_deltas(store, "m", keep_s=-1)
 
 
-def test_a_line_without_a_version_is_removed(
+def test_line_without_a_version_is_removed(
     store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
 ) -> None:
     push(writer, 2)
@@ -189,7 +187,7 @@ def test_a_line_without_a_version_is_removed(
     assert seqs(store, 2) == [1]
 
 
-def test_other_files_are_left_alone(store: Path, writer: DeltaWriter) -> None:
+def test_unrelated_files_are_not_pruned(store: Path, writer: DeltaWriter) -> None:
     push(writer, 1)
     other = store / "m/deltas/1/readme.txt"
     other.write_text("mine")
@@ -203,7 +201,7 @@ def test_other_files_are_left_alone(store: Path, writer: DeltaWriter) -> None:
 
 
 @pytest.mark.parametrize("unlinked", [2, 3, 5])
-def test_a_prune_that_was_killed_is_run_again(
+def test_prune_can_be_repeated_after_it_was_killed(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, unlinked: int
 ) -> None:
     """Deltas are removed in order, each manifest before its rows, so the remaining deltas are whole
@@ -231,7 +229,7 @@ def test_a_prune_that_was_killed_is_run_again(
     assert not (store / "m/deltas/1").exists()
 
 
-def test_a_damaged_manifest_is_named(store: Path, writer: DeltaWriter) -> None:
+def test_damaged_manifest_is_named_in_the_error(store: Path, writer: DeltaWriter) -> None:
     push(writer, 1)
     compact_deltas(store, "m")
     prune(store, "m", keep=1)

@@ -42,7 +42,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("mode", ["", "thread"])
-def test_the_store_follows_training(tmp_path: Path, mode: str) -> None:
+def test_stored_rows_equal_trained_rows_after_each_push(tmp_path: Path, mode: str) -> None:
     """Trains on two ranks with every sharding type. One push fails, and the next push has its rows.
     All deltas are undone before the last push, which has all undone rows. In the mode "thread",
     training changes rows before they are written."""
@@ -54,7 +54,7 @@ def test_the_store_follows_training(tmp_path: Path, mode: str) -> None:
     line = DeltaLine(models, base.manifest)
     tables = {name: base.tables.rows(name).copy() for name in base.tables.tables}
     published = {name: table.copy() for name, table in tables.items()}
-    pushed = 0
+    push_count = 0
     for delta, _ in line.deltas():
         if delta.reverts_to == 0:
             assert any((published[name] != tables[name]).any() for name in tables)
@@ -76,8 +76,8 @@ def test_the_store_follows_training(tmp_path: Path, mode: str) -> None:
                 with pytest.raises(GoldensError):
                     check_rows(delta.goldens, base.manifest, rows_in(before), "delta")
         assert any((before[name] != tables[name]).any() for name in tables) == (delta.step != 2)
-        pushed += 1
-    assert pushed == 4
+        push_count += 1
+    assert push_count == 4
     compacted = compact_deltas(store, "m")
     for name, table in tables.items():
         np.testing.assert_array_equal(models.load("m", compacted.version).tables.rows(name), table)
@@ -100,7 +100,9 @@ def row_numbers(store: Path, seq: int) -> dict[str, set[int]]:
     return {one.table.name: {*one.numbers.tolist()} for changes in files for one in changes}
 
 
-def test_goldens_are_looked_up_without_a_trace(store: Path, tmp_path: Path, one_rank: None) -> None:
+def test_lookup_of_goldens_does_not_count_as_training(
+    store: Path, tmp_path: Path, one_rank: None
+) -> None:
     """Neither the tracker nor the next step counts the lookup of goldens as a step of training."""
     dmp = ranker()
     publish_sharded(dmp, tmp_path, model="m")
@@ -121,9 +123,7 @@ def test_goldens_are_looked_up_without_a_trace(store: Path, tmp_path: Path, one_
         step()
 
 
-def test_goldens_of_a_model_that_pools_otherwise_are_refused(
-    tmp_path: Path, one_rank: None
-) -> None:
+def test_goldens_of_a_model_with_other_keys_are_rejected(tmp_path: Path, one_rank: None) -> None:
     dmp = ranker(tables=USER)
     weights = {"ebc.embedding_bags.user.weight": torch.zeros(103, 16)}
     tables = [TableSpec("user", 103, 16, ("user",), "sum", "float32")]
@@ -135,20 +135,20 @@ def test_goldens_of_a_model_that_pools_otherwise_are_refused(
         writer.push(goldens=Bags(np.array([1]), np.ones((1, 1), np.int32), None))
 
 
-def test_a_model_of_other_tables_is_refused(store: Path, one_rank: None) -> None:
+def test_model_with_other_tables_is_rejected(store: Path, one_rank: None) -> None:
     dmp = ranker(tables=USER)
     with pytest.raises(InvalidModelError, match=r"table '(user|item|tag)' is .* in version 1"):
         DeltaWriter(store, model="m", module=dmp)
 
 
-def test_a_push_after_two_undos_has_the_rows_of_both(tmp_path: Path, one_rank: None) -> None:
+def test_push_after_two_undos_has_the_rows_of_both_undos(tmp_path: Path, one_rank: None) -> None:
     dmp = ranker(tables=USER)
     store = tmp_path / "store"
     publish_sharded(dmp, store, model="m")
     models = ModelStore(store)
     line = DeltaLine(models, models.manifest("m"))
 
-    def pushed(delta: DeltaManifest) -> list[int]:
+    def pushed_rows(delta: DeltaManifest) -> list[int]:
         return [int(row) for (change,) in line.rows(delta) for row in change.numbers]
 
     with DeltaWriter(store, model="m", module=dmp, overlap_steps=0) as writer:
@@ -165,11 +165,11 @@ def test_a_push_after_two_undos_has_the_rows_of_both(tmp_path: Path, one_rank: N
         writer.resume()
         assert writer.push() == 5
     first, second, *_, last = (delta for delta, _ in line.deltas())
-    assert pushed(first) != pushed(second)
-    assert pushed(last) == sorted({*pushed(first), *pushed(second)})
+    assert pushed_rows(first) != pushed_rows(second)
+    assert pushed_rows(last) == sorted({*pushed_rows(first), *pushed_rows(second)})
 
 
-def test_pushes_that_cannot_begin_leave_no_ids_on_the_device(
+def test_pushes_that_fail_to_start_leave_no_ids_on_the_device(
     tmp_path: Path, one_rank: None
 ) -> None:
     """Tries pushes after an undo and with goldens that do not fit. The next push has their rows."""
@@ -186,18 +186,18 @@ def test_pushes_that_cannot_begin_leave_no_ids_on_the_device(
             step(user_bag(row))
             with pytest.raises(RevertedError):
                 writer.push()
-            assert not ids_on_the_device(dmp)
+            assert not has_ids_on_the_device(dmp)
         writer.resume()
         step(user_bag(7))
         with pytest.raises(InvalidModelError, match="feature 'user' has 103"):
             writer.push(goldens=wrong)
-        assert not ids_on_the_device(dmp)
+        assert not has_ids_on_the_device(dmp)
         assert row_numbers(tmp_path, writer.push()) == {"user": {0, 2, 3, 7}}
         step(user_bag(9))
         assert row_numbers(tmp_path, writer.push()) == {"user": {9}}
 
 
-def test_the_error_of_an_undo_keeps_no_frames(tmp_path: Path, one_rank: None) -> None:
+def test_undo_error_keeps_no_frames_of_earlier_pushes(tmp_path: Path, one_rank: None) -> None:
     """Each push raises a new exception. A stored one would keep the locals of all earlier
     pushes."""
     dmp = ranker(tables=USER)
@@ -224,15 +224,13 @@ def user_bag(row: int) -> KeyedJaggedTensor:
     )
 
 
-def ids_on_the_device(dmp: DistributedModelParallel) -> bool:
+def has_ids_on_the_device(dmp: DistributedModelParallel) -> bool:
     lookups = dmp.get_delta_tracker().store.per_fqn_lookups
     return any(len(one.ids) for own in lookups.values() for one in own)
 
 
 @pytest.mark.parametrize("is_threaded", [False, True])
-def test_a_writer_that_is_fenced_off_tracks_no_longer(
-    tmp_path: Path, one_rank: None, is_threaded: bool
-) -> None:
+def test_fenced_writer_stops_tracking(tmp_path: Path, one_rank: None, is_threaded: bool) -> None:
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp) as writer:

@@ -1,4 +1,4 @@
-"""Tests of DeltaWriter with ids that training adds, moves and removes."""
+"""Tests of DeltaWriter with ids that callers add and remove with the rows that they push."""
 
 from __future__ import annotations
 
@@ -11,23 +11,17 @@ import pytest
 import torch
 from server.python import run_warm_python
 from store.deltas.conftest import DIMS, rows
-from store.deltas.tracked_training import USER, batch, ranker, stepper
-from torchrec import KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
+from store.deltas.push_ids_helpers import ids_of, last_of, line_of, lose_responses, numbers_of
 
 from embedserve_store import (
     Bags,
-    DeltaLine,
     DeltaWriter,
     IdRule,
     InvalidModelError,
-    ModelStore,
-    RevertedError,
     StoreError,
     TableSpec,
     compact_deltas,
     publish,
-    publish_sharded,
     undo_deltas,
 )
 from embedserve_store.commands.deltas import list_deltas, verify_deltas
@@ -37,7 +31,6 @@ from embedserve_store.errors import UnreachableError
 from embedserve_store.format import changed_ids, delta_file
 from embedserve_store.format.changed_ids import REMOVED
 from embedserve_store.format.delta_file import repeated_row
-from embedserve_store.format.delta_manifest import DeltaManifest
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
 TIMEOUT_S = 300
@@ -61,26 +54,6 @@ def store(tmp_path: Path) -> Path:
     return folder
 
 
-def line_of(store: Path) -> DeltaLine:
-    models = ModelStore(store)
-    return DeltaLine(models, models.manifest("m", 1))
-
-
-def last_of(store: Path) -> DeltaManifest:
-    line = line_of(store)
-    return line.manifest(line.seqs()[-1])[0]
-
-
-def ids_of(store: Path, table: str = "user") -> dict[int, int]:
-    """Returns the changed ids of the last delta."""
-    change = line_of(store).ids(last_of(store))[table]
-    return dict(zip(change.ids.tolist(), change.rows.tolist(), strict=True))
-
-
-def numbers_of(store: Path) -> list[int]:
-    return [int(n) for (change,) in line_of(store).rows(last_of(store)) for n in change.numbers]
-
-
 def test_a_new_id_gets_a_row_with_its_values(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,22 +72,25 @@ def test_a_new_id_gets_a_row_with_its_values(
     verify_deltas(str(store), "m", None, None)
 
 
-def test_strings_and_tables_without_a_vocabulary(store: Path) -> None:
+def test_string_ids_are_accepted_and_removals_need_a_vocabulary(store: Path) -> None:
     with DeltaWriter(store, model="m") as writer:
         writer.push_rows(
             {"item": (["c", "a"], rows("item", 2)), "tag": ([3], rows("tag", 1))},
             removed={"item": ["b"]},
         )
         assert sorted(ids_of(store, "item").values()) == [REMOVED, 2]
-        for name, said in (("tag", "has no vocabulary"), ("more", "is not in the model; tables")):
-            with pytest.raises(InvalidModelError, match=f"table '{name}' {said}"):
+        for name, message in (
+            ("tag", "has no vocabulary"),
+            ("more", "is not in the model; tables"),
+        ):
+            with pytest.raises(InvalidModelError, match=f"table '{name}' {message}"):
                 writer.push_rows({}, removed={name: [3]})
         with pytest.raises(InvalidModelError, match="id 3 is not a string"):
             writer.push_rows({}, removed={"item": [3]})
 
 
 @pytest.mark.parametrize(
-    ("pushed", "removed", "said"),
+    ("pushed", "removed", "message"),
     [
         ([7, 100], [100], r"table 'user': ids\[1\] is 100, which is removed in the same delta"),
         ([], [7], "table 'user': id 7 is removed, but is not in the vocabulary"),
@@ -123,11 +99,11 @@ def test_strings_and_tables_without_a_vocabulary(store: Path) -> None:
         ([*range(1000, 1298)], [], "298 new ids, but only 297 rows without an id: remove ids"),
     ],
 )
-def test_ids_that_cannot_change_are_named_and_nothing_is_pushed(
-    store: Path, pushed: list[int], removed: list[int], said: str
+def test_invalid_id_changes_are_rejected_and_nothing_is_pushed(
+    store: Path, pushed: list[int], removed: list[int], message: str
 ) -> None:
     with DeltaWriter(store, model="m") as writer:
-        with pytest.raises(InvalidModelError, match=said):
+        with pytest.raises(InvalidModelError, match=message):
             writer.push_rows(
                 {"user": (pushed, rows("user", len(pushed)))}, removed={"user": removed}
             )
@@ -136,7 +112,7 @@ def test_ids_that_cannot_change_are_named_and_nothing_is_pushed(
     assert ids_of(store) == {7: 3}
 
 
-def test_a_push_that_fails_gives_no_row(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_push_assigns_no_row(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DeltaWriter(store, model="m") as writer:
         with monkeypatch.context() as failing:
 
@@ -150,7 +126,7 @@ def test_a_push_that_fails_gives_no_row(store: Path, monkeypatch: pytest.MonkeyP
         assert ids_of(store) == {8: 3}
 
 
-def test_ids_of_a_push_above_the_limits_come_with_its_last_delta(
+def test_changed_ids_of_a_split_push_are_in_its_last_delta(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_file, "PART_BYTES", 64)  # one row of a user
@@ -169,7 +145,7 @@ def test_ids_of_a_push_above_the_limits_come_with_its_last_delta(
         assert {*(store / "m/deltas/1").iterdir()} == files
 
 
-def test_ids_in_several_files_are_compared_once(
+def test_ids_in_several_files_are_checked_for_repeats_once(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(changed_ids, "_PART_IDS", 1)
@@ -194,18 +170,8 @@ def test_ids_in_several_files_are_compared_once(
         line.ids(twice)
 
 
-def lose_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes pushes fail after the store has their deltas."""
-
-    def lose(*arguments: Any) -> None:
-        append(*arguments)
-        raise UnreachableError("timed out")
-
-    monkeypatch.setattr(line_appender, "append", lose)
-
-
 @pytest.mark.parametrize("again", [False, True])
-def test_ids_of_a_push_whose_response_was_lost_are_known_to_the_next(
+def test_next_push_knows_the_ids_of_a_push_with_a_lost_response(
     store: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     with DeltaWriter(store, model="m") as writer:
@@ -229,7 +195,7 @@ def test_ids_of_a_push_whose_response_was_lost_are_known_to_the_next(
     }
 
 
-def test_a_push_that_arrives_late_gives_no_row_twice(
+def test_late_push_does_not_assign_a_row_twice(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store writes the first delta only while the second push is in flight."""
@@ -253,20 +219,7 @@ def test_a_push_that_arrives_late_gives_no_row_twice(
     assert ids_of(store) == {8: 4}
 
 
-def test_an_id_that_moved_in_a_push_whose_response_was_lost_moves_back(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "store"
-    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
-        with monkeypatch.context() as losing:
-            lose_responses(losing)
-            with pytest.raises(UnreachableError, match="timed out"):
-                writer.push(vocabulary=placed(7, 100))
-        writer.push(vocabulary=placed(7, 7))
-    assert ids_of(folder) == {7: 7}
-
-
-def test_the_next_writer_knows_the_ids_of_the_line(store: Path) -> None:
+def test_next_writer_knows_the_ids_of_the_line(store: Path) -> None:
     with DeltaWriter(store, model="m") as writer:
         writer.push_rows({"user": ([7], rows("user", 1))}, removed={"user": [100]})
     for _ in range(2):  # from version 1, then from the compacted one
@@ -277,7 +230,7 @@ def test_the_next_writer_knows_the_ids_of_the_line(store: Path) -> None:
         compact_deltas(store, "m")
 
 
-def test_after_an_undo_ids_are_as_before(store: Path) -> None:
+def test_undo_restores_the_earlier_ids(store: Path) -> None:
     with DeltaWriter(store, model="m") as writer:
         writer.push_rows({"user": ([7], rows("user", 1))})
         writer.push_rows({"user": ([8], rows("user", 1))}, removed={"user": [7]})
@@ -288,7 +241,7 @@ def test_after_an_undo_ids_are_as_before(store: Path) -> None:
         assert numbers_of(store) == [3, 4]
 
 
-def test_goldens_may_have_ids_of_the_same_push(store: Path) -> None:
+def test_goldens_may_use_ids_added_by_the_same_push(store: Path) -> None:
     lengths = np.array([[2], [0], [0]], np.int32)
     values = rows("user", 2)
     with DeltaWriter(store, model="m") as writer:
@@ -300,155 +253,6 @@ def test_goldens_may_have_ids_of_the_same_push(store: Path) -> None:
         assert goldens.numbers.tolist() == [3, 0]
         with pytest.raises(InvalidModelError, match="id 8 is not in the vocabulary"):
             writer.push_rows({}, goldens=(Bags(np.array([7, 8]), lengths, None), answers))
-
-
-def published(folder: Path) -> DistributedModelParallel:
-    """Returns a model of 103 users, published as "m"; ids 0 to 99 have the rows 0 to 99."""
-    dmp, vocabulary = ranker(tables=USER), {n: n for n in range(100)}
-    rule = {"user": IdRule("map")}
-    publish_sharded(dmp, folder, model="m", ids=rule, vocabularies={"user": vocabulary})
-    return dmp
-
-
-def placed(user: int, row: int) -> dict[str, Any]:
-    return {"user": ([user], [row])}
-
-
-def test_training_names_the_rows_of_its_ids(tmp_path: Path, one_rank: None) -> None:
-    folder = tmp_path / "store"
-    dmp = published(folder)
-    with DeltaWriter(folder, model="m", module=dmp, overlap_steps=0) as writer:
-        stepper(dmp)(batch(np.random.default_rng(0), USER))
-        moved = np.array([1000, 5]), torch.tensor([100, 101])
-        writer.push(vocabulary={"user": moved}, removed={"user": [50, 51]})
-        assert ids_of(folder) == {1000: 100, 5: 101, 50: REMOVED, 51: REMOVED}
-        assert numbers_of(folder)
-        writer.push(vocabulary={"user": moved})  # changes nothing
-        assert not last_of(folder).ids
-        undo_deltas(folder, "m", to=0, why="")
-        writer.resume()
-        writer.push(vocabulary={"user": ([1000], [50])})
-        assert ids_of(folder) == {1000: 50, 5: 101, 50: REMOVED, 51: REMOVED}
-        for rows_of, said in (
-            ([103], "id 7 has row 103, the table has 103 rows"),
-            ([1, 2], r"table 'user': vocabulary: rows are int64 \[2\], expected integers \[1\]"),
-            ([1.5], r"vocabulary: rows are float64 \[1\], expected integers \[1\]"),
-        ):
-            with pytest.raises(InvalidModelError, match=said):
-                writer.push(vocabulary={"user": ([7], rows_of)})
-        with pytest.raises(InvalidModelError, match="id 60 is given twice"):
-            writer.push(vocabulary={"user": ([60], [7])}, removed={"user": [60]})
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_ids_of_a_failed_push_come_with_the_next(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, wait: bool
-) -> None:
-    folder = tmp_path / "store"
-    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
-        with monkeypatch.context() as failing:
-
-            def fail(*_: Any) -> None:
-                raise StoreError("the disk is full")
-
-            failing.setattr(line_appender, "append", fail)
-            moved: Any = {"user": ([7, 1000], [100, 101])}
-            options: Any = {"vocabulary": moved, "removed": {"user": [8]}, "wait": wait}
-
-            def push() -> None:
-                writer.push(**options)
-                writer.wait()
-
-            with pytest.raises(StoreError, match="the disk is full"):
-                push()
-        writer.push(vocabulary={"user": ([1000], [102])})
-        assert ids_of(folder) == {7: 100, 1000: 102, 8: REMOVED}
-        writer.push()
-        assert not last_of(folder).ids
-
-
-def test_ids_come_with_the_next_push_whatever_failed(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "store"
-    dmp = published(folder)
-    with DeltaWriter(folder, model="m", module=dmp) as writer:
-        with monkeypatch.context() as failing:
-
-            def fail(*_: Any) -> None:
-                raise UnreachableError("timed out")
-
-            failing.setattr(line_appender.LineAppender, "changed_ids", fail)
-            with pytest.raises(UnreachableError, match="timed out"):
-                writer.push(vocabulary=placed(1000, 100), removed={"user": [8]})
-        ids, lengths = torch.tensor([3]), torch.tensor([1, 0])
-        stepper(dmp)(KeyedJaggedTensor(["user", "friend"], ids, lengths=lengths))
-        (sharded,) = dmp.module.ebc.state_dict().values()
-        weight = sharded.local_shards()[0].tensor.detach()
-        trained = weight[3].clone()
-        weight[3] = torch.nan
-        with pytest.raises(InvalidModelError, match="row 3 "):
-            writer.push(vocabulary=placed(1001, 101), removed={"user": [9]})
-        weight[3] = trained
-        bags = Bags(np.array([103]), np.array([[1], [0]], np.int32), None)
-        with pytest.raises(InvalidModelError, match=r"numbers\[0\] is 103"):
-            writer.push(vocabulary=placed(1002, 102), goldens=bags)
-        with pytest.raises(InvalidModelError, match="id 1003 has row 103"):
-            writer.push(vocabulary=placed(1003, 103))
-        writer.push(vocabulary=placed(1001, 8), removed={"user": [1000]})  # id 1000 had no row yet
-        assert ids_of(folder) == {1001: 8, 1002: 102, 8: REMOVED, 9: REMOVED}
-        assert numbers_of(folder) == [3]
-        undo_deltas(folder, "m", to=0, why="")
-        for user, row in ((1001, 100), (1003, 8)):
-            with pytest.raises(RevertedError):
-                writer.push(vocabulary=placed(user, row))
-        writer.resume()
-        writer.push()
-    assert ids_of(folder) == {1001: 100, 1002: 102, 1003: 8, 8: REMOVED, 9: REMOVED}
-
-
-def test_an_id_that_is_back_where_it_was_stays_there(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two pushes fail. The first moves the id, the second moves it back."""
-    folder = tmp_path / "store"
-    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
-        with monkeypatch.context() as failing:
-
-            def fail(*_: Any) -> None:
-                raise StoreError("the disk is full")
-
-            failing.setattr(line_appender, "append", fail)
-            for row in (100, 7):
-                with pytest.raises(StoreError, match="the disk is full"):
-                    writer.push(vocabulary=placed(7, row))
-        writer.push()
-        assert not last_of(folder).ids
-
-
-def test_undone_ids_do_not_replace_those_of_a_later_push(tmp_path: Path, one_rank: None) -> None:
-    """Otherwise an evicted id and the id that got its row would share it."""
-    folder = tmp_path / "store"
-    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
-        writer.push(vocabulary=placed(1000, 100))
-        undo_deltas(folder, "m", to=0, why="")
-        with pytest.raises(RevertedError):
-            writer.push(vocabulary=placed(1001, 100), removed={"user": [1000]})
-        writer.resume()
-        writer.push()
-    assert ids_of(folder) == {1001: 100}
-
-
-def test_ids_of_two_undos_have_their_last_rows(tmp_path: Path, one_rank: None) -> None:
-    folder = tmp_path / "store"
-    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
-        writer.push(vocabulary=placed(1000, 100))
-        writer.push(vocabulary=placed(1000, 101))
-        for to in (1, 0):
-            undo_deltas(folder, "m", to=to, why="")
-            writer.resume()
-        writer.push()
-    assert ids_of(folder) == {1000: 101}
 
 
 def test_ranks_agree_on_the_rows_of_new_ids(store: Path) -> None:

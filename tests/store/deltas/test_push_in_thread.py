@@ -18,7 +18,7 @@ from forkserver import PYTHON, WarmPopen
 from server.python import environment
 from store.deltas.conftest import rows
 from store.deltas.test_delta_writer import deltas_in, line_of
-from store.deltas.test_goldens import BAGS, pushed, results
+from store.deltas.test_goldens import BAGS, pushed_goldens, version_results
 from store.deltas.tracked_training import USER, gathered, ranker, stepper
 
 from embedserve_store import (
@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 
-class Gate:
+class WriteGate:
     """Blocks the writes of a writer until it is opened."""
 
     def __init__(self, writer: DeltaWriter) -> None:
@@ -60,21 +60,21 @@ class Gate:
         self._opened.set()
 
 
-def fail_to_write(writer: DeltaWriter) -> Callable[[], None]:
+def fail_writes(writer: DeltaWriter) -> Callable[[], None]:
     """Makes the store fail; returns the function that repairs it."""
     real = writer._line.write
 
     def fail(name: str, data: bytes) -> bool:
         raise StoreError("the store is away")
 
-    def mend() -> None:
+    def restore_writes() -> None:
         writer._line.write = real
 
     writer._line.write = fail
-    return mend
+    return restore_writes
 
 
-def tag(row: int) -> dict[str, Any]:
+def tag_row(row: int) -> dict[str, Any]:
     return {"tag": ([row], rows("tag", 1))}
 
 
@@ -98,17 +98,17 @@ def changed_user_rows(
     return {row: after["user"][row].tolist() for row in changed}
 
 
-def test_training_goes_on_while_a_push_is_written(tmp_path: Path, one_rank: None) -> None:
+def test_training_continues_while_a_push_is_written(tmp_path: Path, one_rank: None) -> None:
     """The delta has the rows as they were at the push, and the next delta has the later changes."""
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
-        gate, step = Gate(writer), stepper(dmp)
+        gate, step = WriteGate(writer), stepper(dmp)
         published = gathered(dmp)
-        step(users(1, 2, 3))
+        step(user_batch(1, 2, 3))
         future = writer.push(wait=False)
         at_push = gathered(dmp)
-        step(users(2, 3, 4))
+        step(user_batch(2, 3, 4))
         assert not future.done()
         assert deltas_in(tmp_path) == []
         gate.open()
@@ -120,7 +120,7 @@ def test_training_goes_on_while_a_push_is_written(tmp_path: Path, one_rank: None
     assert [*user_rows(tmp_path, 1)] == [1, 2, 3]
 
 
-def users(*ids: int) -> Any:
+def user_batch(*ids: int) -> Any:
     from torchrec import KeyedJaggedTensor
 
     return KeyedJaggedTensor(
@@ -130,38 +130,38 @@ def users(*ids: int) -> Any:
     )
 
 
-def test_the_next_push_has_the_rows_of_one_that_failed(tmp_path: Path, one_rank: None) -> None:
+def test_next_push_has_the_rows_of_a_failed_push(tmp_path: Path, one_rank: None) -> None:
     """The next push has their current values. The error is raised once, in a call that all ranks
     make."""
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
         step, published = stepper(dmp), gathered(dmp)
-        mend = fail_to_write(writer)
-        step(users(1, 2))
+        restore_writes = fail_writes(writer)
+        step(user_batch(1, 2))
         future = writer.push(wait=False)
         for _ in range(2):  # a future raises on this rank only
             with pytest.raises(StoreError, match="the store is away"):
                 future.result(WAIT_S_MAX)
-        mend()
-        step(users(2, 3))
+        restore_writes()
+        step(user_batch(2, 3))
         with pytest.raises(StoreError, match="the store is away"):
             writer.push()
         assert deltas_in(tmp_path) == []
         assert writer.push() == 1
         after = gathered(dmp)
-        step(users(9))
+        step(user_batch(9))
         assert writer.push() == 2
     assert user_rows(tmp_path, 1) == changed_user_rows(published, after)
     assert [*user_rows(tmp_path, 1)] == [1, 2, 3]
     assert [*user_rows(tmp_path, 2)] == [9]
 
 
-def no_thread(self: threading.Thread) -> None:
+def fail_to_start(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_without_a_thread_the_caller_writes(
+def test_caller_writes_the_push_if_no_thread_starts(
     store: Path,
     writer: DeltaWriter,
     monkeypatch: pytest.MonkeyPatch,
@@ -169,42 +169,42 @@ def test_without_a_thread_the_caller_writes(
 ) -> None:
     """The other ranks write in threads and wait for this rank."""
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", no_thread)
-        assert writer.push_rows(tag(1), wait=False).result(0) == 1
-        mend = fail_to_write(writer)
-        assert isinstance(writer.push_rows(tag(2), wait=False).exception(0), StoreError)
-        mend()
+        patched.setattr(threading.Thread, "start", fail_to_start)
+        assert writer.push_rows(tag_row(1), wait=False).result(0) == 1
+        restore_writes = fail_writes(writer)
+        assert isinstance(writer.push_rows(tag_row(2), wait=False).exception(0), StoreError)
+        restore_writes()
     with pytest.raises(StoreError, match="the store is away"):
         writer.wait()
     assert "no thread for a push: can't start new thread" in caplog.text
-    assert writer.push_rows(tag(2), wait=False).result(WAIT_S_MAX) == 2
+    assert writer.push_rows(tag_row(2), wait=False).result(WAIT_S_MAX) == 2
 
 
-def test_a_push_waits_for_the_one_before(
+def test_push_waits_for_the_previous_push(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opens the gate only once the next push waits."""
-    gate = Gate(writer)
+    gate = WriteGate(writer)
 
     def open_and_wait(futures: list[Future[int]]) -> None:
         gate.open()
         assert not Future.exception(futures[0], WAIT_S_MAX)
 
     monkeypatch.setattr(push_runner, "wait", open_and_wait)
-    first = writer.push_rows(tag(1), step=1, wait=False)
-    assert writer.push_rows(tag(2), step=2) == 2
+    first = writer.push_rows(tag_row(1), step=1, wait=False)
+    assert writer.push_rows(tag_row(2), step=2) == 2
     assert (first.result(), first.cancel()) == (1, False)
     assert [delta.step for delta in deltas_in(store)] == [1, 2]
 
 
 @pytest.mark.parametrize("of", [np.array, torch.tensor, list])
-def test_the_arguments_of_push_rows_are_copied(
+def test_arguments_of_push_rows_are_copied(
     store: Path, writer: DeltaWriter, of: Callable[[Any], Any]
 ) -> None:
-    gate = Gate(writer)
+    gate = WriteGate(writer)
     ids, values = of([3]), torch.ones(1, 16) if of is torch.tensor else np.ones((1, 16), np.float32)
     bags = Bags(BAGS.ids.copy(), BAGS.lengths.copy(), None)
-    answers = results(store)
+    answers = version_results(store)
     expected = answers.copy()
     writer.push_rows({"user": (ids, values)}, goldens=(bags, answers), wait=False)
     ids[0], values[0] = 4, 2
@@ -213,25 +213,25 @@ def test_the_arguments_of_push_rows_are_copied(
     gate.open()
     writer.wait()
     assert user_rows(store, 1) == {3: [1.0] * 16}
-    goldens = pushed(store)
+    goldens = pushed_goldens(store)
     np.testing.assert_array_equal(goldens.numbers, BAGS.ids)
     np.testing.assert_array_equal(goldens.lengths, BAGS.lengths)
     np.testing.assert_array_equal(goldens.answers, expected)
 
 
-def test_goldens_are_the_results_of_the_moment_of_the_push(tmp_path: Path, one_rank: None) -> None:
+def test_goldens_are_computed_at_the_moment_of_the_push(tmp_path: Path, one_rank: None) -> None:
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     bags = Bags(np.array([1, 2]), np.array([[2], [0]], np.int32), None)
     with DeltaWriter(tmp_path, model="m", module=dmp) as writer:
-        gate, step = Gate(writer), stepper(dmp)
-        step(users(1, 2))
+        gate, step = WriteGate(writer), stepper(dmp)
+        step(user_batch(1, 2))
         writer.push(goldens=bags, wait=False)
         user = gathered(dmp)["user"]
-        step(users(1, 2))
+        step(user_batch(1, 2))
         gate.open()
     expected = (user[1] + user[2]).numpy()
-    np.testing.assert_allclose(pushed(tmp_path).answers[0, :16], expected, rtol=1e-6)
+    np.testing.assert_allclose(pushed_goldens(tmp_path).answers[0, :16], expected, rtol=1e-6)
     assert (gathered(dmp)["user"][1] != user[1]).all()
 
 
@@ -244,36 +244,38 @@ def test_goldens_are_the_results_of_the_moment_of_the_push(tmp_path: Path, one_r
         ({}, ({"user": [[1]]}, None), "goldens are a dict, expected Bags"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_where_the_push_is_joined(
+def test_invalid_rows_raise_in_the_call_that_joins_the_push(
     store: Path, writer: DeltaWriter, changes: Any, goldens: Any, reason: str
 ) -> None:
     writer.push_rows(changes, goldens=goldens, wait=False)
     with pytest.raises(StoreError, match=reason):
-        writer.push_rows(tag(1), wait=False)
-    writer.push_rows(tag(1), wait=False)
+        writer.push_rows(tag_row(1), wait=False)
+    writer.push_rows(tag_row(1), wait=False)
     writer.wait()
     assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}]
 
 
-def test_a_writer_that_was_fenced_off_stays_so(store: Path, writer: DeltaWriter) -> None:
+def test_fenced_writer_stays_fenced(store: Path, writer: DeltaWriter) -> None:
     with DeltaWriter(store, model="m") as other:
-        other.push_rows(tag(1))
-    writer.push_rows(tag(2), wait=False)
+        other.push_rows(tag_row(1))
+    writer.push_rows(tag_row(2), wait=False)
     for _ in range(2):
         with pytest.raises(WriterFencedError, match="stop"):
-            writer.push_rows(tag(2), wait=False)
+            writer.push_rows(tag_row(2), wait=False)
 
 
-def test_an_undo_during_a_push_is_raised_or_resumed(tmp_path: Path, one_rank: None) -> None:
+def test_undo_during_a_push_raises_in_push_and_is_cleared_by_resume(
+    tmp_path: Path, one_rank: None
+) -> None:
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
         step = stepper(dmp)
-        step(users(1))
+        step(user_batch(1))
         writer.push(wait=False)
         writer.wait()
         undo_deltas(tmp_path, "m", to=0, why="CTR fell")
-        step(users(2))
+        step(user_batch(2))
         writer.push(wait=False)
         for _ in range(2):
             with pytest.raises(RevertedError, match="CTR fell"):
@@ -282,31 +284,33 @@ def test_an_undo_during_a_push_is_raised_or_resumed(tmp_path: Path, one_rank: No
         assert writer.push() == 3
         assert [*user_rows(tmp_path, 3)] == [1, 2]
         undo_deltas(tmp_path, "m", to=0, why="CTR fell")
-        step(users(3))
+        step(user_batch(3))
         writer.push(wait=False)
         writer.resume()  # raises nothing: the error asks for this call
         assert writer.push() == 5
     assert [*user_rows(tmp_path, 5)] == [1, 2, 3]
 
 
-def test_resume_raises_another_error_of_the_push(store: Path, writer: DeltaWriter) -> None:
-    mend = fail_to_write(writer)
-    writer.push_rows(tag(1), wait=False)
+def test_resume_raises_push_errors_other_than_an_undo(store: Path, writer: DeltaWriter) -> None:
+    restore_writes = fail_writes(writer)
+    writer.push_rows(tag_row(1), wait=False)
     with pytest.raises(StoreError, match="the store is away"):
         writer.resume()
-    mend()
+    restore_writes()
     writer.resume()
 
 
-def test_close_waits_and_raises(store: Path, tmp_path: Path, one_rank: None) -> None:
+def test_close_waits_for_the_push_and_raises_its_error(
+    store: Path, tmp_path: Path, one_rank: None
+) -> None:
     writer = DeltaWriter(store, model="m")
-    writer.push_rows(tag(1), wait=False)
+    writer.push_rows(tag_row(1), wait=False)
     writer.close()
     assert len(deltas_in(store)) == 1
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path / "own", model="m")
     writer = DeltaWriter(tmp_path / "own", model="m", module=dmp)
-    fail_to_write(writer)
+    fail_writes(writer)
     writer.push(wait=False)
     with pytest.raises(StoreError, match="the store is away"):
         writer.close()
@@ -320,13 +324,13 @@ def push_and_fail(store: Path, changes: Any, futures: list[Future[int]]) -> None
         raise ZeroDivisionError
 
 
-def test_an_error_of_training_leaves_the_push_to_itself(
+def test_push_in_flight_finishes_or_logs_its_error_after_a_training_error(
     store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other ranks may not join the push. It is written, or its error is logged."""
     futures: list[Future[int]] = []
     with pytest.raises(ZeroDivisionError):
-        push_and_fail(store, tag(1), futures)
+        push_and_fail(store, tag_row(1), futures)
     assert futures[0].result(WAIT_S_MAX) == 1
     bad = {"user": ([1], rows("user", 1) * np.nan)}
     with caplog.at_level(logging.ERROR), pytest.raises(ZeroDivisionError):
@@ -347,7 +351,7 @@ def test_an_error_of_training_leaves_the_push_to_itself(
         (".json", "after", 1),
     ],
 )
-def test_a_job_killed_during_a_push_leaves_a_whole_delta_or_none(
+def test_job_killed_during_a_push_leaves_a_complete_delta_or_none(
     store: Path, ending: str, moment: str, deltas: int
 ) -> None:
     script = Path(__file__).with_name("killed_push.py")
@@ -361,5 +365,5 @@ def test_a_job_killed_during_a_push_leaves_a_whole_delta_or_none(
     for delta, _ in line.deltas():
         assert [len(change.numbers) for (change,) in line.rows(delta)] == [1]
     with DeltaWriter(store, model="m") as writer:
-        assert writer.push_rows(tag(2)) == deltas + 1
+        assert writer.push_rows(tag_row(2)) == deltas + 1
     assert ModelStore(store).manifest("m").version == 1

@@ -44,11 +44,11 @@ def undo(store: Path, to: int, why: str = "CTR fell") -> int:
     return undo_deltas(store, "m", to=to, why=why, version=1).seq
 
 
-def kept(store: Path, last: int) -> list[int]:
+def kept_seqs(store: Path, last: int) -> list[int]:
     return [delta.seq for delta in line_of(store).kept(last)]
 
 
-def test_an_undo_is_a_delta_without_rows(store: Path, writer: DeltaWriter) -> None:
+def test_undo_appends_a_delta_without_rows(store: Path, writer: DeltaWriter) -> None:
     for row in (1, 2, 3):
         push(writer, row)
     made = undo_deltas(store, "m", to=1, why="CTR fell")
@@ -60,7 +60,7 @@ def test_an_undo_is_a_delta_without_rows(store: Path, writer: DeltaWriter) -> No
     assert event.detail == "line 1, delta 4 reverts to 1: CTR fell"
 
 
-def test_undone_deltas_are_left_out(store: Path, writer: DeltaWriter) -> None:
+def test_undone_deltas_are_excluded_from_kept_and_between(store: Path, writer: DeltaWriter) -> None:
     for row in (1, 2, 3):
         push(writer, row)
     undo(store, 1)  # delta 4
@@ -70,15 +70,17 @@ def test_undone_deltas_are_left_out(store: Path, writer: DeltaWriter) -> None:
     undo(store, 0)  # delta 7
     undo(store, 5)  # delta 8
     states = {1: [1], 3: [3, 2, 1], 4: [1], 5: [5, 1], 6: [2, 1], 7: [], 8: [5, 1]}
-    assert {last: kept(store, last) for last in states} == states
+    assert {last: kept_seqs(store, last) for last in states} == states
     line = line_of(store)
     for one in range(9):
         for other in range(9):
-            expected = set(kept(store, one)) ^ set(kept(store, other))
+            expected = set(kept_seqs(store, one)) ^ set(kept_seqs(store, other))
             assert [delta.seq for delta in line.between(one, other)] == sorted(expected)[::-1]
 
 
-def test_a_compacted_version_has_the_rows_after_the_undo(store: Path, writer: DeltaWriter) -> None:
+def test_version_compacted_after_an_undo_has_the_reverted_rows(
+    store: Path, writer: DeltaWriter
+) -> None:
     published = ModelStore(store).load("m", 1).tables.rows("tag").copy()
     push(writer, 1, 2)
     after = ModelStore(store).load("m", compact_deltas(store, "m").version).tables.rows("tag")
@@ -91,7 +93,7 @@ def test_a_compacted_version_has_the_rows_after_the_undo(store: Path, writer: De
     np.testing.assert_array_equal(ModelStore(store).load("m", undone).tables.rows("tag"), published)
 
 
-def test_what_cannot_be_undone_is_refused(store: Path, writer: DeltaWriter) -> None:
+def test_impossible_undo_is_rejected(store: Path, writer: DeltaWriter) -> None:
     with pytest.raises(StoreError, match="line 1 has no delta after version 1: nothing to undo"):
         undo(store, 0)
     push(writer, 1)
@@ -112,7 +114,7 @@ def test_what_cannot_be_undone_is_refused(store: Path, writer: DeltaWriter) -> N
     assert undo_deltas(store, "m", to=1, why="").seq == 3
 
 
-def test_without_a_version_no_alias_may_name_another_line(
+def test_undo_without_version_is_rejected_if_an_alias_names_another_line(
     store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
 ) -> None:
     """Servers of the alias would keep the bad rows."""
@@ -137,7 +139,7 @@ def test_without_a_version_no_alias_may_name_another_line(
         undo_deltas(store, "m", to=0, why="")
 
 
-def test_a_delta_that_was_undone_is_not_compacted(store: Path, writer: DeltaWriter) -> None:
+def test_compaction_up_to_an_undone_delta_is_rejected(store: Path, writer: DeltaWriter) -> None:
     """A version with its rows could not follow the line."""
     for row in (1, 2, 3):
         push(writer, row)
@@ -153,7 +155,7 @@ def test_a_delta_that_was_undone_is_not_compacted(store: Path, writer: DeltaWrit
     assert compact_deltas(store, "m", version=1, seq=4).version == 3  # the damaged one is later
 
 
-def test_a_later_delta_that_cannot_be_read_now_may_be_an_undo(
+def test_compaction_fails_if_a_later_delta_is_unreachable(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version up to an earlier delta is then not published."""
@@ -162,18 +164,18 @@ def test_a_later_delta_that_cannot_be_read_now_may_be_an_undo(
     undo(store, 0)
     real = ModelStore.read_beside
 
-    def refuse(models: ModelStore, model: str, what: str, path: str, *limit: int) -> bytes:
+    def fail_to_read(models: ModelStore, model: str, what: str, path: str, *limit: int) -> bytes:
         if path.endswith(manifest_name(3)):
             raise UnreachableError("timed out")
         return real(models, model, what, path, *limit)
 
-    monkeypatch.setattr(ModelStore, "read_beside", refuse)
+    monkeypatch.setattr(ModelStore, "read_beside", fail_to_read)
     with pytest.raises(UnreachableError, match="timed out"):
         compact_deltas(store, "m", seq=2)
     assert ModelStore(store).versions("m") == [1]
 
 
-def test_an_undo_comes_after_what_is_pushed_meanwhile(
+def test_undo_follows_a_delta_pushed_concurrently(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push(writer, 1)
@@ -186,11 +188,11 @@ def test_an_undo_comes_after_what_is_pushed_meanwhile(
 
     monkeypatch.setattr(undo_module, "append", append_later)
     assert undo(store, 1) == 4
-    assert kept(store, 4) == [1]
+    assert kept_seqs(store, 4) == [1]
 
 
 @pytest.fixture
-def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
+def overwriting_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the store let a second file replace the first."""
 
     def link(aside: Path, path: Path) -> None:
@@ -199,7 +201,7 @@ def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(added_file, "_link", link)
 
 
-def after_listing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+def call_after_listing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Calls ``act`` once, after a line has been listed."""
     real = DeltaLine.seqs
 
@@ -212,29 +214,29 @@ def after_listing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) ->
     monkeypatch.setattr(DeltaLine, "seqs", seqs)
 
 
-def test_an_undo_replaces_no_delta_that_came_after_the_listing(
-    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, overwriting: None
+def test_undo_overwrites_no_delta_pushed_after_the_listing(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, overwriting_store: None
 ) -> None:
     push(writer, 1)
     push(writer, 2)
-    after_listing(monkeypatch, lambda: push(writer, 3))
+    call_after_listing(monkeypatch, lambda: push(writer, 3))
     assert undo_deltas(store, "m", to=1, why="", is_alone=True).seq == 4
     assert [delta.reverts_to for delta, _ in line_of(store).deltas()] == [None, None, None, 1]
 
 
-def test_an_undo_of_the_newest_version_does_not_go_behind_one_that_came_after_the_listing(
-    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, overwriting: None
+def test_undo_does_not_go_behind_a_version_published_after_the_listing(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, overwriting_store: None
 ) -> None:
     """Servers of that version could not follow its line."""
     push(writer, 1)
     push(writer, 2)
-    after_listing(monkeypatch, lambda: compact_deltas(store, "m", seq=1))
+    call_after_listing(monkeypatch, lambda: compact_deltas(store, "m", seq=1))
     with pytest.raises(StoreError, match=r"delta 0: expected 1 to 1; .* Version 2 has"):
         undo_deltas(store, "m", to=0, why="", is_alone=True)
     assert line_of(store).seqs() == [1, 2]
 
 
-def test_an_undo_whose_response_was_lost_is_made_once(
+def test_undo_retried_after_a_lost_response_is_written_once(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer sends the file again, and the store responds that it exists."""
@@ -249,7 +251,7 @@ def test_an_undo_whose_response_was_lost_is_made_once(
     assert line_of(store).seqs() == [1, 2]
 
 
-def test_any_version_goes_back_to_its_own_rows(
+def test_undo_reverts_any_version_to_its_own_rows(
     store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
 ) -> None:
     push(writer, 1)
@@ -270,7 +272,7 @@ def test_any_version_goes_back_to_its_own_rows(
         assert undo_deltas(store, "m", to=1, why="", version=3).seq == 3
 
 
-def test_long_texts_are_refused_before_anything_is_written(
+def test_overlong_author_is_rejected_before_any_write(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push(writer, 1)
@@ -283,7 +285,7 @@ def test_long_texts_are_refused_before_anything_is_written(
     push(writer, 2)  # a writer's author is set at its start
 
 
-def test_undos_at_once_each_have_their_seq(store: Path, writer: DeltaWriter) -> None:
+def test_concurrent_undos_get_distinct_seqs(store: Path, writer: DeltaWriter) -> None:
     for row in range(1, 4):
         push(writer, row)
     seqs: list[int] = []
@@ -293,10 +295,10 @@ def test_undos_at_once_each_have_their_seq(store: Path, writer: DeltaWriter) -> 
     for thread in threads:
         thread.join()
     assert sorted(seqs) == [4, 5, 6, 7]
-    assert kept(store, 7) == []
+    assert kept_seqs(store, 7) == []
 
 
-def test_the_training_job_is_told_and_continues(store: Path, writer: DeltaWriter) -> None:
+def test_push_after_an_undo_raises_until_resume(store: Path, writer: DeltaWriter) -> None:
     for row in (1, 2, 3):
         push(writer, row)
     undo(store, 1)
@@ -309,26 +311,26 @@ def test_the_training_job_is_told_and_continues(store: Path, writer: DeltaWriter
     writer.resume()
     assert writer.seq == 4
     assert push(writer, 5) == 5
-    assert kept(store, 5) == [5, 1]
+    assert kept_seqs(store, 5) == [5, 1]
     writer.resume()  # nothing was undone
     assert push(writer, 6) == 6
 
 
-def test_a_delta_whose_response_was_lost_is_passed_over_by_resume(
+def test_resume_skips_the_writers_own_delta_with_a_lost_response(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The delta is the writer's own, although the writer does not know that it was written."""
     push(writer, 1)
     real = writer._line.write
 
-    def lose(name: str, data: bytes) -> bool:
+    def write_and_lose_response(name: str, data: bytes) -> bool:
         is_new = real(name, data)
         if name.endswith(".json"):
             raise StoreError("connection reset")
         return is_new
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer._line, "write", lose)
+        patch.setattr(writer._line, "write", write_and_lose_response)
         with pytest.raises(StoreError, match="connection reset"):
             push(writer, 2)
     assert writer.seq == 1
@@ -338,7 +340,7 @@ def test_a_delta_whose_response_was_lost_is_passed_over_by_resume(
     assert push(writer, 2) == 4
 
 
-def test_a_job_that_goes_back_to_a_checkpoint_has_a_new_writer(
+def test_old_writer_is_fenced_once_a_new_writer_pushes_after_an_undo(
     store: Path, writer: DeltaWriter
 ) -> None:
     push(writer, 1)

@@ -39,103 +39,106 @@ def vocabularies(
     return Vocabularies(base, {table.name: id_map() for table in tables}, changed or {})
 
 
-def new(*ids: int) -> WantedIds:
+def new_ids(*ids: int) -> WantedIds:
     return WantedIds(new={"t": array(ids)})
 
 
-def removed(*ids: int) -> WantedIds:
+def removed_ids(*ids: int) -> WantedIds:
     return WantedIds(removed={"t": array(ids)})
 
 
-def placed(entries: Mapping[int, int]) -> WantedIds:
+def placed_ids(entries: Mapping[int, int]) -> WantedIds:
     return WantedIds(placed={"t": (array([*entries]), array([*entries.values()]))})
 
 
-def done(one: Vocabularies, *wanted: WantedIds) -> dict[int, int]:
+def apply_changes(vocabulary: Vocabularies, *wanted: WantedIds) -> dict[int, int]:
     """Applies the changes for ``wanted``; returns the changes of table t."""
-    changes = one.find_changes(wanted, {})
-    one.advance(changes)
+    changes = vocabulary.find_changes(wanted, {})
+    vocabulary.advance(changes)
     change = changes.get("t", ChangedIds(TABLE, array([]), array([])))
     return dict(zip(change.ids.tolist(), change.rows.tolist(), strict=True))
 
 
-def test_new_ids_get_rows_without_an_id() -> None:
-    one = vocabularies()
-    assert done(one, new(7, 5)) == {5: 0, 7: 2}
-    assert one.rows_of("t", array([5, 7, 100, 9])).tolist() == [0, 2, 1, -1]
-    assert done(one, new(9), new(8)) == {8: 4, 9: 5}
+def test_new_ids_get_free_rows() -> None:
+    vocabulary = vocabularies()
+    assert apply_changes(vocabulary, new_ids(7, 5)) == {5: 0, 7: 2}
+    assert vocabulary.rows_of("t", array([5, 7, 100, 9])).tolist() == [0, 2, 1, -1]
+    assert apply_changes(vocabulary, new_ids(9), new_ids(8)) == {8: 4, 9: 5}
     with pytest.raises(
         InvalidModelError, match=r"table 't': 2 new ids, but only 0 rows without an id: remove ids"
     ):
-        one.find_changes([new(1, 2)], {})
+        vocabulary.find_changes([new_ids(1, 2)], {})
 
 
-def test_rows_of_removed_ids_come_last_and_only_without_another_id() -> None:
-    one = vocabularies()
-    assert done(one, new(1)) == {1: 0}
-    assert done(one, removed(100, 200)) == {100: REMOVED, 200: REMOVED}
-    assert done(one, new(2, 3, 4)) == {2: 2, 3: 4, 4: 5}
-    assert done(one, new(5)) == {5: 1}  # row 3 still has id 300
-    assert done(one, removed(300), new(6)) == {300: REMOVED, 6: 3}  # in one delta
+def test_rows_of_removed_ids_are_reused_last_and_only_if_free() -> None:
+    vocabulary = vocabularies()
+    assert apply_changes(vocabulary, new_ids(1)) == {1: 0}
+    assert apply_changes(vocabulary, removed_ids(100, 200)) == {100: REMOVED, 200: REMOVED}
+    assert apply_changes(vocabulary, new_ids(2, 3, 4)) == {2: 2, 3: 4, 4: 5}
+    assert apply_changes(vocabulary, new_ids(5)) == {5: 1}  # row 3 still has id 300
+    in_one_delta = apply_changes(vocabulary, removed_ids(300), new_ids(6))
+    assert in_one_delta == {300: REMOVED, 6: 3}
 
 
-def test_the_row_of_unknown_ids_is_nobodys() -> None:
+def test_default_row_of_unknown_ids_is_never_assigned() -> None:
     rule = replace(RULE, unknown="row", default_row=0)
-    assert done(vocabularies(replace(TABLE, ids=rule)), new(1)) == {1: 2}
+    assert apply_changes(vocabularies(replace(TABLE, ids=rule)), new_ids(1)) == {1: 2}
 
 
-def test_training_chooses_rows() -> None:
-    one = vocabularies()
-    assert done(one, placed({100: 1, 200: 5, 7: 0}), removed(300)) == {
+def test_training_may_choose_the_rows_of_ids() -> None:
+    vocabulary = vocabularies()
+    assert apply_changes(vocabulary, placed_ids({100: 1, 200: 5, 7: 0}), removed_ids(300)) == {
         200: 5,
         7: 0,
         300: REMOVED,
     }
-    assert done(one, new(1, 2, 3)) == {1: 2, 2: 3, 3: 4}
+    assert apply_changes(vocabulary, new_ids(1, 2, 3)) == {1: 2, 2: 3, 3: 4}
 
 
-def test_a_line_that_goes_on_counts_earlier_changes() -> None:
+def test_earlier_changes_of_a_continued_line_are_respected() -> None:
     before = ChangedIds(TABLE, array([5, 100, 200]), array([0, REMOVED, 2]))
-    one = vocabularies(changed={"t": before})
-    assert one.rows_of("t", array([5, 100, 200, 300])).tolist() == [0, -1, 2, 3]
-    assert done(one, new(1, 2, 3)) == {1: 1, 2: 4, 3: 5}
+    vocabulary = vocabularies(changed={"t": before})
+    assert vocabulary.rows_of("t", array([5, 100, 200, 300])).tolist() == [0, -1, 2, 3]
+    assert apply_changes(vocabulary, new_ids(1, 2, 3)) == {1: 1, 2: 4, 3: 5}
 
 
-def test_tables_of_one_feature_get_the_same_changes() -> None:
+def test_tables_that_share_a_feature_get_the_same_changes() -> None:
     other = replace(TABLE, name="u", num_embeddings=5, feature_names=("f", "g"))
-    one = vocabularies(TABLE, other)
+    vocabulary = vocabularies(TABLE, other)
     wanted = WantedIds(new={"u": array([1])}, removed={"t": array([100])})
-    changes = one.find_changes([wanted, new(1)], {})
+    changes = vocabulary.find_changes([wanted, new_ids(1)], {})
     assert [(c.table, c.ids.tolist(), c.rows.tolist()) for c in changes.values()] == [
         (TABLE, [1, 100], [0, REMOVED]),
         (other, [1, 100], [0, REMOVED]),
     ]
     with pytest.raises(InvalidModelError, match="id 7 has row 5, the table has 5 rows"):
-        one.find_changes([placed({7: 5})], {})
+        vocabulary.find_changes([placed_ids({7: 5})], {})
 
 
 @pytest.mark.parametrize(
     ("wanted", "error"),
     [
-        ([removed(7)], "id 7 is removed, but is not in the vocabulary"),
-        ([removed(100), removed(100)], "id 100 is given twice"),
-        ([placed({7: 0}), removed(100), placed({7: 0})], "id 7 is given twice"),
-        ([placed({100: 0}), removed(100)], "id 100 is given twice"),
-        ([placed({7: 6})], "id 7 has row 6, the table has 6 rows"),
-        ([placed({7: -1})], "id 7 has row -1, the table has 6 rows"),
+        ([removed_ids(7)], "id 7 is removed, but is not in the vocabulary"),
+        ([removed_ids(100), removed_ids(100)], "id 100 is given twice"),
+        ([placed_ids({7: 0}), removed_ids(100), placed_ids({7: 0})], "id 7 is given twice"),
+        ([placed_ids({100: 0}), removed_ids(100)], "id 100 is given twice"),
+        ([placed_ids({7: 6})], "id 7 has row 6, the table has 6 rows"),
+        ([placed_ids({7: -1})], "id 7 has row -1, the table has 6 rows"),
     ],
 )
-def test_wrong_ids_are_named_and_change_nothing(wanted: list[WantedIds], error: str) -> None:
-    one = vocabularies()
+def test_invalid_id_changes_are_rejected_without_effect(
+    wanted: list[WantedIds], error: str
+) -> None:
+    vocabulary = vocabularies()
     with pytest.raises(InvalidModelError, match=f"^table 't': {error}"):
-        one.find_changes(wanted, {})
-    assert done(one, new(7)) == {7: 0}
+        vocabulary.find_changes(wanted, {})
+    assert apply_changes(vocabulary, new_ids(7)) == {7: 0}
 
 
-def test_changes_that_are_made_again_give_way_to_those_that_are_named() -> None:
-    again = {"t": ChangedIds(TABLE, array([1, 2, 100, 200]), array([4, 5, REMOVED, 0]))}
-    one = vocabularies()
-    changes = one.find_changes([placed({1: 2}), removed(200)], again)["t"]
+def test_requested_changes_override_reapplied_changes() -> None:
+    reapplied = {"t": ChangedIds(TABLE, array([1, 2, 100, 200]), array([4, 5, REMOVED, 0]))}
+    vocabulary = vocabularies()
+    changes = vocabulary.find_changes([placed_ids({1: 2}), removed_ids(200)], reapplied)["t"]
     assert dict(zip(changes.ids.tolist(), changes.rows.tolist(), strict=True)) == {
         1: 2,
         2: 5,
@@ -144,30 +147,30 @@ def test_changes_that_are_made_again_give_way_to_those_that_are_named() -> None:
     }
 
 
-def test_an_id_that_is_made_again_has_the_row_that_it_had_then() -> None:
+def test_reapplied_id_keeps_its_earlier_row() -> None:
     """The id also keeps that row if its rows are now pushed by ids, and it may be removed before
     its first delta."""
-    again = {"t": ChangedIds(TABLE, array([1, 2]), array([4, 5]))}
-    changes = vocabularies().find_changes([new(1, 7), removed(2)], again)["t"]
+    reapplied = {"t": ChangedIds(TABLE, array([1, 2]), array([4, 5]))}
+    changes = vocabularies().find_changes([new_ids(1, 7), removed_ids(2)], reapplied)["t"]
     assert dict(zip(changes.ids.tolist(), changes.rows.tolist(), strict=True)) == {1: 4, 7: 0}
 
 
 @given(data=st.data())
-def test_no_row_gets_a_second_id(data: st.DataObject) -> None:
-    one, state = vocabularies(), dict(PUBLISHED)
+def test_no_new_id_shares_a_row_with_another_id(data: st.DataObject) -> None:
+    vocabulary, state = vocabularies(), dict(PUBLISHED)
     for _ in range(6):
-        gone = data.draw(st.lists(st.sampled_from([*state]), unique=True)) if state else []
+        removed_now = data.draw(st.lists(st.sampled_from([*state]), unique=True)) if state else []
         ids = data.draw(st.lists(st.integers(0, 9), unique=True))
         fresh = [one_id for one_id in ids if one_id not in state]
-        rest = {i: row for i, row in state.items() if i not in gone}
-        wanted = [new(*fresh), removed(*gone)]
+        rest = {i: row for i, row in state.items() if i not in removed_now}
+        wanted = [new_ids(*fresh), removed_ids(*removed_now)]
         if len(fresh) > 6 - len({*rest.values()}):
             with pytest.raises(InvalidModelError, match="rows without an id"):
-                one.find_changes(wanted, {})
+                vocabulary.find_changes(wanted, {})
             continue
-        made = done(one, *wanted)
+        made = apply_changes(vocabulary, *wanted)
         rows = [made[i] for i in fresh]
         assert len({*rows}) == len(rows)
         assert not {*rows} & {*rest.values()}
         state = rest | {i: made[i] for i in fresh}
-        assert one.rows_of("t", array([*state])).tolist() == [*state.values()]
+        assert vocabulary.rows_of("t", array([*state])).tolist() == [*state.values()]

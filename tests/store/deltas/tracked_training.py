@@ -161,7 +161,7 @@ def gathered(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
     }
 
 
-def take(tracked: TrackedRows) -> Any:
+def take_rows(tracked: TrackedRows) -> Any:
     """Takes the touched rows, which then count as taken."""
     return tracked.whole_rows(tracked.take())
 
@@ -172,7 +172,7 @@ def run(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[Any]:
     for steps in STEPS:
         for _ in range(steps):
             step()
-        found += [take(tracked), gathered(dmp)]
+        found += [take_rows(tracked), gathered(dmp)]
     return found
 
 
@@ -183,46 +183,46 @@ def record(dmp: DistributedModelParallel, table: str, ids: list[int]) -> None:
     tracker.store.append(tracker.curr_batch_idx, fqn, torch.tensor(ids))
 
 
-def rows_of_a_wrong_id(dmp: DistributedModelParallel) -> list[int]:
+def rows_of_an_invalid_id(dmp: DistributedModelParallel) -> list[int]:
     """Returns the rows of "user" that this rank takes after rank 1 recorded an id outside the
     table."""
     tracked = TrackedRows(dmp, Ranks())
     if dist.get_rank() == 1:
         record(dmp, "user", [52])
-    taken = take(tracked)
+    taken = take_rows(tracked)
     tracked.close()
     return taken["user"][0].tolist() if "user" in taken else []
 
 
-def failed_take(dmp: DistributedModelParallel) -> tuple[str, Any]:
+def take_after_failure(dmp: DistributedModelParallel) -> tuple[str, Any]:
     """Returns the error of a take that fails on rank 1 alone, and the rows of the next take."""
     tracked = TrackedRows(dmp, Ranks())
     step = stepper(dmp, dist.get_rank())
     step()
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(tracked._ids, "read", out_of_memory)
+            patched.setattr(tracked._ids, "read", raise_out_of_memory)
         taken = tracked.take()
     with pytest.raises(StoreError) as caught:
         tracked.whole_rows(taken)
     tracked.take_again(taken.numbers)
-    again = take(tracked)
+    again = take_rows(tracked)
     tracked.close()
     return str(caught.value), again
 
 
-def out_of_memory(*_: object) -> None:
+def raise_out_of_memory(*_: object) -> None:
     raise RuntimeError("out of memory")
 
 
-def refusal(dmp: DistributedModelParallel) -> str:
+def column_wise_error(dmp: DistributedModelParallel) -> str:
     """Returns the error of a take after rank 1 alone recorded an id of a column-wise table."""
     tracked = TrackedRows(dmp, Ranks())
     if dist.get_rank() == 1:
         record(dmp, "tag", [7])
     try:
         with pytest.raises(InvalidModelError) as caught:
-            take(tracked)
+            take_rows(tracked)
     finally:
         tracked.close()
     return str(caught.value)
@@ -239,10 +239,10 @@ def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
         tracked = TrackedRows(dmp, Ranks())
         found[name] = run(dmp, tracked)
     tracked.close()
-    found["rows of a wrong id"] = rows_of_a_wrong_id(dmp)
-    found["refusal"] = refusal(dmp)
+    found["rows of an invalid id"] = rows_of_an_invalid_id(dmp)
+    found["column-wise error"] = column_wise_error(dmp)
     found["before"] = gathered(dmp)
-    found["error"], found["again"] = failed_take(dmp)
+    found["error"], found["again"] = take_after_failure(dmp)
     found["after"] = gathered(dmp)
     torch.save(found, out / f"rank-{rank}.pt")
     dist.barrier()

@@ -148,12 +148,12 @@ def fail_once(writer: DeltaWriter, pushes: Pushes) -> None:
     """Makes a push fail at its manifest: all ranks raise, and the next push has its rows."""
     real = writer._line.write
 
-    def refuse(name: str, data: bytes) -> bool:
+    def fail_manifest(name: str, data: bytes) -> bool:
         if name.endswith(".json"):
             raise StoreError("the store is away")
         return real(name, data)
 
-    writer._line.write = refuse
+    writer._line.write = fail_manifest
     pushes.fail(StoreError, "the store is away")
     writer._line.write = real
 

@@ -70,7 +70,7 @@ def ratings(*rows: tuple[int, int, int]) -> MovieTweetings:
     )
 
 
-def test_import_leaves_torch_out() -> None:
+def test_import_does_not_import_torch() -> None:
     code = "import sys, embedserve_store.demo; sys.exit('torch' in sys.modules)"
     paths = [str(Path(entry).resolve()) for entry in sys.path if entry]
     subprocess.run(
@@ -78,14 +78,14 @@ def test_import_leaves_torch_out() -> None:
     )
 
 
-def test_extract_has_the_sizes_its_readme_says(data: MovieTweetings) -> None:
+def test_data_set_has_the_sizes_stated_in_its_readme(data: MovieTweetings) -> None:
     assert len(data.ratings) == 7200
     assert len(data.user_rows) == 3060
     assert len(data.movie_rows) == len(data.movie_genres) == 31245
     assert np.all(np.diff(data.ratings.unix_s) >= 0)
 
 
-def test_rows_are_positions_in_id_order(data: MovieTweetings) -> None:
+def test_rows_are_numbered_in_id_order(data: MovieTweetings) -> None:
     assert list(data.movie_rows) == sorted(data.movie_rows)
     assert list(data.movie_rows.values()) == list(range(31245))
     assert list(data.genre_rows) == sorted(data.genre_rows)
@@ -95,13 +95,13 @@ def test_rows_are_positions_in_id_order(data: MovieTweetings) -> None:
     assert (first.rating[0], first.unix_s[0]) == (6, 1362062307)
 
 
-def test_genres_belong_to_their_movie(data: MovieTweetings) -> None:
+def test_movies_have_their_genres(data: MovieTweetings) -> None:
     sneeze, no_genre = data.movie_rows[8], data.movie_rows[25]
     assert data.movie_genres[sneeze] == (data.genre_rows["Documentary"], data.genre_rows["Short"])
     assert data.movie_genres[no_genre] == ()
 
 
-def test_notice_travels_with_the_data() -> None:
+def test_license_notice_is_packaged_with_the_data() -> None:
     folder = files("embedserve_store.demo") / "data"
     notice = (folder / "LICENSE").read_text("utf-8")
     assert "Simon Dooms" in notice
@@ -109,12 +109,12 @@ def test_notice_travels_with_the_data() -> None:
     assert "MIT License" in (folder / "README.md").read_text("utf-8")
 
 
-def test_history_is_what_the_user_rated_in_earlier_seconds() -> None:
+def test_history_holds_the_movies_rated_in_earlier_seconds() -> None:
     data = ratings((1, 7, 100), (2, 5, 110), (1, 3, 120), (1, 4, 120), (1, 9, 130))
     assert histories(data) == [(), (), (7,), (7,), (7, 3, 4)]
 
 
-def test_held_out_ratings_are_the_last(data: MovieTweetings) -> None:
+def test_held_out_ratings_are_the_latest_ratings(data: MovieTweetings) -> None:
     examples = make_examples(data)
     earlier, later = split_by_time(examples, 0.15)
     assert (len(earlier), len(later)) == (6120, 1080)
@@ -132,7 +132,7 @@ def test_kjt_is_feature_major(data: MovieTweetings) -> None:
     assert 0 < examples.bags["history"].count(()) < len(examples)
 
 
-def test_prediction_is_the_documented_arithmetic(data: MovieTweetings) -> None:
+def test_prediction_follows_the_documented_formula(data: MovieTweetings) -> None:
     examples = make_examples(data).take(np.arange(6000, 6050))
     model = RatingModel(make_collection(data), 7.0)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_errors_are_rmse_and_mae() -> None:
     assert measured.mae == pytest.approx(3.5)
 
 
-def test_same_settings_give_the_same_tables_and_leave_torch_as_it_was(
+def test_training_is_deterministic_and_keeps_global_torch_state(
     data: MovieTweetings, trained_shortly: dict[str, torch.Tensor]
 ) -> None:
     torch.rand(1)  # changes the caller's random state
@@ -160,7 +160,7 @@ def test_same_settings_give_the_same_tables_and_leave_torch_as_it_was(
     assert torch.get_num_threads() == threads
 
 
-def test_held_out_ratings_do_not_reach_the_tables(
+def test_held_out_ratings_do_not_affect_the_tables(
     data: MovieTweetings, trained_shortly: dict[str, torch.Tensor]
 ) -> None:
     changed = data.ratings.rating.copy()
@@ -170,7 +170,9 @@ def test_held_out_ratings_do_not_reach_the_tables(
     assert all(torch.equal(trained_shortly[name], other[name]) for name in trained_shortly)
 
 
-def test_beats_the_constant_on_held_out_ratings(built: Built, data: MovieTweetings) -> None:
+def test_model_beats_a_constant_prediction_on_held_out_ratings(
+    built: Built, data: MovieTweetings
+) -> None:
     report = built.report
     rating = data.ratings.rating
     constant = errors(np.full(1080, rating[:6120].mean()), rating[6120:])
@@ -181,7 +183,7 @@ def test_beats_the_constant_on_held_out_ratings(built: Built, data: MovieTweetin
     assert report.mae < 0.93 * report.constant_mae
 
 
-def test_reported_error_is_that_of_the_checkpoint(built: Built, data: MovieTweetings) -> None:
+def test_reported_error_matches_the_checkpoint(built: Built, data: MovieTweetings) -> None:
     model = RatingModel(make_collection(data), 0.0)
     model.load_state_dict(torch.load(built.checkpoint, weights_only=True))
     _, held_out = split_by_time(make_examples(data), 0.15)
@@ -193,17 +195,21 @@ def test_better_movies_have_higher_candidate_scores(built: Built) -> None:
     assert built.report.candidate_correlation > 0.25
 
 
-def test_movies_of_like_genres_are_near_each_other(built: Built, data: MovieTweetings) -> None:
+def test_nearest_movies_share_genres(built: Built, data: MovieTweetings) -> None:
     rows = torch.load(built.checkpoint, weights_only=True)["ebc.embedding_bags.movie.weight"]
     unit = torch.nn.functional.normalize(rows).numpy()
     genres = [set(some) for some in data.movie_genres]
-    asked = np.random.default_rng(0).choice([row for row, some in enumerate(genres) if some], 100)
-    for row, near in zip(asked, np.argsort(-(unit[asked] @ unit.T), axis=1)[:, 1:6], strict=True):
+    sampled_rows = np.random.default_rng(0).choice(
+        [row for row, some in enumerate(genres) if some], 100
+    )
+    for row, near in zip(
+        sampled_rows, np.argsort(-(unit[sampled_rows] @ unit.T), axis=1)[:, 1:6], strict=True
+    ):
         shared = [len(genres[row] & genres[one]) / len(genres[row] | genres[one]) for one in near]
         assert np.mean(shared) > 0.5, (row, near)
 
 
-def test_progress_counts_every_step(built: Built) -> None:
+def test_progress_is_reported_at_every_step(built: Built) -> None:
     steps = TrainingSettings().epochs * 24
     assert [step for step, _, _ in built.steps] == list(range(1, steps + 1))
     assert {count for _, count, _ in built.steps} == {steps}
@@ -247,7 +253,7 @@ def test_checkpoint_holds_the_published_rows(built: Built) -> None:
         ({"model": "a/b"}, "model name 'a/b'"),
     ],
 )
-def test_what_cannot_be_published_is_refused_before_training(
+def test_invalid_options_are_rejected_before_training(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     def trained(*_: object) -> None:
@@ -255,26 +261,28 @@ def test_what_cannot_be_published_is_refused_before_training(
 
     (tmp_path / "file").write_text("")
     paths = {k: tmp_path / v for k, v in options.items() if k in ("store", "checkpoint")}
-    given: dict[str, Any] = {"store": tmp_path / "store", "progress": trained} | options | paths
+    arguments: dict[str, Any] = {"store": tmp_path / "store", "progress": trained} | options | paths
     with pytest.raises(StoreError, match=message):
-        build_demo(**given)
+        build_demo(**arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-class Unsavable(torch.nn.Module):
+class FailingModule(torch.nn.Module):
     """A module whose state dict raises an error of two lines, as torch's errors can be."""
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("write failed\nat byte 7")
 
 
-def test_a_checkpoint_that_fails_half_way_is_one_line(tmp_path: Path) -> None:
+def test_failed_checkpoint_write_is_a_one_line_error(tmp_path: Path) -> None:
     message = r"x.pt: the checkpoint cannot be written: write failed at byte 7$"
     with pytest.raises(StoreError, match=message):
-        save_checkpoint(Unsavable(), tmp_path / "x.pt")
+        save_checkpoint(FailingModule(), tmp_path / "x.pt")
 
 
-def test_checkpoint_of_the_collection_alone(tmp_path: Path, data: MovieTweetings) -> None:
+def test_collection_alone_can_be_saved_as_a_checkpoint(
+    tmp_path: Path, data: MovieTweetings
+) -> None:
     collection = make_collection(data)
     save_checkpoint(collection, tmp_path / "ebc.pt")
     state = torch.load(tmp_path / "ebc.pt", weights_only=True)

@@ -14,7 +14,7 @@ from embedserve_store.demo.vocabularies import RULES
 from embedserve_store.errors import StoreError
 
 
-def test_every_title_is_of_a_movie_of_the_extract() -> None:
+def test_every_title_belongs_to_a_movie_of_the_data_set() -> None:
     found = titles()
     assert found["1375666"] == "Inception"
     assert {int(one) for one in found} <= load().movie_rows.keys()
@@ -22,13 +22,13 @@ def test_every_title_is_of_a_movie_of_the_extract() -> None:
     assert all(title == title.strip() and title for title in found.values())
 
 
-def test_they_are_written_beside_the_model(tmp_path: Path) -> None:
+def test_labels_are_written_next_to_the_model(tmp_path: Path) -> None:
     write_labels(tmp_path, "films")
     written = json.loads(labels_path(tmp_path, "films").read_text("utf-8"))
     assert written == {"films": {TABLE: titles()}}
     assert TABLE in RULES
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"nowhere/films\.labels\.json: cannot be written"):
         write_labels(tmp_path / "nowhere", "films")

@@ -14,19 +14,19 @@ ALIAS = Alias("m", "stable", 3, 7, "kim@trainer", "2026-11-22T16:00:00+00:00", "
 
 
 @pytest.mark.parametrize("version", [7, None])
-def test_what_is_written_is_read(version: int | None) -> None:
+def test_round_trip(version: int | None) -> None:
     alias = Alias("m", "stable", 3, version, "kim", "2026-11-22T16:00:00+00:00", "")
     assert parse_alias(alias.to_bytes(), "m", "stable", 3, "x") == alias
 
 
 @pytest.mark.parametrize("name", ["stable", "canary-2", "_x", "a" * 64, "A.b"])
-def test_names(name: str) -> None:
+def test_valid_names_are_accepted(name: str) -> None:
     check_name(name)
     assert parse_file_name(f"{name}/10.json") == (name, 10)
 
 
 @pytest.mark.parametrize("name", ["", "7", "-a", "a/b", "..", "a b", "a" * 65, "latest", "none"])
-def test_what_is_no_name(name: str) -> None:
+def test_invalid_names_are_rejected(name: str) -> None:
     with pytest.raises(StoreError, match="alias name "):
         check_name(name)
 
@@ -34,12 +34,12 @@ def test_what_is_no_name(name: str) -> None:
 @pytest.mark.parametrize(
     "path", ["stable/0.json", "stable/01.json", "stable/1", "stable/.new-1", "1.json", "a/b/1.json"]
 )
-def test_what_is_no_change_of_an_alias(path: str) -> None:
+def test_unrelated_paths_are_not_parsed_as_alias_changes(path: str) -> None:
     assert parse_file_name(path) is None
 
 
 @pytest.mark.parametrize("start", range(0, 300, 17))
-def test_a_flipped_byte_is_found(start: int) -> None:
+def test_flipped_bit_is_detected(start: int) -> None:
     data = bytearray(ALIAS.to_bytes())
     data[start % len(data)] ^= 1
     with pytest.raises(StoreError, match=r"^x: "):
@@ -49,7 +49,7 @@ def test_a_flipped_byte_is_found(start: int) -> None:
 @pytest.mark.parametrize(
     ("model", "name", "number"), [("n", "stable", 3), ("m", "canary", 3), ("m", "stable", 4)]
 )
-def test_a_change_of_another_alias_is_refused(model: str, name: str, number: int) -> None:
+def test_change_stored_under_another_alias_is_rejected(model: str, name: str, number: int) -> None:
     with pytest.raises(StoreError, match="x: is change 3 of alias 'stable' of model 'm', but lies"):
         parse_alias(ALIAS.to_bytes(), model, name, number, "x")
 
@@ -64,13 +64,13 @@ def test_a_change_of_another_alias_is_refused(model: str, name: str, number: int
         ({"who": None}, "who is None, expected str"),
     ],
 )
-def test_what_it_says_is_of_the_right_type(change: dict[str, object], message: str) -> None:
+def test_invalid_fields_are_rejected(change: dict[str, object], message: str) -> None:
     data = sealed_json(json.loads(ALIAS.to_bytes()) | change)
     with pytest.raises(StoreError, match=message):
         parse_alias(data, "m", "stable", 3, "x")
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"7"])
-def test_what_is_no_alias_at_all(text: bytes) -> None:
+def test_file_that_is_not_an_alias_is_rejected(text: bytes) -> None:
     with pytest.raises(StoreError, match=r"^x: "):
         parse_alias(text, "m", "stable", 3, "x")

@@ -32,12 +32,12 @@ ROWS = np.array([9, REMOVED, 0, 3])
 CHANGE = ChangedIds(USER, IDS, ROWS)
 
 
-def coded(*changes: ChangedIds) -> tuple[DeltaFile, bytes]:
+def encoded_ids(*changes: ChangedIds) -> tuple[DeltaFile, bytes]:
     return encode_ids(changes, "f")
 
 
-def test_what_is_written_is_read() -> None:
-    file, data = coded(CHANGE, ChangedIds(ITEM, np.array([1]), np.array([REMOVED])))
+def test_round_trip() -> None:
+    file, data = encoded_ids(CHANGE, ChangedIds(ITEM, np.array([1]), np.array([REMOVED])))
     assert file.ids == {"user": IdCounts(3, 1), "item": IdCounts(0, 1)}
     assert not file.rows
     user, item = decode_ids(data, file, TABLES, "f")
@@ -49,7 +49,7 @@ def test_what_is_written_is_read() -> None:
     assert (item.ids.tolist(), item.rows.tolist()) == ([1], [REMOVED])
 
 
-def test_many_ids_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ids_are_split_into_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("embedserve_store.format.changed_ids._PART_IDS", 3)
     item = ChangedIds(ITEM, IDS, ROWS)
     parts = [*split_ids([CHANGE, no_ids(ITEM), item])]
@@ -63,10 +63,10 @@ def test_many_ids_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.concatenate(ids).tolist() == IDS.tolist()
 
 
-def edited(position: int, value: int) -> tuple[DeltaFile, bytes]:
+def with_changed_number(position: int, value: int) -> tuple[DeltaFile, bytes]:
     """Returns a whole file with one changed number. Positions count the ids, then id_rows, then
     removed."""
-    file, data = coded(CHANGE)
+    file, data = encoded_ids(CHANGE)
     at = len(data) - 56 + 8 * position
     numbers = bytearray(data)
     numbers[at : at + 8] = int(value).to_bytes(8, "little", signed=True)
@@ -83,14 +83,14 @@ def edited(position: int, value: int) -> tuple[DeltaFile, bytes]:
         (6, 7, r"table 'user': id 7 has a row, and is removed"),
     ],
 )
-def test_wrong_numbers_are_named(position: int, value: int, error: str) -> None:
-    file, data = edited(position, value)
+def test_invalid_numbers_are_rejected(position: int, value: int, error: str) -> None:
+    file, data = with_changed_number(position, value)
     with pytest.raises(StoreError, match=f"^where: {error}"):
         decode_ids(data, file, TABLES, "where")
 
 
-def test_another_file_is_refused() -> None:
-    file, data = coded(CHANGE)
+def test_file_that_differs_from_its_manifest_is_rejected() -> None:
+    file, data = encoded_ids(CHANGE)
     with pytest.raises(StoreError, match="sha256"):
         decode_ids(data[:-1] + b"!", file, TABLES, "f")
     with pytest.raises(StoreError, match="bytes, the manifest has"):
@@ -100,7 +100,7 @@ def test_another_file_is_refused() -> None:
             decode_ids(data, replace(file, ids={"user": counts}), TABLES, "f")
 
 
-def test_later_changes_count() -> None:
+def test_later_changes_override_earlier_changes() -> None:
     later = ChangedIds(USER, np.array([-5, 1, 7]), np.array([4, 5, REMOVED]))
     both = CHANGE.then(later)
     assert dict(zip(both.ids.tolist(), both.rows.tolist(), strict=True)) == {
@@ -110,12 +110,12 @@ def test_later_changes_count() -> None:
         7: REMOVED,
         2**63 - 1: 3,
     }
-    asked = np.array([7, 8, -5])
-    assert both.rows_of(asked, np.array([1, 2, 3])).tolist() == [REMOVED, 2, 4]
-    assert no_ids(USER).rows_of(asked, AS_PUBLISHED).tolist() == [AS_PUBLISHED] * 3
+    queried_ids = np.array([7, 8, -5])
+    assert both.rows_of(queried_ids, np.array([1, 2, 3])).tolist() == [REMOVED, 2, 4]
+    assert no_ids(USER).rows_of(queried_ids, AS_PUBLISHED).tolist() == [AS_PUBLISHED] * 3
 
 
-def test_tables_of_a_feature_have_one_vocabulary() -> None:
+def test_tables_that_share_a_feature_must_have_the_same_changes() -> None:
     shares = replace(ITEM, feature_names=("friend",))
     base = Manifest("m", 1, (USER, shares), is_weighted=False)
     same = ChangedIds(shares, IDS, ROWS)

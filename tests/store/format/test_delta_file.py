@@ -22,7 +22,7 @@ NAME = "00000000000000000001.0123456789abcdef.0.0.safetensors"
 WIDE = BY_NAME["wide"]
 
 
-def changed(table: TableSpec, numbers: list[int], seed: int = 0) -> ChangedRows:
+def changed_rows(table: TableSpec, numbers: list[int], seed: int = 0) -> ChangedRows:
     """Returns rows of finite values: small codes, and a zero scale and bias for quantized
     dtypes."""
     random = np.random.default_rng(seed)
@@ -36,10 +36,10 @@ def encoded(*changes: ChangedRows) -> tuple[DeltaFile, bytes]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_is_encoded_is_decoded(data: st.DataObject) -> None:
+def test_round_trip(data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(TABLES), unique_by=lambda one: one.name))
     changes = [
-        changed(
+        changed_rows(
             table, sorted(data.draw(st.sets(st.integers(0, table.num_embeddings - 1), min_size=1)))
         )
         for table in chosen
@@ -51,9 +51,12 @@ def test_what_is_encoded_is_decoded(data: st.DataObject) -> None:
         np.testing.assert_array_equal(before.values, after.values)
 
 
-def test_a_large_push_becomes_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_push_is_split_into_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_file, "PART_BYTES", 4 * WIDE.row_bytes)
-    changes = {"wide": changed(WIDE, [*range(10)]), "odd": changed(BY_NAME["odd"], [0, 2])}
+    changes = {
+        "wide": changed_rows(WIDE, [*range(10)]),
+        "odd": changed_rows(BY_NAME["odd"], [0, 2]),
+    }
     parts = list(split(changes))
     assert [[len(one.numbers) for one in part] for part in parts] == [[4], [4], [2, 2]]
     joined = np.concatenate([one.numbers for part in parts for one in part[:1]])
@@ -62,7 +65,7 @@ def test_a_large_push_becomes_several_files(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "message"),
     [
         ([3, 32], r"rows\[1\] is 32, the table has 32 rows"),
         ([-1, 3], r"rows\[0\] is -1, the table has 32 rows"),
@@ -70,15 +73,15 @@ def test_a_large_push_becomes_several_files(monkeypatch: pytest.MonkeyPatch) -> 
         ([4, 3], r"rows\[1\] is 3 after 4: row numbers ascend"),
     ],
 )
-def test_wrong_row_numbers_are_refused(numbers: list[int], said: str) -> None:
-    file, content = encoded(changed(WIDE, numbers))
-    with pytest.raises(StoreError, match=rf"^here: table 'wide': {said}"):
+def test_invalid_row_numbers_are_rejected(numbers: list[int], message: str) -> None:
+    file, content = encoded(changed_rows(WIDE, numbers))
+    with pytest.raises(StoreError, match=rf"^here: table 'wide': {message}"):
         decode(content, file, BY_NAME, "here")
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_values_that_are_not_finite_are_refused(table: TableSpec) -> None:
-    change = changed(table, [0, 2])
+def test_values_that_are_not_finite_are_rejected(table: TableSpec) -> None:
+    change = changed_rows(table, [0, 2])
     number = np.array([np.nan], "<f4" if table.dtype == "float32" else "<f2").view(np.uint8)
     change.values[1, : len(number)] = number
     file, content = encoded(change)
@@ -88,16 +91,16 @@ def test_values_that_are_not_finite_are_refused(table: TableSpec) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(at=st.integers(0, 1 << 30), byte=st.integers(1, 255))
-def test_any_changed_byte_is_found(at: int, byte: int) -> None:
-    file, content = encoded(changed(WIDE, [1, 5]), changed(BY_NAME["half"], [4]))
+def test_any_changed_byte_is_detected(at: int, byte: int) -> None:
+    file, content = encoded(changed_rows(WIDE, [1, 5]), changed_rows(BY_NAME["half"], [4]))
     damaged = bytearray(content)
     damaged[at % len(content)] ^= byte
     with pytest.raises(StoreError, match=r"^here: sha256 is"):
         decode(bytes(damaged), file, BY_NAME, "here")
 
 
-def test_the_tensors_are_those_of_the_manifest() -> None:
-    file, content = encoded(changed(WIDE, [1, 5]))
+def test_tensors_that_differ_from_the_manifest_are_rejected() -> None:
+    file, content = encoded(changed_rows(WIDE, [1, 5]))
     with pytest.raises(StoreError, match=rf"^here: {len(content) - 1} bytes, the manifest has"):
         decode(content[:-1], file, BY_NAME, "here")
     for rows in ({"wide": 1}, {"wide": 3}, {"half": 2}, {}):

@@ -88,7 +88,7 @@ def encoded(data: bytes) -> str:
         (lambda one: one.update(dtype=["x" * 99]), "dtype is"),
     ],
 )
-def test_a_malformed_field_is_refused(change: Callable[[dict[str, Any]], Any], reason: str) -> None:
+def test_malformed_field_is_rejected(change: Callable[[dict[str, Any]], Any], reason: str) -> None:
     data = json.loads(json.dumps(goldens().to_json()))
     change(data)
     with pytest.raises(StoreError, match=rf"^here: goldens: .*{reason.removeprefix('goldens: ')}"):
@@ -96,7 +96,7 @@ def test_a_malformed_field_is_refused(change: Callable[[dict[str, Any]], Any], r
 
 
 @pytest.mark.parametrize("data", [None, [], "goldens", 7])
-def test_goldens_are_an_object(data: object) -> None:
+def test_goldens_that_are_not_an_object_are_rejected(data: object) -> None:
     with pytest.raises(StoreError, match=r"^here: goldens: expected a JSON object"):
         parse_goldens(data, "here")
 
@@ -125,13 +125,15 @@ def zeros(*shape: int) -> np.ndarray:
         ({"lengths": np.ones((3, EXAMPLES_MAX + 1), np.int32)}, f"{EXAMPLES_MAX + 1} examples, 6"),
     ],
 )
-def test_goldens_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
+def test_goldens_that_do_not_fit_the_model_are_rejected(
+    change: dict[str, Any], reason: str
+) -> None:
     delta = replace(DELTA, goldens=replace(goldens(), **change))
     with pytest.raises(StoreError, match=f"^here: goldens: .*{reason}"):
         check_tables(delta, BASE, "here")
 
 
-def test_a_weighted_model_has_weights() -> None:
+def test_goldens_of_a_weighted_model_need_valid_weights() -> None:
     weighted = replace(BASE, is_weighted=True)
     with pytest.raises(StoreError, match="the model needs weights"):
         goldens().check(weighted, "here")
@@ -142,7 +144,7 @@ def test_a_weighted_model_has_weights() -> None:
         replace(nan, weights=zeros(5)).check(weighted, "here")
 
 
-def test_an_undo_has_none() -> None:
+def test_undo_with_goldens_is_rejected() -> None:
     undo = replace(DELTA, reverts_to=3, goldens=goldens())
     with pytest.raises(StoreError, match="reverts to delta 3, and has goldens"):
         parse(undo.to_bytes())

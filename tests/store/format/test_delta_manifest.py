@@ -55,7 +55,7 @@ def test_round_trip() -> None:
     assert (DELTA.rows, DELTA.nbytes) == ({"user": 3, "item": 2}, 1000)
 
 
-def test_names_sort_by_seq_and_are_found_again() -> None:
+def test_manifest_names_sort_by_seq_and_are_parsed_back() -> None:
     names = [manifest_name(seq) for seq in (1, 9, 10, 12345)]
     assert names == sorted(names)
     assert [parse_manifest_name(name) for name in names] == [1, 9, 10, 12345]
@@ -75,12 +75,12 @@ def undo(**fields: Any) -> bytes:
     return edited(lambda data: data.update({"files": [], "reverts_to": 0, "why": ""} | fields))
 
 
-def in_file(**fields: Any) -> bytes:
+def edited_file(**fields: Any) -> bytes:
     return edited(lambda data: data["files"][0].update(fields))
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (edited(lambda data: data.update(model="other")), "is delta 5 of line 7 of model 'other'"),
         (edited(lambda data: data.update(line=8)), "is delta 5 of line 8"),
@@ -94,13 +94,16 @@ def in_file(**fields: Any) -> bytes:
         (edited(lambda data: data.update(as_of="2026-01-02T03:04:05+01:00")), "a time in UTC"),
         (edited(lambda data: data.update(files={})), "files is {}, expected list"),
         (edited(lambda data: data.update(files=[3])), "files[0]: expected a JSON object"),
-        (in_file(name="../5.json"), "files[0]: name is '../5.json', not that of a file of delta 5"),
-        (in_file(name=file_name(6, TOKEN, 0, 0)), "not that of a file of delta 5"),
-        (in_file(bytes=0), "files[0]: bytes is 0"),
-        (in_file(bytes=FILE_BYTES_MAX + 1), f"expected 1 to {FILE_BYTES_MAX}"),
-        (in_file(sha256="A" * 64), "expected 64 hexadecimal digits"),
-        (in_file(rows={"user": 0}), "rows: user is 0, expected 1 or more"),
-        (in_file(rows={"user": 1.5}), "user is 1.5, expected int"),
+        (
+            edited_file(name="../5.json"),
+            "files[0]: name is '../5.json', not that of a file of delta 5",
+        ),
+        (edited_file(name=file_name(6, TOKEN, 0, 0)), "not that of a file of delta 5"),
+        (edited_file(bytes=0), "files[0]: bytes is 0"),
+        (edited_file(bytes=FILE_BYTES_MAX + 1), f"expected 1 to {FILE_BYTES_MAX}"),
+        (edited_file(sha256="A" * 64), "expected 64 hexadecimal digits"),
+        (edited_file(rows={"user": 0}), "rows: user is 0, expected 1 or more"),
+        (edited_file(rows={"user": 1.5}), "user is 1.5, expected int"),
         (undo(reverts_to=4), "reverts_to is 4, expected 0 to 3"),
         (undo(reverts_to=-1), "reverts_to is -1, expected 0 to 3"),
         (undo(reverts_to=None), "reverts_to is None, expected int"),
@@ -118,13 +121,13 @@ def in_file(**fields: Any) -> bytes:
         (b" " * ((16 << 20) + 1), "the limit is 16777216"),
     ],
 )
-def test_anything_else_is_refused(data: bytes, said: str) -> None:
+def test_invalid_manifest_is_rejected(data: bytes, message: str) -> None:
     with pytest.raises(StoreError, match=r"^here") as caught:
         parse(data)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_sizes_are_refused_by_the_manifest_alone() -> None:
+def test_manifest_over_the_byte_or_file_limit_is_rejected() -> None:
     largest = replace(FILE, nbytes=FILE_BYTES_MAX)
     too_large = replace(DELTA, files=(largest,) * (DELTA_BYTES_MAX // FILE_BYTES_MAX + 1))
     with pytest.raises(StoreError, match=f"the limit is {DELTA_BYTES_MAX}"):
@@ -135,7 +138,7 @@ def test_sizes_are_refused_by_the_manifest_alone() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(at=st.integers(0, len(DELTA.to_bytes()) - 1), byte=st.integers(0, 255))
-def test_any_changed_byte_is_found(at: int, byte: int) -> None:
+def test_any_changed_byte_is_detected(at: int, byte: int) -> None:
     data = bytearray(DELTA.to_bytes())
     if data[at] == byte:
         return
@@ -144,7 +147,7 @@ def test_any_changed_byte_is_found(at: int, byte: int) -> None:
         parse(bytes(data))
 
 
-def test_tables_are_those_of_the_version() -> None:
+def test_tables_that_do_not_fit_the_version_are_rejected() -> None:
     check_tables(DELTA, BASE, "here")
     unknown = replace(DELTA, files=(replace(FILE, rows={"shop": 1}),))
     with pytest.raises(StoreError, match=r"here: table 'shop' is not one of version 7; tables are"):
@@ -154,7 +157,7 @@ def test_tables_are_those_of_the_version() -> None:
         check_tables(too_many, BASE, "here")
 
 
-def test_a_line_begins_at_a_version_and_goes_through_compacted_ones() -> None:
+def test_line_position_of_published_and_compacted_versions() -> None:
     assert position_of(BASE) == LinePosition(7, 0, base_checksum(BASE))
     position = LinePosition(7, 1234, SHA)
     compacted = replace(BASE, version=9, source={"kind": "deltas"} | position.to_source())
@@ -165,7 +168,7 @@ def test_a_line_begins_at_a_version_and_goes_through_compacted_ones() -> None:
             position_of(replace(compacted, source=source))
 
 
-def test_the_base_checksum_tells_rows_apart_not_numbers() -> None:
+def test_base_checksum_depends_on_rows_and_not_on_version_numbers() -> None:
     assert base_checksum(replace(BASE, version=8)) == base_checksum(BASE)
     other = (replace(USER, sha256="b" * 64), BASE.tables[1])
     assert base_checksum(replace(BASE, tables=other)) != base_checksum(BASE)

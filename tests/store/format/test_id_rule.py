@@ -23,12 +23,12 @@ RULES = (
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_comes_back_as_stored_and_fits_ten_rows(rule: IdRule) -> None:
+def test_valid_rule_passes_the_check_and_round_trips(rule: IdRule) -> None:
     assert IdRule.from_json(rule.to_json(), "w") == rule
     rule.check(10, "w")
 
 
-def test_format_1_has_the_rule_only() -> None:
+def test_rule_of_format_1_gets_the_defaults() -> None:
     assert IdRule.from_json({"rule": "rows"}, "w") == IdRule()
 
 
@@ -52,7 +52,7 @@ def test_format_1_has_the_rule_only() -> None:
         (RULES[5].to_json() | {"sha256": 3}, "sha256 is 3, expected str"),
     ],
 )
-def test_json_that_is_no_rule_is_refused(data: Any, message: str) -> None:
+def test_invalid_json_rule_is_rejected(data: Any, message: str) -> None:
     with pytest.raises(StoreError, match=f"^w: .*{message}"):
         IdRule.from_json(data, "w")
 
@@ -81,12 +81,12 @@ def test_json_that_is_no_rule_is_refused(data: Any, message: str) -> None:
         (IdRule("map", entries=True), "entries is True, expected int"),
     ],
 )
-def test_a_rule_that_makes_no_sense_for_ten_rows_is_refused(rule: IdRule, message: str) -> None:
+def test_invalid_rule_for_a_table_of_ten_rows_is_rejected(rule: IdRule, message: str) -> None:
     with pytest.raises(StoreError, match=f"^w: {message}"):
         rule.check(10, "w")
 
 
-def test_maps_are_for_tables_whose_rows_fit_32_bits() -> None:
+def test_map_rule_is_rejected_for_row_numbers_over_32_bits() -> None:
     IdRule("map").check(ENTRIES_MAX + 1, "w")
     with pytest.raises(StoreError, match="rule is 'map' for a table of 4294967297 rows"):
         IdRule("map").check(ENTRIES_MAX + 2, "w")

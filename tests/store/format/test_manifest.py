@@ -20,7 +20,7 @@ FILES = {"plan.json": "22", "goldens.safetensors": "33"}
 MANIFEST = Manifest("m", 3, TABLES, True, {"kind": "state_dict"}, FILES)
 
 
-def test_keys_and_dims_follow_the_tables() -> None:
+def test_keys_and_dims_are_derived_from_the_tables() -> None:
     assert MANIFEST.features == ("x", "y", "z")
     assert MANIFEST.keys == ("x", "y@a", "y@b", "z")
     assert MANIFEST.length_per_key == (8, 8, 4, 4)
@@ -28,7 +28,7 @@ def test_keys_and_dims_follow_the_tables() -> None:
     assert MANIFEST.nbytes == 100 * 12 + 30 * 16
 
 
-def test_columns_of_the_answer() -> None:
+def test_columns_locate_each_key_in_the_result() -> None:
     a, b = TABLES
     assert MANIFEST.columns == (
         KeyColumns("x", 0, a, 0, 8),
@@ -52,20 +52,20 @@ def table(name: str, *features: str) -> TableSpec:
         (["wv", "x", "y", "z", "yx", "vz"], ["adf", "bce"]),
     ],
 )
-def test_tables_that_share_features_are_a_group(features: list[str], groups: list[str]) -> None:
+def test_tables_that_share_features_are_grouped(features: list[str], groups: list[str]) -> None:
     """The tables are a, b, …, and each letter of an entry is a feature."""
     tables = tuple(table(name, *own) for name, own in zip("abcdef", features, strict=False))
     found = Manifest("m", 1, tables, False).table_groups
     assert ["".join(one.name for one in group) for group in found] == groups
 
 
-def test_groups_of_many_tables_take_no_time_of_their_square() -> None:
+def test_grouping_many_tables_does_not_take_quadratic_time() -> None:
     count = 20_000
     tables = tuple(table(f"t{i}", f"f{i}", f"f{i + 1}") for i in reversed(range(count)))
     assert [len(group) for group in Manifest("m", 1, tables, False).table_groups] == [count]
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     data = json.loads(json.dumps(MANIFEST.to_json()))
     assert Manifest.from_json(data, "manifest.json") == MANIFEST
 
@@ -82,7 +82,7 @@ def test_json_and_back() -> None:
         ({"feature_names": ["y", "y@b"]}, "2 answers are called 'y@b': rename a feature"),
     ],
 )
-def test_json_tables_that_make_no_sense(change: dict[str, Any], message: str) -> None:
+def test_invalid_tables_in_json_are_rejected(change: dict[str, Any], message: str) -> None:
     data = json.loads(json.dumps(MANIFEST.to_json()))
     data["tables"][0] |= change
     with pytest.raises(StoreError, match=f"here: .*{message}"):
@@ -90,6 +90,6 @@ def test_json_tables_that_make_no_sense(change: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize("data", [None, [], 1, {"format_version": 1}, {"format_version": "1"}])
-def test_json_that_is_no_manifest(data: Any) -> None:
+def test_json_that_is_not_a_manifest_is_rejected(data: Any) -> None:
     with pytest.raises(StoreError, match="here: "):
         Manifest.from_json(data, "here")

@@ -18,7 +18,7 @@ def folder(version: ModelVersion) -> Path:
     return version.path
 
 
-def test_every_flip_of_every_bit_of_a_manifest_breaks_its_seal(folder: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_invalidates_its_checksum(folder: Path) -> None:
     text = (folder / "manifest.json").read_bytes()
     check_seal(text, "m")
     for position in range(len(text)):
@@ -32,30 +32,30 @@ def test_every_flip_of_every_bit_of_a_manifest_breaks_its_seal(folder: Path) -> 
             pytest.fail(f"bit {bit} of byte {position}")
 
 
-def test_other_spaces_in_a_manifest_break_its_seal(folder: Path) -> None:
+def test_changed_whitespace_in_a_manifest_invalidates_its_checksum(folder: Path) -> None:
     text = (folder / "manifest.json").read_bytes()
     with pytest.raises(StoreError, match=r"m: sha256 is .* changed since it was published"):
         check_seal(json.dumps(json.loads(text)).encode(), "m")
 
 
 @pytest.mark.parametrize("digest", [None, 7, "", "0" * 63, "A" * 64])
-def test_a_seal_that_is_no_checksum(digest: Any) -> None:
+def test_malformed_checksum_is_rejected(digest: Any) -> None:
     with pytest.raises(StoreError, match=r"m: sha256 is .* expected 64 hexadecimal digits"):
         check_seal(json.dumps({"format_version": 2, "sha256": digest}).encode(), "m")
 
 
-def test_sealing_again_gives_the_same(folder: Path) -> None:
+def test_sealing_again_returns_the_same_bytes(folder: Path) -> None:
     text = (folder / "manifest.json").read_bytes()
     assert sealed_json(json.loads(text)) == text
 
 
-def test_a_manifest_that_already_holds_64_zeros_can_be_sealed() -> None:
+def test_manifest_that_already_holds_64_zeros_can_be_sealed() -> None:
     text = sealed_json({"format_version": 2, "source": "0" * 64})
     check_seal(text, "m")
     assert json.loads(text)["source"] == "0" * 64
 
 
-def test_a_manifest_of_format_version_1_needs_no_seal() -> None:
+def test_manifest_of_format_version_1_needs_no_checksum() -> None:
     text = json.dumps({"format_version": 1}).encode()
     assert not is_sealed(text)
     check_seal(text, "m")

@@ -26,7 +26,7 @@ blocks = st.tuples(st.integers(1, 20), st.integers(1, 33)).flatmap(
 
 
 @given(blocks, st.sampled_from(DTYPES))
-def test_every_dtype_has_its_row_bytes(block: np.ndarray, dtype: str) -> None:
+def test_encoded_rows_have_the_row_bytes_of_their_dtype(block: np.ndarray, dtype: str) -> None:
     rows = encode_rows(torch.from_numpy(block), dtype)
     assert rows.dtype == np.uint8
     assert rows.shape == (len(block), row_bytes(dtype, stored_columns(block.shape[1])))
@@ -34,7 +34,7 @@ def test_every_dtype_has_its_row_bytes(block: np.ndarray, dtype: str) -> None:
 
 
 @given(blocks)
-def test_float32_rows_come_back_exactly(block: np.ndarray) -> None:
+def test_float32_rows_round_trip_exactly(block: np.ndarray) -> None:
     rows = encode_rows(torch.from_numpy(block), "float32")
     wide = np.zeros((len(block), stored_columns(block.shape[1])), np.float32)
     wide[:, : block.shape[1]] = block
@@ -50,25 +50,25 @@ def test_float16_rows_are_rounded_once(block: np.ndarray) -> None:
 
 
 @given(blocks, st.sampled_from(sorted(BITS)))
-def test_quantized_rows_are_fbgemms_with_scale_and_bias_in_front(
+def test_quantized_rows_match_fbgemm_with_scale_and_bias_first(
     block: np.ndarray, dtype: str
 ) -> None:
     ops = torch.ops.fbgemm
     # The padding of a row repeats one of its values, so it does not change the row's scale.
     missing = stored_columns(block.shape[1]) - block.shape[1]
     wide = torch.from_numpy(np.pad(block, ((0, 0), (0, missing)), mode="edge"))
-    behind = ops.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(wide, BITS[dtype])
+    fbgemm_rows = ops.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(wide, BITS[dtype])
     rows = encode_rows(torch.from_numpy(block), dtype)
-    np.testing.assert_array_equal(rows[:, :4], behind.numpy()[:, -4:])
-    np.testing.assert_array_equal(rows[:, 4:], behind.numpy()[:, :-4])
-    expected = ops.FusedNBitRowwiseQuantizedSBHalfToFloat(behind, BITS[dtype]).numpy()
+    np.testing.assert_array_equal(rows[:, :4], fbgemm_rows.numpy()[:, -4:])
+    np.testing.assert_array_equal(rows[:, 4:], fbgemm_rows.numpy()[:, :-4])
+    expected = ops.FusedNBitRowwiseQuantizedSBHalfToFloat(fbgemm_rows, BITS[dtype]).numpy()
     expected = expected[:, : block.shape[1]]
     found = dequantize_rows(rows, dtype, block.shape[1])
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(block).max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_inference_kernel_reads_what_we_dequantize(dtype: str) -> None:
+def test_inference_kernel_results_match_dequantized_rows(dtype: str) -> None:
     block = torch.randn(10, 12, generator=torch.Generator().manual_seed(1))
     rows = encode_rows(block, dtype)
     sparse = {"float32": "FP32", "float16": "FP16", "int8": "INT8", "int4": "INT4"}[dtype]
@@ -85,7 +85,7 @@ def test_the_inference_kernel_reads_what_we_dequantize(dtype: str) -> None:
     np.testing.assert_allclose(answers, dequantize_rows(rows, dtype, 12), rtol=1e-6, atol=1e-6)
 
 
-def test_int4_has_the_first_code_in_the_low_half() -> None:
+def test_int4_stores_the_first_code_in_the_low_nibble() -> None:
     scale_bias = np.array([[2, -1]], "<f2").view(np.uint8)
     rows = np.concatenate([scale_bias, np.array([[0x10, 0xF2]], np.uint8)], axis=1)
     np.testing.assert_array_equal(dequantize_rows(rows, "int4", 4), [[-1, 1, 3, 29]])
@@ -105,7 +105,7 @@ def test_a_transposed_block_is_stored_row_by_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
-def test_rows_beyond_the_range_of_float16_are_found(dtype: str) -> None:
+def test_rows_beyond_the_float16_range_are_detected(dtype: str) -> None:
     block = torch.zeros(3, 4)
     block[1] = 70000
     assert unstorable_rows(encode_rows(block, dtype), dtype).tolist() == [1]

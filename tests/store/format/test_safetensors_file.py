@@ -30,12 +30,12 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_tensors_lie_one_after_the_other() -> None:
+def test_tensors_are_laid_out_consecutively() -> None:
     assert consecutive([("half", "F16", [2, 3]), ("bytes", "U8", [5])]) == TENSORS
     assert consecutive([]) == {}
 
 
-def test_the_content_of_a_whole_file(path: Path) -> None:
+def test_content_is_returned_only_if_header_and_size_match(path: Path) -> None:
     data = path.read_bytes()
     np.testing.assert_array_equal(content_of(data, TENSORS, "here"), np.arange(17, dtype=np.uint8))
     for wrong in (data[:-1], data + b"x", data.replace(b"F16", b"U16", 1), b""):
@@ -43,14 +43,14 @@ def test_the_content_of_a_whole_file(path: Path) -> None:
             content_of(wrong, TENSORS, "here")
 
 
-def test_the_data_is_mapped_as_it_lies(path: Path) -> None:
+def test_data_is_mapped_unchanged(path: Path) -> None:
     for few_reads in (False, True):
         data = map_tensors(path, TENSORS, few_reads=few_reads)
         np.testing.assert_array_equal(data, np.arange(17, dtype=np.uint8))
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 100, 4095])
-def test_a_file_that_ends_in_its_header(path: Path, size: int) -> None:
+def test_file_truncated_within_its_header_is_rejected(path: Path, size: int) -> None:
     with path.open("r+b") as file:
         file.truncate(size)
     with pytest.raises(StoreError, match="ends within its header"):
@@ -58,7 +58,7 @@ def test_a_file_that_ends_in_its_header(path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize(("change", "why"), [(-1, "truncated"), (1, "bytes after the last tensor")])
-def test_a_file_of_the_wrong_size(path: Path, change: int, why: str) -> None:
+def test_file_of_the_wrong_size_is_rejected(path: Path, change: int, why: str) -> None:
     size = path.stat().st_size + change
     with path.open("r+b") as file:
         file.truncate(size)
@@ -66,25 +66,25 @@ def test_a_file_of_the_wrong_size(path: Path, change: int, why: str) -> None:
         map_tensors(path, TENSORS)
 
 
-def test_a_header_length_beyond_all_sense(path: Path) -> None:
+def test_header_length_over_the_limit_is_rejected(path: Path) -> None:
     path.write_bytes((HEADER_BYTES_MAX + 1).to_bytes(8, "little") + path.read_bytes()[8:])
     with pytest.raises(StoreError, match=f"limit of {HEADER_BYTES_MAX}"):
         map_tensors(path, TENSORS)
 
 
-def test_a_header_that_is_not_an_object(path: Path) -> None:
+def test_header_that_is_not_a_json_object_is_rejected(path: Path) -> None:
     path.write_bytes((4088).to_bytes(8, "little") + b"[1]".ljust(4088))
     with pytest.raises(StoreError, match="header is not a JSON object"):
         map_tensors(path, TENSORS)
 
 
-def test_a_header_nested_without_end(path: Path) -> None:
+def test_deeply_nested_header_is_rejected(path: Path) -> None:
     path.write_bytes((400_000).to_bytes(8, "little") + b"[" * 400_000)
     with pytest.raises(StoreError, match="header is not JSON"):
         map_tensors(path, TENSORS)
 
 
-def test_data_that_does_not_start_on_a_page(path: Path) -> None:
+def test_data_not_aligned_to_a_page_is_rejected(path: Path) -> None:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     path.write_bytes((length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8)

@@ -21,7 +21,7 @@ TABLE = TableSpec("a", 100, 8, ("x", "y"), "sum", "int8", "00")
     ("dtype", "sparse"),
     [("float32", "FP32"), ("float16", "FP16"), ("int8", "INT8"), ("int4", "INT4")],
 )
-def test_row_bytes_are_fbgemms(dim: int, dtype: str, sparse: str) -> None:
+def test_row_bytes_match_fbgemm(dim: int, dtype: str, sparse: str) -> None:
     assert row_bytes(dtype, dim) == unpadded_row_size_in_bytes(dim, SparseType[sparse])
 
 
@@ -38,12 +38,12 @@ def test_row_bytes_are_fbgemms(dim: int, dtype: str, sparse: str) -> None:
         ({"feature_names": ("x", "x")}, "has one twice"),
     ],
 )
-def test_tables_that_cannot_be_served(change: dict[str, Any], message: str) -> None:
+def test_invalid_tables_are_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StoreError, match=f"here: .*{message}"):
         check_table(replace(TABLE, **change), "here")
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     data = json.loads(json.dumps(TABLE.to_json()))
     assert (data["row_bytes"], data["ids"]) == (12, {"rule": "rows", "unknown": "error"})
     assert TableSpec.from_json(data, "here") == TABLE

@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_mapping_begins_on_a_page_and_is_read_only(path: Path) -> None:
+def test_mapping_is_page_aligned_and_read_only(path: Path) -> None:
     data = TablesFile.open(path, TABLES).data
     assert data.ctypes.data % PAGE_BYTES == 0
     assert not data.flags.writeable
@@ -41,7 +41,9 @@ def test_the_mapping_begins_on_a_page_and_is_read_only(path: Path) -> None:
         st.tuples(st.integers(1, 5000), st.integers(1, 64), st.sampled_from(DTYPES)), min_size=1
     )
 )
-def test_a_table_of_whole_cache_lines_starts_on_one(shapes: list[tuple[int, int, str]]) -> None:
+def test_table_of_whole_cache_lines_starts_on_a_cache_line(
+    shapes: list[tuple[int, int, str]],
+) -> None:
     tables = tuple(
         spec(f"t{i}", rows, 4 * dim, dtype) for i, (rows, dim, dtype) in enumerate(shapes)
     )
@@ -56,7 +58,7 @@ def test_a_table_of_whole_cache_lines_starts_on_one(shapes: list[tuple[int, int,
 
 
 @given(st.data())
-def test_no_changed_header_byte_goes_unseen(
+def test_any_changed_header_byte_is_detected(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     header = bytearray(header_bytes(TABLES))
@@ -75,22 +77,22 @@ def rewrite_header(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(data.replace(old, new))
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="none: cannot be read: No such file"):
         TablesFile.open(tmp_path / "none", TABLES)
 
 
-def test_a_table_that_the_manifest_lacks(path: Path) -> None:
+def test_table_missing_in_the_manifest_is_rejected(path: Path) -> None:
     with pytest.raises(StoreError, match="tensor 'bytes' is not one of the manifest's"):
         TablesFile.open(path, TABLES[:3])
 
 
-def test_a_table_that_the_file_lacks(path: Path) -> None:
+def test_table_missing_in_the_file_is_rejected(path: Path) -> None:
     with pytest.raises(StoreError, match="tensor 'new' of the manifest is not in the file"):
         TablesFile.open(path, (*TABLES, spec("new", 1, 4, "int8")))
 
 
-def test_a_shape_other_than_the_manifests(path: Path) -> None:
+def test_shape_that_differs_from_the_manifest_is_rejected(path: Path) -> None:
     rewrite_header(path, b"[32,64]", b"[64,32]")
     with pytest.raises(StoreError, match=r"tensor 'wide' is .*\[64, 32\].*the manifest means"):
         TablesFile.open(path, TABLES)
@@ -100,7 +102,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-def test_loading_eight_gigabytes_reads_none_of_them(
+def test_loading_eight_gigabytes_maps_without_reading(
     tmp_path: Path, write_version: Callable[[Path, Sequence[TableSpec]], Path]
 ) -> None:
     table = spec("huge", 1 << 23, 256, "float32")

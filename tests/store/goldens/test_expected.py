@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "e.safetensors"
 
 
-def test_what_is_saved_is_read(path: Path) -> None:
+def test_round_trip(path: Path) -> None:
     read = read_expected(str(path))
     assert (read.features, read.keys, read.length_per_key) == (
         EXPECTED.features,
@@ -54,7 +54,7 @@ def test_what_is_saved_is_read(path: Path) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_weights_are_kept(path: Path) -> None:
+def test_weights_round_trip(path: Path) -> None:
     weights = np.array([0.5, 1, 2], np.float32)
     save_expected(replace(EXPECTED, bags=replace(EXPECTED.bags, weights=weights)), path)
     read = read_expected(path).bags.weights
@@ -62,7 +62,7 @@ def test_weights_are_kept(path: Path) -> None:
     np.testing.assert_array_equal(read, weights)
 
 
-def test_checksums_are_kept(path: Path) -> None:
+def test_checksums_round_trip(path: Path) -> None:
     checksums = {"t.user": np.array([1, 2**64 - 1], np.uint64)}
     save_expected(replace(EXPECTED, checksums=checksums), path)
     read = read_expected(path).checksums
@@ -96,12 +96,12 @@ def test_checksums_are_kept(path: Path) -> None:
         ({}, {"length_per_key": "[5]"}, "length_per_key has 1 widths for 2 keys"),
     ],
 )
-def test_what_is_none_is_refused_in_one_line(
+def test_malformed_file_is_rejected_with_a_one_line_error(
     path: Path, tensors: dict[str, Any], metadata: dict[str, Any], message: str
 ) -> None:
     changed = {k: v for k, v in (load_file(path) | tensors).items() if v is not None}
-    told = {k: v for k, v in (METADATA | metadata).items() if v is not None}
-    save_file(changed, path, told)
+    changed_metadata = {k: v for k, v in (METADATA | metadata).items() if v is not None}
+    save_file(changed, path, changed_metadata)
     with pytest.raises(StoreError) as caught:
         read_expected(path)
     assert str(caught.value).startswith(f"{path}: ")
@@ -109,7 +109,7 @@ def test_what_is_none_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_read_is_refused(path: Path, tmp_path: Path) -> None:
+def test_unreadable_file_is_rejected(path: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"none: cannot be read: No such file"):
         read_expected(tmp_path / "none")
     with pytest.raises(StoreError, match="cannot be read"):

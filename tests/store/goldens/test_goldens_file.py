@@ -36,7 +36,7 @@ def goldens_of(manifest: Manifest) -> Goldens:
 
 
 @pytest.mark.parametrize("manifest", [PLAIN, WEIGHTED], ids=["plain", "weighted"])
-def test_what_is_saved_is_loaded(tmp_path: Path, manifest: Manifest) -> None:
+def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
     path = tmp_path / "goldens.safetensors"
     saved = goldens_of(manifest)
     save_goldens(saved, path)
@@ -51,7 +51,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, manifest: Manifest) -> None:
         assert loaded.bags.weights is None
 
 
-def test_missing_and_damaged_files(tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "goldens.safetensors"
     with pytest.raises(StoreError, match=r"goldens\.safetensors: cannot be read: No such file"):
         load(path, PLAIN)
@@ -61,20 +61,20 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
         load(path, PLAIN)
 
 
-def test_goldens_of_an_unweighted_model_do_not_fit_a_weighted_one(tmp_path: Path) -> None:
+def test_goldens_without_weights_are_rejected_for_a_weighted_model(tmp_path: Path) -> None:
     save_goldens(goldens_of(PLAIN), tmp_path / "g")
     with pytest.raises(StoreError, match=r"has .*, expected .*'weights'"):
         load(tmp_path / "g", WEIGHTED)
 
 
-def test_goldens_of_other_dims_do_not_fit(tmp_path: Path) -> None:
+def test_goldens_of_other_dims_are_rejected(tmp_path: Path) -> None:
     save_goldens(goldens_of(PLAIN), tmp_path / "g")
     other = replace(PLAIN, tables=(replace(TABLES[0], embedding_dim=16), *TABLES[1:]))
     with pytest.raises(StoreError, match=r"answers is float32 \[16, 24\], .* \[16, 40\]"):
         load(tmp_path / "g", other)
 
 
-def test_goldens_of_larger_tables_do_not_fit(tmp_path: Path) -> None:
+def test_goldens_of_larger_tables_are_rejected(tmp_path: Path) -> None:
     save_goldens(goldens_of(PLAIN), tmp_path / "g")
     other = replace(PLAIN, tables=(replace(TABLES[0], num_embeddings=999), *TABLES[1:]))
     with pytest.raises(StoreError, match="id 999 has no row in its table"):
@@ -82,7 +82,7 @@ def test_goldens_of_larger_tables_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [-1, 1, 100])
-def test_lengths_that_do_not_add_up(tmp_path: Path, change: int) -> None:
+def test_lengths_that_do_not_add_up_are_rejected(tmp_path: Path, change: int) -> None:
     path = tmp_path / "g"
     save_goldens(goldens_of(PLAIN), path)
     tensors = load_file(path)

@@ -38,7 +38,7 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
-def test_every_dtype_and_magnitude_is_within_its_own_bound(
+def test_rounding_of_every_dtype_and_magnitude_is_accepted(
     make_ebc: Callable[..., EmbeddingBagCollection],
     tmp_path: Path,
     dtype: str,
@@ -58,7 +58,7 @@ def test_every_dtype_and_magnitude_is_within_its_own_bound(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_answers_of_another_row_are_caught(
+def test_results_off_by_one_percent_are_rejected(
     ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
 ) -> None:
     publish(ebc, tmp_path, model="m", dtype=dtype)
@@ -70,7 +70,7 @@ def test_answers_of_another_row_are_caught(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stored_rows_that_are_not_the_sources_are_caught(
+def test_stored_rows_that_differ_from_the_source_are_rejected(
     ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
 ) -> None:
     """Goldens have the source's results of other examples, as if another checkpoint had been
@@ -83,7 +83,7 @@ def test_stored_rows_that_are_not_the_sources_are_caught(
         check(version, goldens.stored_answers, replace(goldens, source_answers=shuffled))
 
 
-def test_a_vector_that_is_not_a_number_is_caught(version: ModelVersion) -> None:
+def test_nan_in_results_is_rejected(version: ModelVersion) -> None:
     answers = version.goldens().stored_answers.copy()
     answers[3, 40] = np.nan
     with pytest.raises(StoreError, match="the vectors of 'tag' are not"):
@@ -130,7 +130,7 @@ def test_on_gpus_quantized_values_may_be_rounded_to_float16(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_on_gpus_float_rows_are_held_to_what_they_are_elsewhere(
+def test_on_gpus_float_rows_get_no_extra_tolerance(
     ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
 ) -> None:
     """The other two tables are int8. Half a float16 step is too much for the results of the float

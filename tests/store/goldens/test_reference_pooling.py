@@ -18,7 +18,7 @@ from embedserve_store.sources import live
 
 
 @pytest.mark.parametrize(("is_weighted", "pooling"), [(False, None), (True, "sum")])
-def test_pooling_by_hand_is_the_modules(
+def test_reference_pooling_matches_the_torch_module(
     make_ebc: Callable[..., EmbeddingBagCollection], is_weighted: bool, pooling: str | None
 ) -> None:
     ebc = make_ebc(is_weighted=is_weighted, pooling=pooling)
@@ -37,7 +37,7 @@ def test_pooling_by_hand_is_the_modules(
     )
 
 
-def test_a_weighted_mean_divides_by_the_count() -> None:
+def test_weighted_mean_divides_by_the_count() -> None:
     manifest = Manifest("m", 1, (TableSpec("t", 9, 4, ("t",), "mean", "float32"),), True)
     bags = sample_bags(manifest, {})
     rows = torch.arange(36.0).reshape(9, 4).numpy()

@@ -11,7 +11,7 @@ from embedserve_store.goldens.row_checksums import row_checksums
 ROWS = np.random.default_rng(4).standard_normal((50, 6)).astype(np.float32)
 
 
-def test_a_change_of_any_one_value_changes_the_checksum_of_its_row_alone() -> None:
+def test_any_changed_value_changes_only_the_checksum_of_its_row() -> None:
     before = row_checksums(ROWS)
     for row, column in np.ndindex(*ROWS.shape):
         changed = ROWS.copy()
@@ -20,18 +20,18 @@ def test_a_change_of_any_one_value_changes_the_checksum_of_its_row_alone() -> No
         assert different == row
 
 
-def test_values_that_change_places_change_it() -> None:
+def test_reordered_values_change_the_checksum() -> None:
     assert (row_checksums(ROWS[:, ::-1]) != row_checksums(ROWS)).all()
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
-def test_those_of_column_wise_shards_add_up(cut: int) -> None:
+def test_checksums_of_column_wise_shards_add_up(cut: int) -> None:
     parts = row_checksums(ROWS[:, :cut]) + row_checksums(ROWS[:, cut:], cut)
     np.testing.assert_array_equal(parts, row_checksums(ROWS))
 
 
-def test_they_are_what_other_writers_of_the_file_compute() -> None:
+def test_checksum_matches_the_documented_formula() -> None:
     (checksum,) = row_checksums(np.array([[1.0, -2.0]], np.float32))
     factors = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1)  # SplitMix64 with seed 0
-    wanted = 0x3F800000 * factors[0] + 0xC0000000 * factors[1]
-    assert int(checksum) == wanted % 2**64
+    expected = 0x3F800000 * factors[0] + 0xC0000000 * factors[1]
+    assert int(checksum) == expected % 2**64

@@ -17,7 +17,7 @@ PLAIN = Manifest("m", 1, TABLES, is_weighted=False)
 WEIGHTED = Manifest("m", 1, TABLES, is_weighted=True)
 
 
-def test_bags_reach_first_and_last_rows_and_nothing_beyond() -> None:
+def test_sampled_bags_include_first_and_last_rows_and_none_beyond() -> None:
     bags = sample_bags(PLAIN, {})
     assert bags.lengths.shape == (3, EXAMPLES)
     assert bags.lengths.min() == 0
@@ -29,7 +29,7 @@ def test_bags_reach_first_and_last_rows_and_nothing_beyond() -> None:
         assert ids.max() < rows
 
 
-def test_bags_are_the_same_every_time() -> None:
+def test_sampled_bags_are_deterministic() -> None:
     first, second = sample_bags(WEIGHTED, {}), sample_bags(WEIGHTED, {})
     np.testing.assert_array_equal(first.ids, second.ids)
     np.testing.assert_array_equal(first.lengths, second.lengths)

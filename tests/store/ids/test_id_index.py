@@ -39,7 +39,7 @@ def look_up(index: IdIndex, ids: list[int], entries: int) -> list[int]:
     st.dictionaries(st.sampled_from(EDGES) | st.integers(-20, 20) | INT64, ROW, max_size=60),
     st.lists(INT64 | st.sampled_from(EDGES), max_size=20),
 )
-def test_it_answers_as_a_dict(entries: dict[int, int], others: list[int]) -> None:
+def test_index_lookups_equal_dict_lookups(entries: dict[int, int], others: list[int]) -> None:
     asked = [*entries, *others, *EDGES]
     answers = look_up(index_of(entries), asked, len(entries))
     assert answers == [entries.get(one, -1) for one in asked]
@@ -70,7 +70,7 @@ def test_no_pattern_of_ids_fills_a_bucket(ids: np.ndarray) -> None:
     assert (unknown[~np.isin(ids ^ (1 << 62), ids)] == -1).all()
 
 
-def test_ids_of_one_bucket_are_all_found() -> None:
+def test_all_ids_of_one_overfull_bucket_are_found() -> None:
     # Takes the numbers below 3,000,000 that share a bucket in an index of a few dozen ids. A lookup
     # in that bucket takes many rounds.
     numbers = np.arange(3_000_000)
@@ -88,7 +88,7 @@ def test_ids_of_one_bucket_are_all_found() -> None:
     st.lists(st.dictionaries(st.integers(-5, 30), ROW, max_size=20), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 30)), max_size=50),
 )
-def test_tables_in_one_index_do_not_see_one_another(
+def test_tables_in_a_joined_index_are_isolated(
     tables: list[dict[int, int]], asked: list[tuple[int, int]]
 ) -> None:
     indexes = [index_of(entries) for entries in tables]
@@ -111,7 +111,7 @@ def test_tables_in_one_index_do_not_see_one_another(
     assert rows.tolist() == expected
 
 
-def test_the_order_of_the_entries_leaves_no_trace() -> None:
+def test_index_bytes_do_not_depend_on_entry_order() -> None:
     random = np.random.default_rng(0)
     ids, rows = np.arange(1000) * 977, random.integers(0, 100, 1000)
     first = build_index(ids, rows, "t")
@@ -121,7 +121,7 @@ def test_the_order_of_the_entries_leaves_no_trace() -> None:
         assert getattr(first, part).tobytes() == getattr(second, part).tobytes()
 
 
-def test_an_entry_takes_16_bytes_at_most_and_building_32_more() -> None:
+def test_index_takes_at_most_16_bytes_per_entry_and_build_peak_32() -> None:
     count = 200_000
     ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, count)
     rows = np.arange(count)
@@ -138,7 +138,7 @@ def test_an_entry_takes_16_bytes_at_most_and_building_32_more() -> None:
     assert index.starts.nbytes + index.ids.nbytes + index.rows.nbytes <= 16 * count
 
 
-def test_an_id_that_is_there_twice_is_refused_with_both_rows() -> None:
+def test_duplicate_id_is_rejected_with_both_rows() -> None:
     with pytest.raises(
         InvalidModelError, match=r"^table 't': id -9 is there twice, for rows 1 and 5"
     ):
@@ -146,14 +146,14 @@ def test_an_id_that_is_there_twice_is_refused_with_both_rows() -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 2**32])
-def test_rows_past_32_bits_are_refused(row: int) -> None:
+def test_rows_outside_uint32_are_rejected(row: int) -> None:
     with pytest.raises(InvalidModelError, match="t: maps of ids hold rows from 0 to 4294967295"):
         build_index(np.array([3, 4]), np.array([0, row]), "t")
 
 
 @settings(max_examples=50)
 @given(st.lists(INT64 | st.integers(-5, 5), max_size=20))
-def test_duplicates_are_found(values: list[int]) -> None:
+def test_find_duplicate_returns_positions_of_equal_ids(values: list[int]) -> None:
     found = find_duplicate(np.array(values, np.int64))
     assert (found is None) == (len(set(values)) == len(values))
     if found:

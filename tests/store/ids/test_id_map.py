@@ -55,7 +55,7 @@ def tables(maps: dict[str, IdMap], path: Path) -> tuple[TableSpec, ...]:
     return (with_maps[0], spec("plain", IdRule()), *with_maps[1:])
 
 
-def test_maps_come_back_as_written(
+def test_id_maps_round_trip_through_a_file(
     maps: dict[str, IdMap], path: Path, tables: tuple[TableSpec, ...]
 ) -> None:
     opened = IdMaps.open(path, tables)
@@ -70,7 +70,7 @@ def test_maps_come_back_as_written(
     opened.verify()
 
 
-def test_the_file_is_safetensors_from_a_page_on_and_mapped_read_only(
+def test_ids_file_is_page_aligned_safetensors_mapped_read_only(
     maps: dict[str, IdMap], path: Path, tables: tuple[TableSpec, ...]
 ) -> None:
     tensors = load_file(path)
@@ -93,12 +93,12 @@ def test_maps_are_equal_if_their_entries_are() -> None:
     assert one != "a map"
 
 
-def test_ids_twice_are_refused_by_table() -> None:
+def test_duplicate_id_is_rejected_with_the_table_name() -> None:
     with pytest.raises(InvalidModelError, match=r"^table 'movie': id 5 is there twice"):
         IdMap.build(np.array([5, 5]), np.array([0, 1]), "movie")
 
 
-def test_a_sample_is_of_the_entries(maps: dict[str, IdMap]) -> None:
+def test_sample_returns_reproducible_existing_entries(maps: dict[str, IdMap]) -> None:
     ids, rows = maps["movie"].sample(np.random.default_rng(0), 5000)
     assert ids.dtype == rows.dtype == np.int64
     assert ids.shape == rows.shape == (5000,)
@@ -109,7 +109,7 @@ def test_a_sample_is_of_the_entries(maps: dict[str, IdMap]) -> None:
     assert maps["empty"].sample(np.random.default_rng(0), 0)[0].tolist() == []
 
 
-def test_a_flipped_bit_in_any_part_is_found_by_verify(
+def test_verify_detects_a_flipped_bit_in_any_tensor(
     path: Path, tables: tuple[TableSpec, ...]
 ) -> None:
     data = path.read_bytes()
@@ -141,7 +141,7 @@ def test_a_flipped_bit_in_any_part_is_found_by_verify(
         ),
     ],
 )
-def test_a_damaged_file_is_refused(
+def test_damaged_ids_file_is_rejected(
     path: Path, tables: tuple[TableSpec, ...], damage: Callable[[Path], None], message: str
 ) -> None:
     damage(path)
@@ -149,7 +149,9 @@ def test_a_damaged_file_is_refused(
         IdMaps.open(path, tables)
 
 
-def test_a_file_of_other_maps_is_refused(path: Path, tables: tuple[TableSpec, ...]) -> None:
+def test_ids_file_that_differs_from_the_manifest_is_rejected(
+    path: Path, tables: tuple[TableSpec, ...]
+) -> None:
     fewer = (replace(tables[0], ids=replace(tables[0].ids, entries=499)), *tables[1:])
     with pytest.raises(
         StoreError, match=r"'movie\.ids' is .*\[504\].* the manifest means .*\[503\]"
@@ -161,14 +163,14 @@ def test_a_file_of_other_maps_is_refused(path: Path, tables: tuple[TableSpec, ..
         IdMaps.open(path, (*tables, spec("new", IdRule("map", entries=1))))
 
 
-def test_a_file_is_not_written_over(maps: dict[str, IdMap], path: Path) -> None:
+def test_existing_ids_file_is_not_overwritten(maps: dict[str, IdMap], path: Path) -> None:
     path.write_bytes(b"there")
     with pytest.raises(FileExistsError):
         write_id_maps(path, maps)
     assert path.read_bytes() == b"there"
 
 
-def test_opening_reads_no_entry(path: Path) -> None:
+def test_opening_id_maps_does_not_read_the_entries(path: Path) -> None:
     # The file has 16 GiB that were never written. They take memory and disk only if they are read
     # or copied.
     tables = (spec("huge", IdRule("map", entries=2**30)),)
@@ -188,7 +190,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_the_bytes_of_the_file_follow_from_the_entries(tmp_path: Path) -> None:
+def test_ids_file_bytes_equals_the_written_file_size(tmp_path: Path) -> None:
     path = tmp_path / "ids.safetensors"
     entries = {"user": 1000, "item": 77}
     write_id_maps(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from embedserve_store.ids.string_hashes import hash_strings
 
 
-def test_hashes_of_strings_are_xxh3_for_good() -> None:
+def test_string_hashes_are_fixed_xxh3_values() -> None:
     # Stored versions contain these hashes. The first is XXH3's hash of no bytes,
     # 0x2d06800538d394c2.
     hashes = hash_strings(["", "a", "tt0114709", "Zürich"])
@@ -25,11 +25,11 @@ def test_hashes_of_strings_are_xxh3_for_good() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.text(st.characters(codec=None)), unique=True, max_size=30))
-def test_each_string_has_its_own_hash_whatever_its_neighbours(strings: list[str]) -> None:
+def test_string_hash_is_unique_and_independent_of_the_batch(strings: list[str]) -> None:
     hashes = hash_strings(strings)
     assert len(set(hashes.tolist())) == len(strings)
     assert hashes.tolist() == [int(hash_strings([one])[0]) for one in strings]
 
 
-def test_half_a_surrogate_pair_is_a_string_too() -> None:
+def test_lone_surrogates_are_hashed() -> None:
     assert len(set(hash_strings(["\ud800", "\udfff", "?"]).tolist())) == 3

@@ -68,7 +68,7 @@ ID = st.integers(-(2**63), 2**63 - 1) | st.integers(-6, 12) | st.just(2**63 - 1)
 
 @settings(max_examples=150)
 @given(st.lists(st.lists(ID, max_size=6), min_size=FEATURES, max_size=FEATURES))
-def test_a_batch_is_translated_as_each_id_alone(
+def test_batch_translation_equals_translation_of_single_ids(
     translators: tuple[IdTranslator, IdTranslator], bags: list[list[int]]
 ) -> None:
     ids = np.array([one for bag in bags for one in bag], np.int64)
@@ -94,7 +94,7 @@ def test_a_batch_is_translated_as_each_id_alone(
     np.testing.assert_array_equal(ids, before)
 
 
-def test_it_says_what_becomes_of_each_feature(
+def test_translator_lists_unknown_id_policy_and_id_type_per_feature(
     translators: tuple[IdTranslator, IdTranslator],
 ) -> None:
     for translator in translators:
@@ -126,14 +126,12 @@ def test_it_says_what_becomes_of_each_feature(
         (IdRule("modulo", modulus=3), False),
     ],
 )
-def test_only_row_numbers_that_are_refused_when_unknown_need_no_translation(
-    rule: IdRule, is_identity: bool
-) -> None:
+def test_only_default_id_rule_is_identity(rule: IdRule, is_identity: bool) -> None:
     tables = (table("a", 5, IdRule()), table("b", 5, rule))
     assert IdTranslator(Manifest("m", 1, tables, False), {}).is_identity is is_identity
 
 
-def test_a_row_of_a_map_that_its_table_lacks_is_unknown() -> None:
+def test_mapped_row_beyond_the_table_is_unknown() -> None:
     # Opening does not read the maps, so a damaged map must not make a kernel read out of bounds.
     tables = (table("movie", 4, IdRule("map", entries=2)),)
     maps = {"movie": IdMap.build(np.array([7, 8]), np.array([3, 4]), "movie")}
@@ -145,7 +143,7 @@ def test_a_row_of_a_map_that_its_table_lacks_is_unknown() -> None:
     assert translation.unknown.tolist() == [False, True]
 
 
-def test_tables_of_one_feature_use_one_map(tmp_path: Path) -> None:
+def test_tables_of_a_shared_feature_use_the_same_map(tmp_path: Path) -> None:
     rule = IdRule("map", entries=2)
     tables = (table("a", 4, rule, "x"), table("b", 4, rule, "x", "y"))
     one = IdMap.build(np.array([70, 80]), np.array([3, 1]), "a")

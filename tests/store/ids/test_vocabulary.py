@@ -48,7 +48,7 @@ def read(path: Path, id_type: str = "int64", rows: int = 10) -> dict[int, int]:
         ("v.json", json.dumps([str(one) for one in EXTREMES])),
     ],
 )
-def test_a_position_is_the_row(tmp_path: Path, name: str, content: Any) -> None:
+def test_position_of_an_id_is_its_row(tmp_path: Path, name: str, content: Any) -> None:
     expected = {one: row for row, one in enumerate(EXTREMES)}
     assert read(write(tmp_path / name, content), rows=5) == expected
 
@@ -61,16 +61,16 @@ def test_a_position_is_the_row(tmp_path: Path, name: str, content: Any) -> None:
         ("v.json", '{"7": 3, "-1": 0, "0": 3}'),
     ],
 )
-def test_the_row_is_said(tmp_path: Path, name: str, content: str) -> None:
+def test_explicit_rows_are_read(tmp_path: Path, name: str, content: str) -> None:
     assert read(write(tmp_path / name, content)) == {7: 3, -1: 0, 0: 3}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "uint64"])
-def test_other_integers_of_npy_are_taken(tmp_path: Path, dtype: str) -> None:
+def test_npy_of_other_integer_dtypes_is_accepted(tmp_path: Path, dtype: str) -> None:
     assert read(write(tmp_path / "v.npy", np.array([5, 3, 100], dtype))) == {5: 0, 3: 1, 100: 2}
 
 
-def test_strings_are_what_stands_between_the_newlines_or_quotes(tmp_path: Path) -> None:
+def test_strings_are_read_verbatim_from_every_format(tmp_path: Path) -> None:
     expected = dict(zip(hash_strings(STRINGS).tolist(), range(5), strict=True))
     as_csv = "id,row\n" + "".join(
         '"{}",{}\n'.format(one.replace('"', '""'), row) for row, one in enumerate(STRINGS)
@@ -85,7 +85,7 @@ def test_strings_are_what_stands_between_the_newlines_or_quotes(tmp_path: Path) 
         assert read(write(tmp_path / name, content), "string", rows=5) == expected
 
 
-def test_numbers_as_strings_are_strings(tmp_path: Path) -> None:
+def test_numeric_strings_are_hashed_as_strings(tmp_path: Path) -> None:
     path = write(tmp_path / "v.txt", "7\n07\n")
     assert read(path, "string") == dict(
         zip(hash_strings(["7", "07"]).tolist(), [0, 1], strict=True)
@@ -96,11 +96,11 @@ def test_numbers_as_strings_are_strings(tmp_path: Path) -> None:
     ("name", "content"),
     [("v.npy", np.zeros(0, np.int64)), ("v.txt", ""), ("v.csv", "id,row\n"), ("v.json", "[]")],
 )
-def test_a_vocabulary_may_be_empty(tmp_path: Path, name: str, content: Any) -> None:
+def test_empty_vocabulary_is_accepted(tmp_path: Path, name: str, content: Any) -> None:
     assert read(write(tmp_path / name, content)) == {}
 
 
-def test_lines_are_read_over_many_blocks(tmp_path: Path) -> None:
+def test_lines_spanning_many_blocks_are_read(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).permutation(200_000) - 100_000
     path = write(tmp_path / "v.txt", "\n".join(map(str, ids)))
     found, rows = read_vocabulary(path, "int64", 200_000, "movie")
@@ -155,7 +155,9 @@ TOO_LONG = "9" * 5000
         ("v.txt.gz", b"", "expected .npy, .txt, .csv or .json"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
+def test_invalid_vocabulary_error_names_line_or_entry(
+    tmp_path: Path, name: str, content: Any, message: str
+) -> None:
     path = write(tmp_path / name, content)
     with pytest.raises(InvalidModelError, match=f"^table 'movie': {path}: .*{message}") as caught:
         read(path)
@@ -170,27 +172,27 @@ def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: Any, message
         ("v.npy", np.arange(3), "holds no strings: write them as .txt, .csv or .json"),
     ],
 )
-def test_what_is_wrong_with_strings_is_named(
+def test_invalid_string_vocabulary_error_names_line_or_entry(
     tmp_path: Path, name: str, content: Any, message: str
 ) -> None:
     with pytest.raises(InvalidModelError, match=message):
         read(write(tmp_path / name, content), "string")
 
 
-def test_strings_with_one_hash_are_refused_by_name(tmp_path: Path) -> None:
+def test_strings_with_colliding_hashes_are_rejected_by_name(tmp_path: Path) -> None:
     # XXH3, run backwards, found these strings.
     path = write(tmp_path / "v.txt", "yixsixcr\ndog\nLaGdmnP\n")
     with pytest.raises(InvalidModelError, match="line 3: 'LaGdmnP' has the 64-bit hash of 'yixs"):
         read(path, "string")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_vocabulary_file_is_rejected(tmp_path: Path) -> None:
     for name in ("v.npy", "v.txt", "v.csv", "v.json"):
         with pytest.raises(StoreError, match=f"table .*{name}: cannot be read: No such file"):
             read(tmp_path / name)
 
 
-def test_an_array_of_objects_is_not_unpickled(tmp_path: Path) -> None:
+def test_npy_object_array_is_not_unpickled(tmp_path: Path) -> None:
     class Touches:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "ran",)
@@ -203,7 +205,7 @@ def test_an_array_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-def test_reading_lines_holds_a_few_bytes_for_each_id(tmp_path: Path) -> None:
+def test_reading_lines_takes_at_most_24_bytes_per_id_and_22_mib(tmp_path: Path) -> None:
     count = 200_000
     path = write(tmp_path / "v.txt", "\n".join(map(str, range(10**15, 10**15 + count))))
     read_vocabulary(write(tmp_path / "short.txt", "1\n2"), "int64", 2, "movie")  # imports

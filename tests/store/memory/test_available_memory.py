@@ -27,37 +27,37 @@ def limit(folder: Path, name: str, value: object, used: str) -> None:
     (folder / "memory.stat").write_text(f"file {5 * GIB}\n{used} {GIB}\n")
 
 
-def test_a_host_without_cgroups(proc: Path, tmp_path: Path) -> None:
+def test_host_without_cgroups_reports_mem_available(proc: Path, tmp_path: Path) -> None:
     assert available_bytes(proc, tmp_path / "none") == 8 * GIB
 
 
-def test_version_2_counts_what_is_not_page_cache(proc: Path, tmp_path: Path) -> None:
+def test_cgroup_v2_limit_counts_anonymous_memory_only(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("0::/pod/container\n")
     limit(tmp_path / "cg" / "pod" / "container", "memory.max", 4 * GIB, "anon")
     assert available_bytes(proc, tmp_path / "cg") == 3 * GIB
 
 
-def test_a_limit_of_a_cgroup_above_counts(proc: Path, tmp_path: Path) -> None:
+def test_limit_of_a_parent_cgroup_applies(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("0::/pod/container\n")
     limit(tmp_path / "cg" / "pod" / "container", "memory.max", "max", "anon")
     limit(tmp_path / "cg" / "pod", "memory.max", 2 * GIB, "anon")
     assert available_bytes(proc, tmp_path / "cg") == GIB
 
 
-def test_a_container_sees_its_own_cgroup_as_the_root(proc: Path, tmp_path: Path) -> None:
+def test_container_limit_is_read_at_the_cgroup_root(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("0::/unseen/path\n")
     limit(tmp_path / "cg", "memory.max", 4 * GIB, "anon")
     assert available_bytes(proc, tmp_path / "cg") == 3 * GIB
 
 
-def test_version_1(proc: Path, tmp_path: Path) -> None:
+def test_cgroup_v1_limit_applies(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/\n4:memory:/job\n")
     limit(tmp_path / "cg" / "memory" / "job", "memory.limit_in_bytes", 3 * GIB, "total_rss")
     limit(tmp_path / "cg" / "memory", "memory.limit_in_bytes", 1 << 63, "total_rss")
     assert available_bytes(proc, tmp_path / "cg") == 2 * GIB
 
 
-def test_a_limit_above_the_host_changes_nothing(proc: Path, tmp_path: Path) -> None:
+def test_available_memory_is_between_zero_and_the_hosts(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("0::/\n")
     limit(tmp_path / "cg", "memory.max", 64 * GIB, "anon")
     assert available_bytes(proc, tmp_path / "cg") == 8 * GIB

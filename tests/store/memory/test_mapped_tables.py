@@ -31,7 +31,7 @@ def version_of(tables: TablesFile) -> Any:
 
 
 @pytest.mark.parametrize("start", [0, 16], ids=["by the kernel", "as before Linux 5.14"])
-def test_pages_are_mapped(tmp_path: Path, start: int) -> None:
+def test_populate_maps_all_pages(tmp_path: Path, start: int) -> None:
     """The kernel rejects a start within a page, as kernels before Linux 5.14 reject every call."""
     tables = map_tables(tmp_path / "rows", SIZE, start)
     assert mapped_kb(tmp_path / "rows") == 0
@@ -40,7 +40,7 @@ def test_pages_are_mapped(tmp_path: Path, start: int) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 16], ids=["by the kernel", "as before Linux 5.14"])
-def test_a_truncated_file_is_an_error_and_ends_no_process(tmp_path: Path, start: int) -> None:
+def test_truncated_file_raises_store_error_instead_of_sigbus(tmp_path: Path, start: int) -> None:
     """Runs in another process, because a read beyond the end of the file would kill it."""
     code = f"""
 import os
@@ -67,13 +67,13 @@ except StoreError as error:
     assert "changed in place since it was opened" in done.stdout
 
 
-def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
+def test_tables_that_do_not_fit_in_memory_are_not_populated(tmp_path: Path) -> None:
     tables = map_tables(tmp_path / "rows", SIZE)
     populate(version_of(tables), 2 * SIZE - 1)
     assert mapped_kb(tmp_path / "rows") == 0
 
 
-def test_what_was_let_go_may_still_be_read(tmp_path: Path) -> None:
+def test_dropped_pages_can_still_be_read(tmp_path: Path) -> None:
     tables = map_tables(tmp_path / "rows", SIZE)
     populate(version_of(tables), 2 * SIZE)
     drop_version_pages(version_of(tables))
@@ -81,19 +81,19 @@ def test_what_was_let_go_may_still_be_read(tmp_path: Path) -> None:
     assert not tables.data.any()
 
 
-def test_of_some_rows_the_pages_are_let_go_that_no_others_are_in(tmp_path: Path) -> None:
+def test_drop_pages_releases_only_pages_without_other_rows(tmp_path: Path) -> None:
     tables = map_tables(tmp_path / "rows", SIZE)
     populate(version_of(tables), 2 * SIZE)
     rows = tables.data[100 : 100 + PIECE_BYTES].reshape(-1, 64)
     before_kb = mapped_kb(tmp_path / "rows")
     drop_pages(rows)
-    let_go_kb = before_kb - mapped_kb(tmp_path / "rows")
-    assert 0 <= PIECE_BYTES // 1024 - let_go_kb <= 2 * mmap.PAGESIZE // 1024
+    released_kb = before_kb - mapped_kb(tmp_path / "rows")
+    assert 0 <= PIECE_BYTES // 1024 - released_kb <= 2 * mmap.PAGESIZE // 1024
     drop_pages(tables.data[100:200])
     assert not tables.data.any()
 
 
-def test_a_copy_is_kept(tmp_path: Path) -> None:
+def test_drop_version_pages_keeps_tables_copied_to_memory(tmp_path: Path) -> None:
     """If its pages were released, it would become zeros."""
     memory = mmap.mmap(-1, SIZE)
     memory[:1] = b"1"
@@ -103,7 +103,7 @@ def test_a_copy_is_kept(tmp_path: Path) -> None:
     assert data[0] == ord("1")
 
 
-def test_no_tables(tmp_path: Path) -> None:
+def test_empty_tables_can_be_populated_and_dropped(tmp_path: Path) -> None:
     tables = replace(map_tables(tmp_path / "rows", SIZE), data=np.empty(0, np.uint8))
     populate(version_of(tables), 1 << 30)
     drop_version_pages(version_of(tables))

@@ -24,7 +24,7 @@ from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.verification import verify
 
 
-def test_rows_are_those_of_the_file_at_the_same_places(version: ModelVersion) -> None:
+def test_resident_tables_equal_the_file_at_the_same_offsets(version: ModelVersion) -> None:
     resident = make_resident(version)
     assert np.array_equal(resident.tables.data, version.tables.data)
     assert resident.tables.offsets == version.tables.offsets
@@ -33,7 +33,7 @@ def test_rows_are_those_of_the_file_at_the_same_places(version: ModelVersion) ->
     assert resident.tables.data.ctypes.data % HUGE_PAGE_BYTES == 0
 
 
-def test_they_are_not_the_file(version: ModelVersion) -> None:
+def test_resident_tables_are_independent_of_the_file(version: ModelVersion) -> None:
     resident = make_resident(version)
     before = resident.tables.data.copy()
     with open(version.tables.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
@@ -45,12 +45,12 @@ def test_they_are_not_the_file(version: ModelVersion) -> None:
         verify(version)
 
 
-def test_nobody_writes_to_them(version: ModelVersion) -> None:
+def test_resident_tables_are_read_only(version: ModelVersion) -> None:
     with pytest.raises(ValueError, match="read-only"):
         make_resident(version).tables.data[0] = 1
 
 
-def test_progress_ends_with_all_rows_and_bytes(version: ModelVersion) -> None:
+def test_make_resident_progress_ends_with_all_rows_and_bytes(version: ModelVersion) -> None:
     reports: list[tuple[str, int, int, int]] = []
     make_resident(version, lambda *report: reports.append(report))
     tables = version.tables
@@ -60,7 +60,7 @@ def test_progress_ends_with_all_rows_and_bytes(version: ModelVersion) -> None:
     assert reports[-1][-1] == tables.data.nbytes
 
 
-def test_a_table_of_several_blocks(tmp_path: Path, version: ModelVersion) -> None:
+def test_table_of_several_blocks_is_made_resident(tmp_path: Path, version: ModelVersion) -> None:
     rows = READ_BYTES // 256 + 5
     table = TableSpec("big", rows, 64, ("f",), "sum", "float32")
     blocks = np.random.default_rng(0).integers(0, 256, (rows, 256), np.uint8)
@@ -74,27 +74,27 @@ def test_a_table_of_several_blocks(tmp_path: Path, version: ModelVersion) -> Non
     assert reports == [rows - 5, rows]
 
 
-def test_a_file_that_was_cut_is_refused(version: ModelVersion) -> None:
+def test_truncated_tables_file_is_rejected(version: ModelVersion) -> None:
     with open(version.tables.path, "r+b") as file:
         file.truncate(version.tables.data.nbytes - 1)
     with pytest.raises(StoreError, match=r"tables\.safetensors: ends within"):
         make_resident(version)
 
 
-def test_a_file_that_is_gone_is_named(version: ModelVersion) -> None:
+def test_missing_tables_file_is_named(version: ModelVersion) -> None:
     version.tables.path.unlink()
     with pytest.raises(StoreError, match=r"tables\.safetensors: cannot be read: No such file"):
         make_resident(version)
 
 
-def test_too_little_memory_is_told_with_both_figures(version: ModelVersion) -> None:
+def test_insufficient_memory_error_has_needed_and_available_bytes(version: ModelVersion) -> None:
     needed = 2 * version.tables.data.nbytes
     check_room([version, version], needed)
     with pytest.raises(StoreError, match=f"{needed} bytes of tables .* {needed - 1} bytes of mem"):
         check_room([version, version], needed - 1)
 
 
-def test_huge_pages_are_counted_where_the_host_gives_them(version: ModelVersion) -> None:
+def test_huge_pages_of_resident_tables_are_counted(version: ModelVersion) -> None:
     resident = make_resident(version)
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text():

@@ -51,7 +51,7 @@ def own_store(store: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", range(PARTS))
-def test_rows_are_those_of_the_whole(store: Path, number: int) -> None:
+def test_part_has_its_rows_of_the_whole_version(store: Path, number: int) -> None:
     whole, part = load(store), load(store, number)
     for name, bounds in hosts_of(whole).items():
         expected = whole.tables.rows(name)[bounds[number] : bounds[number + 1]]
@@ -66,7 +66,7 @@ def test_rows_are_those_of_the_whole(store: Path, number: int) -> None:
         assert whole.manifest.part_checksums[name][number] == spec.sha256
 
 
-def test_the_parts_have_all_bytes_of_the_whole(store: Path) -> None:
+def test_part_bytes_add_up_to_the_whole_version(store: Path) -> None:
     parts = [load(store, number) for number in range(PARTS)]
     assert sum(part.tables.nbytes for part in parts) == load(store).tables.nbytes
     assert sum(part.manifest.nbytes for part in parts) == load(store).manifest.nbytes
@@ -74,7 +74,7 @@ def test_the_parts_have_all_bytes_of_the_whole(store: Path) -> None:
         assert sum(stop - start for start, stop in part.tables.spans) == part.tables.nbytes
 
 
-def test_the_manifest_is_that_of_the_part(store: Path) -> None:
+def test_part_manifest_describes_the_part_and_keeps_the_whole(store: Path) -> None:
     whole, part = load(store), load(store, 1)
     assert part.part == Part(1, PARTS)
     assert part.whole == whole.manifest == whole.whole
@@ -94,7 +94,7 @@ def test_the_manifest_is_that_of_the_part(store: Path) -> None:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_goldens_are_results_of_the_rows_of_the_part(tmp_path: Path, is_weighted: bool) -> None:
+def test_part_goldens_match_the_rows_of_the_part(tmp_path: Path, is_weighted: bool) -> None:
     publish_hosts(tmp_path, is_weighted=is_weighted)
     part = load(tmp_path, 2)
     goldens = part.goldens()
@@ -122,7 +122,7 @@ def test_parts_of_unpooled_tables_stay_unpooled(tmp_path: Path) -> None:
     assert goldens.stored_answers.shape == (len(goldens.bags.ids), 8)
 
 
-def test_sums_of_the_parts_are_the_sums_of_the_whole(store: Path) -> None:
+def test_sums_over_parts_equal_sums_over_the_whole_version(store: Path) -> None:
     whole = load(store)
     table = next(one for one in whole.manifest.tables if one.name == "nibbles")
     numbers = np.arange(0, table.num_embeddings, 7)
@@ -142,7 +142,7 @@ def _values(version: ModelVersion, numbers: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "auto"])
-def test_a_part_has_a_plan_for_the_ranks_of_the_version(tmp_path: Path, sharding: str) -> None:
+def test_part_plan_has_the_world_size_of_the_version(tmp_path: Path, sharding: str) -> None:
     publish_hosts(tmp_path, sharding=sharding, world_size=4)
     for number in range(PARTS):
         part = load(tmp_path, number)
@@ -150,7 +150,7 @@ def test_a_part_has_a_plan_for_the_ranks_of_the_version(tmp_path: Path, sharding
         part.plan.check(part.manifest.tables, "here")
 
 
-def test_a_version_without_host_plan_has_no_parts(tmp_path: Path) -> None:
+def test_part_of_a_version_without_host_plan_is_rejected(tmp_path: Path) -> None:
     published = publish_hosts(tmp_path, hosts=1)
     assert published.plan.hosts is None
     assert published.manifest.part_checksums == {}
@@ -161,14 +161,14 @@ def test_a_version_without_host_plan_has_no_parts(tmp_path: Path) -> None:
             ModelStore(tmp_path, holds=holds).load("m")
 
 
-def test_another_number_of_parts_is_rejected(store: Path) -> None:
+def test_part_count_other_than_the_versions_is_rejected(store: Path) -> None:
     with pytest.raises(
         NoSuchPartError, match="m/1: part 1/4 was requested, but the version has 3 part"
     ):
         load(store, 1, 4)
 
 
-def test_checksums_of_another_number_of_parts_are_rejected(own_store: Path) -> None:
+def test_missing_part_checksums_are_rejected(own_store: Path) -> None:
     path = own_store / "m" / "1" / "manifest.json"
     manifest = json.loads(path.read_bytes())
     for checksums in manifest["parts_sha256"].values():
@@ -191,20 +191,20 @@ def test_checksums_of_another_number_of_parts_are_rejected(own_store: Path) -> N
         ({"halves": ["0" * 64]}, "parts_sha256: 'bytes' is missing"),
     ],
 )
-def test_malformed_checksums_are_rejected(store: Path, parts: object, message: str) -> None:
+def test_malformed_part_checksums_are_rejected(store: Path, parts: object, message: str) -> None:
     data = load(store).manifest.to_json() | {"parts_sha256": parts}
     with pytest.raises(StoreError, match=f"here: {message}"):
         Manifest.from_json(data, "here")
 
 
-def test_checksums_of_unequal_numbers_of_parts_are_rejected(store: Path) -> None:
+def test_tables_with_unequal_part_checksum_counts_are_rejected(store: Path) -> None:
     manifest = load(store).manifest
     checksums = {**manifest.part_checksums, "halves": ("0" * 64,)}
     with pytest.raises(StoreError, match="parts_sha256: the tables have checksums of"):
         Manifest.from_json(replace(manifest, part_checksums=checksums).to_json(), "here")
 
 
-def test_the_fingerprint_is_that_of_the_content(store: Path) -> None:
+def test_fingerprint_depends_on_manifest_content(store: Path) -> None:
     manifest = load(store).manifest
     data = json.loads(json.dumps(manifest.to_json()))
     assert Manifest.from_json(data, "here").fingerprint == manifest.fingerprint
@@ -212,7 +212,7 @@ def test_the_fingerprint_is_that_of_the_content(store: Path) -> None:
     assert replace(manifest, version=2).fingerprint != manifest.fingerprint
 
 
-def test_a_flipped_byte_is_found_in_its_part_only(own_store: Path) -> None:
+def test_flipped_bit_fails_verification_of_its_part_only(own_store: Path) -> None:
     for number in range(PARTS):
         verify(load(own_store, number))
     part = load(own_store, 1)
@@ -229,7 +229,7 @@ def test_a_flipped_byte_is_found_in_its_part_only(own_store: Path) -> None:
         verify(load(own_store))
 
 
-def test_verification_of_a_part_reports_its_own_bytes(store: Path) -> None:
+def test_part_verification_progress_covers_only_its_bytes(store: Path) -> None:
     part = load(store, 1)
     reports: list[tuple[str, int, int, int]] = []
     verify(part, lambda *report: reports.append(report))
@@ -237,7 +237,7 @@ def test_verification_of_a_part_reports_its_own_bytes(store: Path) -> None:
     assert {name for name, *_ in reports} == {*part.tables.tables}
 
 
-def test_without_rows_the_file_of_rows_need_not_exist(own_store: Path) -> None:
+def test_loading_no_rows_does_not_need_the_tables_file(own_store: Path) -> None:
     (own_store / "m" / "1" / "tables.safetensors").unlink()
     version = ModelStore(own_store, holds=NO_ROWS).load("m")
     assert version.part is None
@@ -254,7 +254,7 @@ def test_without_rows_the_file_of_rows_need_not_exist(own_store: Path) -> None:
         load(own_store, 1)
 
 
-def test_ids_of_a_part_are_its_row_numbers(store: Path) -> None:
+def test_part_accepts_only_its_own_row_numbers_as_ids(store: Path) -> None:
     part = load(store, 1)
     rows = part.manifest.rows_per_feature[0]
     counts = np.array([2, *[0] * (len(part.manifest.features) - 1)])
@@ -263,14 +263,16 @@ def test_ids_of_a_part_are_its_row_numbers(store: Path) -> None:
     assert found.unknown.tolist() == [False, True]
 
 
-def test_published_rows_are_the_same_with_and_without_hosts(tmp_path: Path) -> None:
+def test_tables_file_does_not_depend_on_hosts(tmp_path: Path) -> None:
     whole, divided = (publish_hosts(tmp_path / str(hosts), hosts=hosts) for hosts in (1, 3))
     assert whole.manifest.tables == divided.manifest.tables
     files = [one.path / "tables.safetensors" for one in (whole, divided)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_large_tables_are_hashed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_checksums_of_tables_of_many_blocks_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from embedserve_store.publishing import version_writer
 
     monkeypatch.setattr(version_writer, "BLOCK_BYTES", 1000)
@@ -286,7 +288,7 @@ def test_if_changed_compares_the_host_plan(tmp_path: Path) -> None:
     assert publish_hosts(tmp_path, if_changed=True, hosts=2).is_new
 
 
-def test_a_copy_has_the_same_parts(store: Path, tmp_path: Path) -> None:
+def test_copied_version_has_the_same_parts(store: Path, tmp_path: Path) -> None:
     copy_versions(store, tmp_path / "copy", "m")
     for number in range(PARTS):
         part = load(tmp_path / "copy", number)

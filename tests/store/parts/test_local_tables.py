@@ -53,13 +53,13 @@ HOSTS = HostPlan(
         (1 << 40, "large b c a"),  # never the divided table, although it is the smallest
     ],
 )
-def test_the_smallest_whole_tables_are_local(bytes_max: int, names: str) -> None:
+def test_smallest_undivided_tables_are_local(bytes_max: int, names: str) -> None:
     found = local_tables(TABLES, HOSTS, bytes_max)
     assert [table.name for table in found] == names.split()
 
 
 @given(st.integers(0, 1600))
-def test_local_tables_take_no_more_than_is_given(bytes_max: int) -> None:
+def test_local_tables_stay_within_the_byte_limit(bytes_max: int) -> None:
     local = local_tables(TABLES, HOSTS, bytes_max)
     assert sum(table.nbytes for table in local) <= bytes_max
     hosts = with_local_part(HOSTS, [table.name for table in local])
@@ -80,7 +80,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-def test_the_local_part_has_the_rows_of_the_whole(published: Path) -> None:
+def test_local_version_has_the_rows_of_the_whole_version(published: Path) -> None:
     whole = ModelStore(published).load("m")
     version = ModelStore(published, holds=ANY).load("m")
     assert {*version.tables.tables} == {"halves", "nibbles"}
@@ -101,14 +101,16 @@ def test_the_local_part_has_the_rows_of_the_whole(published: Path) -> None:
 
 
 @pytest.mark.parametrize("holds", [LocalTables(0), LocalTables(10), ANY])
-def test_without_local_tables_there_is_no_local_part(store: Path, holds: LocalTables) -> None:
+def test_no_local_version_without_local_tables(store: Path, holds: LocalTables) -> None:
     """In this store every table is divided."""
     version = ModelStore(store, holds=holds).load("m")
     assert version.tables.nbytes == 0
     assert version.local_version() is None
 
 
-def test_a_flipped_bit_is_found_in_a_local_table_only(published: Path, tmp_path: Path) -> None:
+def test_local_verification_detects_flipped_bits_in_local_tables_only(
+    published: Path, tmp_path: Path
+) -> None:
     store = writable(shutil.copytree(published, tmp_path / "store"))
     whole, path = ModelStore(store).load("m"), store / "m" / "1" / "tables.safetensors"
     data_start = path.stat().st_size - whole.tables.nbytes
@@ -145,6 +147,6 @@ def test_only_the_local_tables_are_pulled(published: Path, tmp_path: Path) -> No
         verify(ModelStore(version.path.parent.parent, holds=Part(0, PARTS)).load("m"))
 
 
-def test_without_local_tables_no_row_is_pulled(store: Path, tmp_path: Path) -> None:
+def test_no_rows_are_pulled_without_local_tables(store: Path, tmp_path: Path) -> None:
     version = ModelStore(store.as_uri(), tmp_path, holds=ANY).load("m")
     assert not (version.path / "tables.safetensors").exists()

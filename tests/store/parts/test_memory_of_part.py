@@ -37,7 +37,7 @@ def part(store: Path) -> ModelVersion:
     return ModelStore(store, holds=Part(1, 4)).load("m")
 
 
-def test_only_the_pages_of_the_part_are_populated_and_dropped(
+def test_only_pages_of_the_part_are_populated_and_dropped(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = part(store)
@@ -80,7 +80,7 @@ def test_only_the_rows_of_the_part_are_made_resident(store: Path) -> None:
     assert sorted(resident.tables.spans) == [(0, version.tables.nbytes)]
 
 
-def test_room_is_needed_for_the_part_only(store: Path) -> None:
+def test_check_room_counts_only_the_rows_of_the_part(store: Path) -> None:
     version = part(store)
     check_room([version], version.tables.nbytes)
     with pytest.raises(StoreError, match="cannot be resident"):

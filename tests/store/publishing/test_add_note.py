@@ -36,7 +36,7 @@ def store(request: pytest.FixtureRequest, folder: Path) -> str:
     return f"{request.param}{folder}"
 
 
-def test_notes_are_kept_with_who_and_when(store: str, folder: Path) -> None:
+def test_notes_are_stored_with_author_and_time(store: str, folder: Path) -> None:
     before = everything_under(folder / "m" / "1"), everything_under(folder / "m" / "2")
     set_alias(store, "m", "stable", 1)
     first = add_note(store, "m", "stable", "recall is up")
@@ -56,7 +56,7 @@ def test_notes_are_kept_with_who_and_when(store: str, folder: Path) -> None:
     assert models.notes("m", 1) == [first, second]
 
 
-def test_a_version_without_notes_has_none(folder: Path) -> None:
+def test_stray_files_are_not_listed_as_notes(folder: Path) -> None:
     add_note(folder, "m", 2, "x")
     assert ModelStore(folder).notes("m", 1) == []
     (folder / "m" / "notes" / "2" / ".new-1").touch()
@@ -64,7 +64,7 @@ def test_a_version_without_notes_has_none(folder: Path) -> None:
     assert len(ModelStore(folder).notes("m", 2)) == 1
 
 
-def test_many_writers_each_have_their_turn(folder: Path) -> None:
+def test_concurrent_notes_are_all_stored(folder: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: add_note(folder, "m", 1, f"note {i}"), range(40)))
     notes = ModelStore(folder).notes("m", 1)
@@ -83,7 +83,7 @@ def test_many_writers_each_have_their_turn(folder: Path) -> None:
         ("m", 1, "x" * 1001, "text has 1001 characters, the limit is 1000"),
     ],
 )
-def test_what_cannot_be_noted_writes_nothing(
+def test_invalid_note_leaves_the_store_unchanged(
     folder: Path, model: str, version: int | str, text: str, message: str
 ) -> None:
     before = everything_under(folder)
@@ -92,7 +92,7 @@ def test_what_cannot_be_noted_writes_nothing(
     assert everything_under(folder) == before
 
 
-def test_one_that_was_changed_is_found(folder: Path) -> None:
+def test_modified_note_is_rejected(folder: Path) -> None:
     add_note(folder, "m", 1, "up")
     path = folder / "m" / "notes" / "1" / "1.json"
     text = path.read_bytes()

@@ -26,7 +26,7 @@ def publish_changed(store: Path | str, **options: Any) -> PublishedVersion:
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_the_same_content_is_published_once(tmp_path: Path, scheme: str) -> None:
+def test_unchanged_content_is_not_published_again(tmp_path: Path, scheme: str) -> None:
     store = f"{scheme}{tmp_path}/store"
     assert publish_changed(store).is_new
     before = everything_under(tmp_path)
@@ -46,13 +46,13 @@ def test_the_same_content_is_published_once(tmp_path: Path, scheme: str) -> None
         {"tables": [replace(one, pooling="mean") for one in TABLES], "layout_changed": True},
     ],
 )
-def test_other_content_is_published(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_changed_content_is_published(tmp_path: Path, change: dict[str, Any]) -> None:
     publish_changed(tmp_path)
     published = publish_changed(tmp_path, **change)
     assert (published.is_new, published.version) == (True, 2)
 
 
-def test_only_the_newest_version_counts(tmp_path: Path) -> None:
+def test_content_is_compared_with_the_newest_version_only(tmp_path: Path) -> None:
     publish_changed(tmp_path)
     publish_changed(tmp_path, dtype="int8")
     assert publish_changed(tmp_path).version == 3
@@ -63,7 +63,7 @@ def test_only_the_newest_version_counts(tmp_path: Path) -> None:
     "name", ["tables.safetensors", "ids.safetensors", "plan.json", "goldens.safetensors"]
 )
 @pytest.mark.parametrize("damage", ["cut", "missing"])
-def test_a_damaged_version_is_published_again(
+def test_damaged_version_is_published_again(
     tmp_path: Path, scheme: str, name: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = f"{scheme}{tmp_path}/store"
@@ -81,7 +81,7 @@ def test_a_damaged_version_is_published_again(
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_damaged_manifest_is_published_again(tmp_path: Path, scheme: str) -> None:
+def test_version_with_a_damaged_manifest_is_published_again(tmp_path: Path, scheme: str) -> None:
     store = f"{scheme}{tmp_path}/store"
     publish_changed(store)
     manifest = writable(tmp_path / "store" / "m" / "1") / "manifest.json"

@@ -42,7 +42,7 @@ def write_zeros(path: Path, rows: int) -> None:
         file.truncate(file.tell() + 4 * rows * DIM)
 
 
-def test_a_table_of_350_mb_is_published_in_100(tmp_path: Path) -> None:
+def test_table_of_350_mb_is_published_with_100_mib_of_memory(tmp_path: Path) -> None:
     write_zeros(tmp_path / "small.safetensors", 8)
     write_zeros(tmp_path / "large.safetensors", ROWS)
     root = str(Path(embedserve_store.__file__).parent.parent)

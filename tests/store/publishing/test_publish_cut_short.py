@@ -37,7 +37,7 @@ class FullDisk(io.FileIO):
         return super().write(data)
 
 
-def test_a_full_disk_leaves_the_store_as_it_was(
+def test_full_disk_leaves_the_store_unchanged(
     version: ModelVersion, ebc: EmbeddingBagCollection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = version.path.parent.parent
@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(
     assert everything_under(store) == before
 
 
-def test_too_little_disk_is_refused_before_a_row_is_read(
+def test_insufficient_disk_space_is_rejected_before_reading_rows(
     ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=20_000_000)
@@ -74,7 +74,7 @@ def test_too_little_disk_is_refused_before_a_row_is_read(
         ("manifest.json", 50_000, {f"m{i}": "x" * 990 for i in range(60)}),
     ],
 )
-def test_no_file_is_published_that_no_reader_accepts(
+def test_file_over_the_readers_size_limit_is_not_published(
     version: ModelVersion,
     ebc: EmbeddingBagCollection,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,7 +90,7 @@ def test_no_file_is_published_that_no_reader_accepts(
     assert everything_under(store) == before
 
 
-def test_a_file_system_without_files_is_named(
+def test_file_system_that_stores_no_files_is_rejected(
     ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = shutil.disk_usage("/proc")
@@ -101,7 +101,7 @@ def test_a_file_system_without_files_is_named(
         publish(ebc, tmp_path / "store", model="m")
 
 
-def test_an_interrupt_leaves_the_store_as_it_was(
+def test_keyboard_interrupt_leaves_the_store_unchanged(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
@@ -114,7 +114,7 @@ def test_an_interrupt_leaves_the_store_as_it_was(
     assert publish(ebc, tmp_path, model="m").version == 1
 
 
-def test_a_broken_callback_leaves_the_store_as_it_was(
+def test_failing_progress_callback_leaves_the_store_unchanged(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     with pytest.raises(StoreError, match=r"publishing failed: TypeError\("):
@@ -122,32 +122,36 @@ def test_a_broken_callback_leaves_the_store_as_it_was(
     assert everything_under(tmp_path) == []
 
 
-def test_a_store_that_is_a_file(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+def test_store_path_that_is_a_file_is_rejected(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("")
     with pytest.raises(StoreError, match=r"m: cannot be written: .*store is not a folder"):
         publish(ebc, tmp_path / "store", model="m")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
-def test_a_read_only_store(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+def test_store_without_write_permission_is_rejected(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="m: cannot be written: no permission"):
         publish(ebc, tmp_path, model="m")
 
 
-def test_a_read_only_file_system(
+def test_read_only_file_system_is_rejected(
     ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, *_: Any, **__: Any) -> None:
+    def reject_mkdir(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(Path, "mkdir", reject_mkdir)
     with pytest.raises(StoreError, match=r"publishing failed: Read-only file system \(.*m\)"):
         publish(ebc, tmp_path, model="m")
     assert everything_under(tmp_path) == []
 
 
-def test_who_publishes_meanwhile_comes_first(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+def test_concurrent_publish_that_finishes_first_gets_the_first_number(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
     others: list[int] = []
 
     def publish_another(*_: Any, **__: Any) -> None:
@@ -194,7 +198,9 @@ def kill_halfway(store: str | Path) -> None:
         assert process.wait(timeout=60) == -signal.SIGKILL
 
 
-def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+def test_version_of_a_killed_publisher_is_invisible_and_removed(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
     kill_halfway(tmp_path)
     left, lock = sorted((tmp_path / "m").iterdir())
     assert sorted(os.listdir(left)) == ["tables.safetensors"]
@@ -208,7 +214,7 @@ def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path:
     assert os.listdir(tmp_path / "m") == ["1"]
 
 
-def test_what_a_killed_publisher_to_a_url_left_is_removed(
+def test_leftovers_of_a_killed_publish_to_a_url_are_removed(
     ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("XDG_CACHE_HOME", "TMPDIR"):

@@ -57,7 +57,7 @@ def ebc() -> EmbeddingBagCollection:
     )
 
 
-def test_every_rule_is_stored_and_replayed_by_the_goldens(
+def test_every_id_rule_is_stored_and_used_by_the_goldens(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     publish(
@@ -93,7 +93,7 @@ def test_every_rule_is_stored_and_replayed_by_the_goldens(
     assert {ITEMS[i] for i in ids["item"].tolist()} <= set(numbers.tolist())
 
 
-def test_rows_are_as_good_in_either_order_of_the_ids(
+def test_vocabulary_maps_ids_to_rows_in_reverse_order(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     """The map decides the row of each id, and the result is that row's."""
@@ -103,9 +103,7 @@ def test_rows_are_as_good_in_either_order_of_the_ids(
     assert rows.tolist() == [76, 0, -1]
 
 
-def test_a_modulo_without_modulus_is_of_the_whole_table(
-    ebc: EmbeddingBagCollection, tmp_path: Path
-) -> None:
+def test_default_modulus_is_the_number_of_rows(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     publish(ebc, tmp_path, model="m", ids={"item": IdRule(rule="modulo")})
     assert load(tmp_path).manifest.tables[1].ids.modulus == 77
 
@@ -133,7 +131,7 @@ def test_a_modulo_without_modulus_is_of_the_whole_table(
         ({"tag": IdRule("map", id_type="string")}, {"tag": ["a", "b", "a"]}, "'a' 2 times"),
     ],
 )
-def test_rules_that_make_no_sense_do_not_touch_the_store(
+def test_invalid_id_rules_leave_the_store_unchanged(
     ebc: EmbeddingBagCollection, tmp_path: Path, ids: Any, vocabularies: Any, message: str
 ) -> None:
     with pytest.raises(InvalidModelError, match=message):
@@ -141,7 +139,7 @@ def test_rules_that_make_no_sense_do_not_touch_the_store(
     assert not (tmp_path / "store").exists()
 
 
-def test_tables_of_one_feature_have_one_rule(make_ebc: Any, tmp_path: Path) -> None:
+def test_tables_of_a_shared_feature_need_the_same_id_rule(make_ebc: Any, tmp_path: Path) -> None:
     """Feature item has the tables item and tag."""
     ebc = make_ebc()
     with pytest.raises(InvalidModelError, match="feature 'item' serves tables 'item' and 'tag'"):
@@ -173,7 +171,7 @@ def make_collection(*dims: int) -> EmbeddingCollection:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
-def test_an_embedding_collection_is_published_unpooled(tmp_path: Path, dtype: str) -> None:
+def test_embedding_collection_is_published_unpooled(tmp_path: Path, dtype: str) -> None:
     collection = make_collection(8, 8)
     publish(collection, tmp_path, model="m", dtype=dtype, vocabularies={"t1": [5]})
     version = load(tmp_path)
@@ -189,7 +187,7 @@ def test_an_embedding_collection_is_published_unpooled(tmp_path: Path, dtype: st
     np.testing.assert_allclose(goldens.stored_answers, expected, atol=tolerance)
 
 
-def test_a_state_dict_of_an_embedding_collection(tmp_path: Path) -> None:
+def test_state_dict_of_an_embedding_collection_is_published(tmp_path: Path) -> None:
     collection = make_collection(8)
     published = publish(collection, tmp_path, model="a")
     again = publish(
@@ -214,7 +212,7 @@ def managed_collisions() -> ManagedCollisionEmbeddingBagCollection:
     )
 
 
-def test_a_table_behind_managed_collisions_needs_a_vocabulary(tmp_path: Path) -> None:
+def test_table_with_managed_collisions_needs_a_vocabulary(tmp_path: Path) -> None:
     torch.save(torch.nn.ModuleDict({"mc": managed_collisions()}).state_dict(), tmp_path / "mc.pt")
     tables = [TableSpec("t", 8, 4, ("f",), "sum", "float32")]
     source = tmp_path / "mc.pt"
@@ -230,7 +228,7 @@ def test_a_table_behind_managed_collisions_needs_a_vocabulary(tmp_path: Path) ->
     assert load(tmp_path / "store").manifest.tables[0].ids.entries == 2
 
 
-def test_an_unsharded_module_is_not_published_as_sharded(
+def test_publish_sharded_rejects_an_unsharded_module(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidModelError, match="no sharded"):

@@ -33,7 +33,7 @@ def publish_versions(store: Path | str, count: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_each_change_is_recorded(tmp_path: Path, scheme: str) -> None:
+def test_every_store_change_is_recorded_in_the_history(tmp_path: Path, scheme: str) -> None:
     store = f"{scheme}{tmp_path}/store"
     torch.save(STATE, tmp_path / "c.pt")
     publish(tmp_path / "c.pt", store, model="m", tables=TABLES)
@@ -66,7 +66,7 @@ def test_each_change_is_recorded(tmp_path: Path, scheme: str) -> None:
     assert ModelStore(store).models() == ["m"]
 
 
-def test_a_store_without_a_history_reads_as_before(tmp_path: Path) -> None:
+def test_store_without_a_history_has_no_events(tmp_path: Path) -> None:
     publish_versions(tmp_path, 1)
     (tmp_path / event.FOLDER).rename(tmp_path.with_name("away"))
     assert ModelStore(tmp_path).history() == ModelStore(tmp_path).history("m") == []
@@ -76,7 +76,7 @@ def test_a_store_without_a_history_reads_as_before(tmp_path: Path) -> None:
         ModelStore(tmp_path).history("../m")
 
 
-def test_an_event_that_cannot_be_written_is_logged_and_the_change_stays(
+def test_failed_event_write_is_logged_and_the_change_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / event.FOLDER).write_text("in the way")
@@ -87,13 +87,15 @@ def test_an_event_that_cannot_be_written_is_logged_and_the_change_stays(
     assert line.startswith("publish of m is done, but missing in the history: ")
 
 
-def test_the_author_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_author_is_taken_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMBEDSERVE_BY", "nightly training")
     publish_versions(tmp_path, 1)
     assert [one.who for one in ModelStore(tmp_path).history()] == ["nightly training"]
 
 
-def test_a_damaged_event_is_named(tmp_path: Path) -> None:
+def test_damaged_event_is_rejected_with_its_file_name(tmp_path: Path) -> None:
     publish_versions(tmp_path, 1)
     (path,) = tmp_path.glob(".history/m/*/*.json")
     path.write_bytes(path.read_bytes().replace(b'"publish"', b'"perhaps"'))
@@ -101,7 +103,9 @@ def test_a_damaged_event_is_named(tmp_path: Path) -> None:
         ModelStore(tmp_path).history()
 
 
-def test_only_the_newest_events_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_limit_reads_only_the_newest_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish_versions(tmp_path, 1)
     folder = next(tmp_path.glob(".history/m/*"))
     older = folder.with_name("2020-01-31")
@@ -110,11 +114,11 @@ def test_only_the_newest_events_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     listed: list[str] = []
     names = os.listdir
 
-    def watched(path: Path) -> list[str]:
+    def listdir_recorded(path: Path) -> list[str]:
         listed.append(str(path))
         return names(path)
 
-    monkeypatch.setattr(os, "listdir", watched)
+    monkeypatch.setattr(os, "listdir", listdir_recorded)
     record_event(tmp_path, "note", "m", (1,), detail="x")
     assert [one.detail for one in ModelStore(tmp_path).history("m", 2)] == ["x", ""]
     assert str(older) not in listed

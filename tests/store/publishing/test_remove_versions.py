@@ -39,31 +39,31 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return where if request.param == "folder" else f"file://{where}"
 
 
-def left(store: str) -> list[int]:
+def remaining_versions(store: str) -> list[int]:
     return ModelStore(store).versions("m")
 
 
-def test_the_newest_and_those_with_an_alias_stay(store: str) -> None:
+def test_prune_keeps_newest_and_aliased_versions(store: str) -> None:
     set_alias(store, "m", "stable", 2)
     set_alias(store, "m", "old", 1)
     set_alias(store, "m", "old", None)
     assert prune(store, "m", 2, is_trial=True) == [1, 3]
-    assert left(store) == [1, 2, 3, 4, 5]
+    assert remaining_versions(store) == [1, 2, 3, 4, 5]
     assert prune(store, "m", 2) == [1, 3]
-    assert left(store) == [2, 4, 5]
+    assert remaining_versions(store) == [2, 4, 5]
     assert prune(store, "m", 2) == []
     assert prune(store, "m", 99) == []
     folder = Path(store.removeprefix("file://")) / "m"
     assert {path.name for path in folder.iterdir()} == {"2", "4", "5", "aliases"}
 
 
-def test_a_number_never_comes_again(store: str) -> None:
+def test_pruned_version_numbers_are_not_reused(store: str) -> None:
     assert prune(store, "m", 1) == [1, 2, 3, 4]
     publish_one(store, 6)
-    assert left(store) == [5, 6]
+    assert remaining_versions(store) == [5, 6]
 
 
-def test_what_is_needed_is_not_removed(store: str) -> None:
+def test_newest_and_aliased_versions_cannot_be_removed(store: str) -> None:
     set_alias(store, "m", "stable", 2)
     for version, message in (
         (5, "m: version 5 is the newest, which stays"),
@@ -77,10 +77,10 @@ def test_what_is_needed_is_not_removed(store: str) -> None:
             prune(store, "m", keep)
     with pytest.raises(StoreError, match="other"):
         remove_version(store, "other", 1)
-    assert left(store) == [1, 2, 3, 4, 5]
+    assert remaining_versions(store) == [1, 2, 3, 4, 5]
 
 
-def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
+def test_version_in_use_is_not_removed(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         publish_one(tmp_path, number)
     opened = ModelStore(tmp_path).load("m", 1)
@@ -92,36 +92,38 @@ def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
     assert prune(tmp_path, "m", 1, is_trial=True, on_held=held.append) == [2]
     assert prune(tmp_path, "m", 1, on_held=held.append) == [2]
     assert held == [1, 1]
-    assert left(str(tmp_path)) == [1, 3]
+    assert remaining_versions(str(tmp_path)) == [1, 3]
     assert np.array_equal(opened.tables.rows("t").view("<f4"), np.ones((10, 4), np.float32))
     opened.tables.check_unchanged()
     del opened
     assert prune(tmp_path, "m", 1) == [1]
 
 
-def test_one_without_its_manifest_is_removed(tmp_path: Path) -> None:
+def test_version_without_a_manifest_is_removed(tmp_path: Path) -> None:
     for number in (1, 2):
         publish_one(tmp_path, number)
     (tmp_path / "m" / "1" / "manifest.json").unlink()
     remove_version(tmp_path, "m", 1)
-    assert left(str(tmp_path)) == [2]
+    assert remaining_versions(str(tmp_path)) == [2]
 
 
-def test_one_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_removal_leaves_the_version_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in (1, 2):
         publish_one(tmp_path, number)
     before = everything_under(tmp_path)
 
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", reject)
     with pytest.raises(StoreError, match=r"m/1: cannot be removed: Permission denied"):
         remove_version(tmp_path, "m", 1)
     assert everything_under(tmp_path) == before
 
 
-def test_one_that_gets_a_name_meanwhile_comes_back(
+def test_version_aliased_during_removal_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2):
@@ -129,18 +131,18 @@ def test_one_that_gets_a_name_meanwhile_comes_back(
     rename = os.rename
     named: list[int] = []
 
-    def named_first(*paths: Path) -> None:
+    def alias_then_rename(*paths: Path) -> None:
         if not named:
             named.append(set_alias(tmp_path, "m", "stable", 1).change_number)
         rename(*paths)
 
-    monkeypatch.setattr(os, "rename", named_first)
+    monkeypatch.setattr(os, "rename", alias_then_rename)
     with pytest.raises(StoreError, match="m: version 1 is what alias stable names"):
         remove_version(tmp_path, "m", 1)
     assert ModelStore(tmp_path).load("m", "stable").manifest.version == 1
 
 
-def cut_off_after(removals: int, patch: pytest.MonkeyPatch) -> None:
+def disconnect_after(removals: int, patch: pytest.MonkeyPatch) -> None:
     """Makes a store behind a URL stop responding after ``removals`` removals of files."""
     done: list[str] = []
     remove = RemoteFolder.remove
@@ -168,15 +170,15 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}"
 
 
-def test_a_delete_that_is_cut_off_is_in_the_history_and_is_finished(
+def test_interrupted_remote_delete_is_recorded_and_can_be_finished(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        cut_off_after(1, patch)
+        disconnect_after(1, patch)
         message = "cut off; version 2 of m is removed, but some of its files are left: delete it"
         with pytest.raises(UnreachableError, match=message):
             remove_version(url, "m", 2, who="ann")
-    assert left(url) == [1, 3]
+    assert remaining_versions(url) == [1, 3]
     assert removals(url) == [("delete", [2], "ann")]
     assert (tmp_path / "m" / "2" / "tables.safetensors").exists()
     assert prune(url, "m", 2) == []
@@ -188,37 +190,37 @@ def test_a_delete_that_is_cut_off_is_in_the_history_and_is_finished(
         remove_version(url, "m", 2)
 
 
-def test_a_prune_that_is_cut_off_names_what_readers_do_not_see(
+def test_interrupted_remote_prune_records_the_removed_versions(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = len(RemoteFolder(url).sizes("m/1"))
-    cut_off_after(files + 1, monkeypatch)
+    disconnect_after(files + 1, monkeypatch)
     with pytest.raises(UnreachableError, match="cut off; version 2 of m is removed"):
         prune(url, "m", 1, who="ann")
-    assert left(url) == [3]
+    assert remaining_versions(url) == [3]
     assert removals(url) == [("prune", [1, 2], "ann")]
 
 
-def test_a_removal_that_never_began_is_not_in_the_history(
+def test_removal_that_removed_no_file_is_not_recorded(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_off_after(0, monkeypatch)
+    disconnect_after(0, monkeypatch)
     with pytest.raises(UnreachableError, match=r"cut off$"):
         remove_version(url, "m", 2)
-    assert (left(url), removals(url)) == ([1, 2, 3], [])
+    assert (remaining_versions(url), removals(url)) == ([1, 2, 3], [])
 
 
-def name_before_removal(url: str, patch: pytest.MonkeyPatch) -> None:
+def alias_during_removal(url: str, patch: pytest.MonkeyPatch) -> None:
     """Gives version 1 the alias "stable" after a removal has found that it has none."""
     sizes = RemoteFolder.sizes
     named: list[int] = []
 
-    def sizes_once_named(remote: RemoteFolder, folder: str) -> dict[str, int]:
+    def alias_then_list_sizes(remote: RemoteFolder, folder: str) -> dict[str, int]:
         if folder == "m/1" and not named:
             named.append(set_alias(url, "m", "stable", 1).change_number)
         return sizes(remote, folder)
 
-    patch.setattr(RemoteFolder, "sizes", sizes_once_named)
+    patch.setattr(RemoteFolder, "sizes", alias_then_list_sizes)
 
 
 @pytest.mark.parametrize(
@@ -226,17 +228,17 @@ def name_before_removal(url: str, patch: pytest.MonkeyPatch) -> None:
     [lambda url: remove_version(url, "m", 1), lambda url: prune(url, "m", 2)],
     ids=["delete", "prune"],
 )
-def test_one_behind_a_url_that_gets_a_name_meanwhile_comes_back(
+def test_remote_version_aliased_during_removal_is_restored(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[str], object]
 ) -> None:
-    name_before_removal(url, monkeypatch)
+    alias_during_removal(url, monkeypatch)
     with pytest.raises(StoreError, match="m: version 1 is what alias stable names"):
         remove(url)
     verify(ModelStore(tmp_path).load("m", "stable"))
-    assert (left(url), removals(url)) == ([1, 2, 3], [])
+    assert (remaining_versions(url), removals(url)) == ([1, 2, 3], [])
 
 
-def test_one_whose_names_cannot_be_read_any_more_comes_back(
+def test_version_is_restored_when_aliases_become_unreadable(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aliases = ModelStore.aliases
@@ -255,21 +257,21 @@ def test_one_whose_names_cannot_be_read_any_more_comes_back(
     assert removals(url) == []
 
 
-def test_one_that_cannot_come_back_is_in_the_history(
+def test_removal_that_cannot_be_undone_is_recorded(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(remote: RemoteFolder, name: str, data: bytes) -> None:
+    def reject(remote: RemoteFolder, name: str, data: bytes) -> None:
         raise UnreachableError(f"{name}: refused")
 
-    name_before_removal(url, monkeypatch)
-    monkeypatch.setattr(RemoteFolder, "write", refuse)
+    alias_during_removal(url, monkeypatch)
+    monkeypatch.setattr(RemoteFolder, "write", reject)
     with pytest.raises(UnreachableError, match="refused; version 1 of m is removed, but some"):
         remove_version(url, "m", 1, who="ann")
-    assert (left(url), removals(url)) == ([2, 3], [("delete", [1], "ann")])
+    assert (remaining_versions(url), removals(url)) == ([2, 3], [("delete", [1], "ann")])
     assert (tmp_path / "m" / "1" / "tables.safetensors").exists()
 
 
-def test_an_upload_above_the_newest_version_is_not_removed(url: str, tmp_path: Path) -> None:
+def test_upload_in_progress_is_not_removed(url: str, tmp_path: Path) -> None:
     upload = tmp_path / "m" / "4" / "tables.safetensors"
     upload.parent.mkdir()
     upload.write_bytes(b"arriving")
@@ -278,7 +280,7 @@ def test_an_upload_above_the_newest_version_is_not_removed(url: str, tmp_path: P
     assert upload.exists()
 
 
-def test_what_is_left_of_a_version_stays_while_an_alias_names_it(url: str, tmp_path: Path) -> None:
+def test_partial_version_with_an_alias_is_not_removed(url: str, tmp_path: Path) -> None:
     set_alias(url, "m", "stable", 1)
     (tmp_path / "m" / "1" / "manifest.json").unlink()
     with pytest.raises(StoreError, match="version 1 is what alias stable names"):

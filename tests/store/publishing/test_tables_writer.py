@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_come_back_as_written(path: Path) -> None:
+def test_written_rows_round_trip(path: Path) -> None:
     tables = TablesFile.open(path, TABLES)
     for table in TABLES:
         np.testing.assert_array_equal(tables.rows(table.name), content(table))
@@ -31,7 +31,7 @@ def test_rows_come_back_as_written(path: Path) -> None:
     assert tables.data.size == sum(table.nbytes for table in TABLES)
 
 
-def test_the_safetensors_library_reads_the_same(path: Path) -> None:
+def test_safetensors_library_reads_the_written_tables(path: Path) -> None:
     tensors = load_file(path)
     assert tensors.keys() == {table.name for table in TABLES}
     for table in TABLES:
@@ -44,7 +44,7 @@ def test_the_safetensors_library_reads_the_same(path: Path) -> None:
     assert tensors["odd"].dtype == np.uint8
 
 
-def test_checksums_and_progress_are_of_the_written_bytes(tmp_path: Path) -> None:
+def test_checksums_and_progress_match_the_written_bytes(tmp_path: Path) -> None:
     calls: list[tuple[str, int, int, int]] = []
     checksums = write_tables(
         tmp_path / "t",

@@ -11,13 +11,13 @@ from embedserve_store.terminal.console import say
 TEXT = "user:id:1 clicks[last] [/b] 7"
 
 
-def test_say_and_write_print_a_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_say_and_write_print_text_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     write(TEXT)
     say(TEXT)
     assert capsys.readouterr() == (f"{TEXT}\n", f"{TEXT}\n")
 
 
-def test_show_prints_title_headings_and_cells_as_they_are(
+def test_show_prints_title_headings_and_cells_unchanged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     table = grid(TEXT)

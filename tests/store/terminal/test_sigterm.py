@@ -35,7 +35,7 @@ tables:
 """
 
 
-def test_it_interrupts_within_and_not_after() -> None:
+def test_sigterm_interrupts_only_inside_the_context_manager() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), sigterm_interrupts():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -45,14 +45,14 @@ def test_it_interrupts_within_and_not_after() -> None:
 PUBLISH = "publish model.pt tables.yaml store --model m"
 DEMO = "demo store"
 
-Ended = tuple[Path, subprocess.CompletedProcess[str]]
+KilledCommand = tuple[Path, subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KilledCommand]:
     """Runs both commands concurrently; returns the folder and the outcome of each."""
 
-    def run(arguments: str) -> Ended:
+    def run(arguments: str) -> KilledCommand:
         folder = tmp_path_factory.mktemp("killed")
         (folder / "tables.yaml").write_text(TABLES)
         return folder, run_warm_python("-c", KILLED_AT_FIRST_PROGRESS, folder, *arguments.split())
@@ -69,8 +69,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         (DEMO, 130, "embedserve: interrupted"),
     ],
 )
-def test_commands_clean_up(
-    killed: dict[str, Ended], arguments: str, status: int, message: str
+def test_publish_and_demo_clean_up_after_sigterm(
+    killed: dict[str, KilledCommand], arguments: str, status: int, message: str
 ) -> None:
     folder, done = killed[arguments]
     assert done.returncode == status, done.stderr

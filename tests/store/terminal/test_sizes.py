@@ -20,17 +20,17 @@ from embedserve_store.terminal.sizes import human_bytes, parse_bytes
         ("1 B", 1),
     ],
 )
-def test_sizes_with_and_without_units(text: str, count: int) -> None:
+def test_sizes_are_parsed_with_and_without_units(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "80 apples", "1e9", "0", "0.1B", "9" * 400])
-def test_what_is_no_size_is_named(text: str) -> None:
+def test_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size: expected such as 80GB"):
         parse_bytes(text)
 
 
-def test_counts_are_shown_in_the_unit_that_fits() -> None:
+def test_byte_counts_are_formatted_in_the_largest_fitting_unit() -> None:
     assert human_bytes(999) == "999 B"
     assert human_bytes(8_000_000) == "7.6 MiB"
     assert human_bytes(3 << 40) == "3.0 TiB"

@@ -20,7 +20,7 @@ from embedserve_store.writing.direct_file import BUFFER_BYTES, new_file
 
 
 @pytest.fixture(autouse=True)
-def every_file_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_direct_writes_for_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_file, "DIRECT_BYTES_MIN", 1)
 
 
@@ -34,7 +34,7 @@ def every_file_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
         (10, 2 * BUFFER_BYTES, 4096),
     ],
 )
-def test_pieces_of_any_size_follow_one_another(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_chunks_of_any_size_are_written_in_order(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     random = np.random.default_rng(0)
     pieces = [random.integers(0, 256, size, np.uint8) for size in sizes]
     with new_file(tmp_path / "f", sum(sizes)) as file:
@@ -43,7 +43,7 @@ def test_pieces_of_any_size_follow_one_another(tmp_path: Path, sizes: tuple[int,
     assert (tmp_path / "f").read_bytes() == np.concatenate(pieces).tobytes()
 
 
-def test_tables_written_directly_are_the_same_file(
+def test_direct_and_buffered_writes_produce_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = TableSpec("t", 50_000, 128, ("t",), "sum", "float32")
@@ -59,32 +59,32 @@ def test_tables_written_directly_are_the_same_file(
     np.testing.assert_array_equal(TablesFile.open(tmp_path / "direct", (table,)).rows("t"), rows)
 
 
-def test_a_file_system_without_direct_writes(
+def test_file_system_without_o_direct_is_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tmpfs before Linux 6.6 is such a file system: it creates the file and then rejects it."""
     real = os.open
 
-    def refuse(path: Path, flags: int, *mode: int) -> int:
+    def reject_direct(path: Path, flags: int, *mode: int) -> int:
         if flags & os.O_DIRECT:
             os.close(real(path, flags & ~os.O_DIRECT, *mode))
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(path, flags, *mode)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", reject_direct)
     with new_file(tmp_path / "f", 3) as file:
         file.write(b"abc")
     assert (tmp_path / "f").read_bytes() == b"abc"
 
 
-def test_a_file_that_is_there_is_not_touched(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"before")
     with pytest.raises(FileExistsError), new_file(tmp_path / "f", 1 << 40):
         pass
     assert (tmp_path / "f").read_bytes() == b"before"
 
 
-def test_a_write_that_fails_is_an_error(tmp_path: Path) -> None:
+def test_failed_write_raises_os_error(tmp_path: Path) -> None:
     """The limit on the size of files stands for a full disk."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -34,19 +34,19 @@ def publish(model_folder: Path) -> int:
         return publish_staged(folder, write_number)
 
 
-def test_versions_count_up_from_one(tmp_path: Path) -> None:
+def test_version_numbers_count_up_from_one(tmp_path: Path) -> None:
     assert [publish(tmp_path / "store" / "m") for _ in range(3)] == [1, 2, 3]
     assert os.listdir(tmp_path / "store" / "m" / "3") == ["n"]
 
 
-def test_the_highest_number_counts_and_other_names_do_not(tmp_path: Path) -> None:
+def test_next_version_follows_highest_and_ignores_other_names(tmp_path: Path) -> None:
     for name in ("7", "0", "-1", "08", "9x", ".staging-1", "latest", "٣"):
         (tmp_path / name).mkdir()
     assert version_numbers(tmp_path) == [7]
     assert publish(tmp_path) == 8
 
 
-def test_a_file_with_a_versions_name_is_not_overwritten(tmp_path: Path) -> None:
+def test_file_named_like_a_version_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "1").write_text("mine")
     assert publish(tmp_path) == 2
     assert (tmp_path / "1").read_text() == "mine"
@@ -66,25 +66,27 @@ def publish_second(model_folder: Path, losses: int) -> int:
         return publish_staged(folder, write_number)
 
 
-def test_a_number_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
+def test_version_number_taken_concurrently_is_skipped(tmp_path: Path) -> None:
     assert publish_second(tmp_path, 1) == 2
     assert (tmp_path / "1" / "n").read_text() == "other"
     assert (tmp_path / "2" / "n").read_text() == "2"
 
 
-def test_publishers_that_always_come_second_give_up(tmp_path: Path) -> None:
+def test_publisher_gives_up_after_100_lost_races(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="took the version number 100 times"):
         publish_second(tmp_path, RENAME_ATTEMPTS)
     assert version_numbers(tmp_path) == list(range(1, 101))
     assert len(os.listdir(tmp_path)) == 100
 
 
-def test_a_publisher_that_comes_second_99_times_publishes(tmp_path: Path) -> None:
+def test_publisher_succeeds_after_99_lost_races(tmp_path: Path) -> None:
     assert publish_second(tmp_path, RENAME_ATTEMPTS - 1) == 100
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o444), (0o002, 0o444), (0o027, 0o440)])
-def test_files_are_read_only_and_their_folder_is_not(tmp_path: Path, umask: int, mode: int) -> None:
+def test_published_files_are_read_only_and_their_folder_is_writable(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
     before = os.umask(umask)
     try:
         publish(tmp_path)
@@ -94,26 +96,26 @@ def test_files_are_read_only_and_their_folder_is_not(tmp_path: Path, umask: int,
     assert stat.S_IMODE((tmp_path / "1").stat().st_mode) == 0o777 & ~umask
 
 
-def refuse_modes(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(path: Path, mode: int) -> None:
+def fail_chmod(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def reject_chmod(path: Path, mode: int) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
-    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(Path, "chmod", reject_chmod)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
-def test_a_file_system_that_refuses_modes_is_published_to(
+def test_publishing_works_where_chmod_is_unsupported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    refuse_modes(monkeypatch, code)
+    fail_chmod(monkeypatch, code)
     assert [publish(tmp_path) for _ in range(2)] == [1, 2]
     assert (tmp_path / "2" / "n").read_text() == "2"
 
 
-def test_a_disk_that_fails_is_not_published_to(
+def test_publish_fails_on_chmod_io_error_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_modes(monkeypatch, errno.EIO)
+    fail_chmod(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         publish(tmp_path / "m")
     assert os.listdir(tmp_path) == []
@@ -125,20 +127,20 @@ def fail(model_folder: Path) -> None:
         raise KeyboardInterrupt
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_first_publish_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fail(tmp_path / "m")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_publish_keeps_existing_versions(tmp_path: Path) -> None:
     publish(tmp_path / "m")
     with pytest.raises(KeyboardInterrupt):
         fail(tmp_path / "m")
     assert os.listdir(tmp_path / "m") == ["1"]
 
 
-def test_the_first_publisher_may_fail_while_another_begins(
+def test_publish_recreates_model_folder_removed_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["lost", "kept"])
@@ -153,7 +155,7 @@ def test_the_first_publisher_may_fail_while_another_begins(
     assert publish(tmp_path / "m") == 1
 
 
-def test_what_killed_publishers_left_is_removed(tmp_path: Path) -> None:
+def test_staging_folders_of_killed_publishers_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".staging-1").mkdir()
     (tmp_path / ".staging-1" / "half").write_text("half")
     (tmp_path / ".staging-1" / "half").chmod(0o444)
@@ -167,7 +169,7 @@ def test_what_killed_publishers_left_is_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [".other"]
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_staging_folder_in_use_is_not_removed(tmp_path: Path) -> None:
     with staging_folder(tmp_path) as folder:
         (folder / "half").write_text("half")
         assert publish(tmp_path) == 1
@@ -178,7 +180,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
-def test_a_lock_that_another_takes_away_is_taken_anew(
+def test_lock_file_removed_concurrently_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flock = fcntl.flock
@@ -197,7 +199,7 @@ def test_a_lock_that_another_takes_away_is_taken_anew(
         assert [f"{folder.name}.lock"] != stolen
 
 
-def test_without_locks_nothing_is_removed_and_publishing_works(
+def test_publishing_without_flock_support_keeps_staging_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(lock: int, operation: int) -> None:
@@ -210,26 +212,32 @@ def test_without_locks_nothing_is_removed_and_publishing_works(
 
 
 @pytest.mark.parametrize("name", ["file", "file/a/b"])
-def test_a_file_where_a_folder_is_needed(tmp_path: Path, name: str) -> None:
+def test_check_writable_rejects_a_file_in_the_path(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=f"{name}: cannot be written: .*/file is not a folder"):
         check_writable(tmp_path / name)
 
 
-def test_folders_that_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_writable_accepts_folders_that_do_not_exist_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_writable(tmp_path / "a" / "b")
     monkeypatch.chdir(tmp_path)
     check_writable(Path("a"))
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_writable_rejects_a_folder_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     with pytest.raises(StoreError, match=f"a: .*no permission to write to {tmp_path}$"):
         check_writable(tmp_path / "a")
 
 
-def test_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_writable_rejects_a_read_only_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = list(os.statvfs(tmp_path))
     flags[8] |= os.ST_RDONLY
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(flags))
@@ -256,7 +264,7 @@ for _ in range(20):
 """
 
 
-def test_racing_publishers_never_share_a_number(tmp_path: Path) -> None:
+def test_concurrent_publishers_never_share_a_version_number(tmp_path: Path) -> None:
     root = str(Path(embedserve_store.__file__).parent.parent)
     folder = tmp_path / "m"
     racers = [

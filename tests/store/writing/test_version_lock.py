@@ -38,7 +38,7 @@ def is_held(folder: Path) -> bool:
         return True
 
 
-def test_who_opens_a_version_holds_it_until_it_is_let_go(folder: Path) -> None:
+def test_loaded_version_is_locked_until_released(folder: Path) -> None:
     store = LocalStore(folder.parent.parent)
     first, second = store.load("m"), store.load("m")
     assert is_held(folder)
@@ -53,7 +53,7 @@ def test_who_opens_a_version_holds_it_until_it_is_let_go(folder: Path) -> None:
     assert not is_held(folder)
 
 
-def test_no_descriptor_is_left_over(folder: Path, tmp_path: Path) -> None:
+def test_reloading_a_version_leaks_no_descriptors(folder: Path, tmp_path: Path) -> None:
     store = LocalStore(folder.parent.parent)
     version = store.load("m")
     before = open_below(tmp_path)
@@ -64,7 +64,7 @@ def test_no_descriptor_is_left_over(folder: Path, tmp_path: Path) -> None:
     assert version.manifest.version == 1
 
 
-def test_processes_that_are_forked_hold_it_on(folder: Path) -> None:
+def test_forked_process_keeps_the_version_locked(folder: Path) -> None:
     version = LocalStore(folder.parent.parent).load("m")
     reading, writing = os.pipe()
     child = os.fork()
@@ -83,7 +83,7 @@ def test_processes_that_are_forked_hold_it_on(folder: Path) -> None:
     assert not is_held(folder)
 
 
-def test_a_child_that_lets_go_leaves_it_to_its_parent(folder: Path) -> None:
+def test_release_in_a_forked_child_keeps_the_parents_lock(folder: Path) -> None:
     version = LocalStore(folder.parent.parent).load("m")
     child = os.fork()
     if not child:
@@ -94,7 +94,7 @@ def test_a_child_that_lets_go_leaves_it_to_its_parent(folder: Path) -> None:
     assert version.manifest.version == 1
 
 
-def test_what_is_being_removed_is_not_opened(folder: Path) -> None:
+def test_version_being_removed_cannot_be_opened(folder: Path) -> None:
     store = LocalStore(folder.parent.parent)
     with exclusive_lock(folder), pytest.raises(StoreError, match="m/1: is being removed"):
         store.load("m")
@@ -104,39 +104,39 @@ def test_what_is_being_removed_is_not_opened(folder: Path) -> None:
         hold(folder)
 
 
-def test_one_that_is_removed_as_it_is_opened_is_not_held(
+def test_version_removed_while_opening_is_not_locked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flock = fcntl.flock
     moved = folder.with_name("moved")
 
-    def after_it_went(descriptor: int, kind: int) -> None:
+    def flock_after_removal(descriptor: int, kind: int) -> None:
         moved.mkdir()
         for path in folder.iterdir():
             path.rename(moved / path.name)
         (folder / "manifest.json").write_bytes(b"another")
         flock(descriptor, kind)
 
-    monkeypatch.setattr(fcntl, "flock", after_it_went)
+    monkeypatch.setattr(fcntl, "flock", flock_after_removal)
     with pytest.raises(StoreError, match="m/1: was removed meanwhile"):
         hold(folder)
 
 
-def test_a_file_system_without_locks_is_named_once(
+def test_file_system_without_locks_is_logged_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", reject)
     holds._say_no_locks.cache_clear()
     versions = [LocalStore(folder.parent.parent).load("m") for _ in range(3)]
     remove_unheld(folder)
     assert len(versions) == 3
     assert not folder.exists()
-    said = [one.getMessage() for one in caplog.records if "has no locks" in one.getMessage()]
-    assert len(said) == 1
-    assert said[0].endswith("are not seen when others are removed: No locks available")
+    logged = [one.getMessage() for one in caplog.records if "has no locks" in one.getMessage()]
+    assert len(logged) == 1
+    assert logged[0].endswith("are not seen when others are removed: No locks available")
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", checked)
 
 
-def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+def reject_writable_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes opening a read-only manifest for writing fail, even as root."""
     opened = os.open
 
@@ -167,10 +167,12 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nfs")
-def test_nfs_shows_who_holds_a_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_in_use_on_nfs_is_not_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = folder / "manifest.json"
     manifest.chmod(0o444)
-    refuse_writing(monkeypatch)
+    reject_writable_open(monkeypatch)
     version = LocalStore(folder.parent.parent).load("m")
     assert is_held(folder)
     with pytest.raises(HeldError, match="m/1: is in use: a server or another process"):
@@ -185,16 +187,16 @@ def test_nfs_shows_who_holds_a_version(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("nfs")
-def test_a_version_of_another_user_on_nfs_is_kept(
+def test_version_owned_by_another_user_on_nfs_is_not_removed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "manifest.json").chmod(0o444)
-    refuse_writing(monkeypatch)
+    reject_writable_open(monkeypatch)
 
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(Path, "chmod", reject)
     message = (
         r"m/1: is kept, because nobody can tell .* write manifest\.json can lock it: Operation"
     )
@@ -203,7 +205,7 @@ def test_a_version_of_another_user_on_nfs_is_kept(
     assert LocalStore(folder.parent.parent).load("m").manifest.version == 1
 
 
-def test_a_pipe_is_not_waited_for(folder: Path) -> None:
+def test_manifest_that_is_a_pipe_is_rejected_without_blocking(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
     with pytest.raises(StoreError, match="is no regular file"):

@@ -25,7 +25,7 @@ from embedserve.processes.ray_backend.shard_watch import ShardName
 from embedserve_store import StoreError
 
 
-def test_names_of_shards_are_names_of_actors() -> None:
+def test_shard_name_is_parsed_from_its_actor_name() -> None:
     name = ShardName("shop", 1, 3, 0)
     assert str(name) == "shop/1/3/0"
     assert ShardName.parse(str(name)) == name
@@ -42,7 +42,7 @@ def test_names_of_shards_are_names_of_actors() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "-a", "a b", "a" * 64, "é"])
-def test_wrong_names_are_rejected(name: str) -> None:
+def test_invalid_names_of_shards_are_rejected(name: str) -> None:
     with pytest.raises(ValueError, match="the name of shards in Ray is") as caught:
         check_shards_name(name)
     assert repr(name) in str(caught.value)
@@ -50,26 +50,26 @@ def test_wrong_names_are_rejected(name: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "local", "ray://h:10001", "h", "h:x"])
-def test_wrong_addresses_are_rejected(address: str) -> None:
+def test_invalid_ray_addresses_are_rejected(address: str) -> None:
     with pytest.raises(ValueError, match="expected HOST:PORT of its head node, or auto") as caught:
         check_address(address)
     assert repr(address) in str(caught.value)
 
 
-def test_an_address_without_ray_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    with pytest.raises(OSError, match=f"no Ray cluster at {nobody}: .*refused"):
-        check_address(nobody)
-    monkeypatch.setenv("RAY_ADDRESS", nobody)
-    with pytest.raises(OSError, match=f"no Ray cluster at {nobody}"):
+def test_address_without_a_ray_cluster_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    unused_address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(OSError, match=f"no Ray cluster at {unused_address}: .*refused"):
+        check_address(unused_address)
+    monkeypatch.setenv("RAY_ADDRESS", unused_address)
+    with pytest.raises(OSError, match=f"no Ray cluster at {unused_address}"):
         check_address("auto")
     monkeypatch.setenv("RAY_ADDRESS", "")
     check_address("auto")
-    with socket.create_server(("127.0.0.1", 0)) as somebody:
-        check_address(f"127.0.0.1:{somebody.getsockname()[1]}")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        check_address(f"127.0.0.1:{listener.getsockname()[1]}")
 
 
-def test_a_missing_ray_is_one_line_that_names_the_extra(
+def test_missing_ray_package_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -94,12 +94,14 @@ def test_a_missing_ray_is_one_line_that_names_the_extra(
         (ClusterSettings("s", name="shop"), "name is 'shop', but backend is local: it is for ray"),
     ],
 )
-def test_wrong_settings_are_named(settings: ClusterSettings, words: str) -> None:
+def test_invalid_cluster_settings_are_named_in_the_error(
+    settings: ClusterSettings, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         run_cluster(settings)
 
 
-def test_shards_in_ray_are_those_of_this_host(tmp_path: Path) -> None:
+def test_shards_in_ray_get_the_arguments_of_local_shards(tmp_path: Path) -> None:
     settings = ClusterSettings("s", ("m",), replicas=3, shard_memory="2GiB", ray_address="h:1")
     *_, action, placed = _placed(settings, 2, tmp_path / "shards.json")
     assert action == "place"
@@ -109,7 +111,7 @@ def test_shards_in_ray_are_those_of_this_host(tmp_path: Path) -> None:
     assert '"name": "embedserve", "ray_address": "h:1"' in placed
 
 
-def test_a_store_in_the_present_folder_is_the_same_for_ray(
+def test_relative_store_and_cache_become_absolute_for_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers Ray's processes, which run in another folder."""
@@ -129,14 +131,14 @@ def test_a_store_in_the_present_folder_is_the_same_for_ray(
     assert (read[1].store, read[1].cache) == ("s3://bucket/store", "")
 
 
-def test_the_name_of_shards_is_checked_with_its_setting() -> None:
+def test_invalid_name_in_the_shards_option_is_rejected() -> None:
     settings = ServeSettings("store", shards="ray:a/b")
     words = "^--shards is 'ray:a/b': the name of shards in Ray is 'a/b'"
     with pytest.raises(ValueError, match=words), following_ray(settings):
         pass
 
 
-def test_an_address_of_another_host_is_an_error() -> None:
+def test_shard_address_of_another_host_is_rejected() -> None:
     """Covers a Ray node that has the address of a router in front of it."""
     child = Child("part 0", [sys.executable], shard_host="203.0.113.1")
     with pytest.raises(OSError, match=r"cannot listen on 203\.0\.113\.1"):
@@ -167,27 +169,27 @@ os._exit(0)
 """
 
 
-def test_an_actor_that_was_stopped_stays_until_it_is_ended() -> None:
+def test_stopped_actor_does_not_exit_by_itself() -> None:
     """Guards against a restart by Ray, which would also start the shard again."""
     command = [sys.executable, "-c", STOPPED]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"{-signal.SIGTERM}\n"), ended.stderr
 
 
-def test_too_few_nodes_are_an_error_that_names_the_numbers() -> None:
+def test_too_few_nodes_error_names_the_numbers() -> None:
     large, small = {"CPU": 4.0, "memory": 8e9}, {"CPU": 4.0, "memory": 1e9}
     nodes = [{"Alive": True, "Resources": large}, {"Alive": True, "Resources": small}]
-    gone = {"Alive": False, "Resources": large}
+    dead_node = {"Alive": False, "Resources": large}
     check_nodes(nodes, 2, {"CPU": 1})
     with pytest.raises(ValueError, match=r"replicas is 3, .* 2 nodes are alive, and 2 are that"):
-        check_nodes([*nodes, gone], 3, {"CPU": 1})
+        check_nodes([*nodes, dead_node], 3, {"CPU": 1})
     resources = PlacementSettings("n", "auto", "p", [], 2, 4 << 30).resources()
     words = r"replicas is 2, .* with 1 CPU and 4\.0 GiB of memory: 2 nodes are alive, and 1 are"
     with pytest.raises(ValueError, match=words):
-        check_nodes([*nodes, gone], 2, resources)
+        check_nodes([*nodes, dead_node], 2, resources)
 
 
-def test_shards_have_the_environment_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_a_process_is_the_one_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     started = Path("/proc/self/environ").read_bytes()
     monkeypatch.setenv("OMP_NUM_THREADS", "17")  # after its start
     found = shard_actor.environment_of(os.getpid())

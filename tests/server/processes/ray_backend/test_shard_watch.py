@@ -17,7 +17,7 @@ from embedserve.processes.ray_backend.shard_watch import ShardName, ShardWatch
 
 SHARDS = [ShardName("s", part, 2, replica) for part in range(2) for replica in range(2)]
 ADDRESSES = {shard: f"10.0.{shard.part}.{shard.replica}:1" for shard in SHARDS}
-ALL = [["10.0.0.0:1", "10.0.0.1:1"], ["10.0.1.0:1", "10.0.1.1:1"]]
+ALL_ADDRESSES = [["10.0.0.0:1", "10.0.0.1:1"], ["10.0.1.0:1", "10.0.1.1:1"]]
 
 
 class EndedActorError(Exception):
@@ -28,14 +28,14 @@ class FakeRay:
     """Fake Ray with the actors of shards.
 
     Attributes:
-        answering: shards whose actors respond.
+        responding: shards whose actors respond.
         ended: shards whose actors have ended.
     """
 
     exceptions = SimpleNamespace(RayError=EndedActorError)
 
     def __init__(self) -> None:
-        self.answering: set[ShardName] = set()
+        self.responding: set[ShardName] = set()
         self.ended: set[ShardName] = set()
 
     def actors(self) -> dict[ShardName, Any]:
@@ -45,7 +45,7 @@ class FakeRay:
         }
 
     def wait(self, refs: list[ShardName], **_: object) -> tuple[list[ShardName], list[ShardName]]:
-        done = [ref for ref in refs if ref in self.answering | self.ended]
+        done = [ref for ref in refs if ref in self.responding | self.ended]
         return done, [ref for ref in refs if ref not in done]
 
     def get(self, ref: ShardName) -> ShardState:
@@ -62,47 +62,47 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def watching(ray: FakeRay, path: Path) -> ShardWatch:
+def watch_after_first_poll(ray: FakeRay, path: Path) -> ShardWatch:
     """Returns a watch that has polled once, before one of the shards has responded."""
-    ray.answering = set(SHARDS[:-1])
+    ray.responding = set(SHARDS[:-1])
     watch = ShardWatch(path)
     watch.adopt(ray.actors())
     watch.poll()
     return watch
 
 
-def written(path: Path) -> list[list[str]]:
+def read_addresses(path: Path) -> list[list[str]]:
     return list(json.loads(path.read_text()).values())
 
 
-def test_the_addresses_of_the_process_before_stay_until_all_have_answered(
+def test_previous_addresses_stay_until_all_shards_have_responded(
     ray: FakeRay, tmp_path: Path
 ) -> None:
     path = tmp_path / "shards.json"
     path.write_text(before := json.dumps({"0": ["kept"], "1": ["kept"]}))
-    watch = watching(ray, path)
+    watch = watch_after_first_poll(ray, path)
     assert path.read_text() == before
-    ray.answering = set(SHARDS)
+    ray.responding = set(SHARDS)
     watch.poll()
-    assert written(path) == ALL
+    assert read_addresses(path) == ALL_ADDRESSES
 
 
-def test_a_shard_that_has_ended_is_not_waited_for(ray: FakeRay, tmp_path: Path) -> None:
+def test_watch_does_not_wait_for_ended_shards(ray: FakeRay, tmp_path: Path) -> None:
     path = tmp_path / "shards.json"
     path.write_text("{}")
-    watch = watching(ray, path)
+    watch = watch_after_first_poll(ray, path)
     ray.ended = {SHARDS[-1]}
     watch.poll()
-    assert written(path) == [ALL[0], ALL[1][:1]]
+    assert read_addresses(path) == [ALL_ADDRESSES[0], ALL_ADDRESSES[1][:1]]
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_a_new_file_and_a_late_one_have_the_addresses_that_are_known(
+def test_known_addresses_are_written_to_a_new_file_or_after_the_timeout(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     path = tmp_path / "shards.json"
     if is_late:
         monkeypatch.setattr(shard_watch, "ANSWER_S_MAX", 0)
         path.write_text("{}")
-    watching(ray, path)
-    assert written(path) == [ALL[0], ALL[1][:1]]
+    watch_after_first_poll(ray, path)
+    assert read_addresses(path) == [ALL_ADDRESSES[0], ALL_ADDRESSES[1][:1]]

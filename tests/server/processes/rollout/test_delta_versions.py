@@ -47,12 +47,12 @@ class Server:
         settings = ServeSettings(str(store), deltas="follow", delta_memory=1 << 20)
         one = make_shared_state(settings, self.training.models.load("m"))
         self.followed = DeltaVersions(settings, {"m": one})
-        self.told = 0
-        self.followed.tell = self._tell
+        self.notifications = 0
+        self.followed.tell = self._count_notification
         self.now_s = 0.0
         self.target = Target(0, "", 0, TargetPhase.SERVE)
         self.may_listen: dict[int, bool] = {}
-        self.started_with: list[int] = []
+        self.adopted_versions: list[int] = []
         served = {"m": RolloutVersion.of(one.live.version)}
         self.coordinator = RolloutCoordinator(served, self._adopt, self.followed)
         self.coordinator.send = self._send
@@ -62,25 +62,25 @@ class Server:
             assert compact_deltas(store, "m").version == number
             self.training.push(number)
 
-    def _tell(self) -> None:
-        self.told += 1
+    def _count_notification(self) -> None:
+        self.notifications += 1
 
     def _adopt(self, name: str, path: str | None) -> None:
         version = self.followed.activate(name)
         assert version is not None
         assert str(version.path) == path
-        self.started_with.append(version.manifest.version)
+        self.adopted_versions.append(version.manifest.version)
 
     def _send(self, worker: int, desired: Desired) -> None:
         self.target = desired.names["m"]
         self.may_listen[worker] = desired.may_listen
 
-    def find(self, number: int, at_seq: int | None = None) -> None:
+    def report_store(self, number: int, at_seq: int | None = None) -> None:
         path = str(self.training.deltas.parents[1] / str(number))
         entry = StoreEntry(number, AliasSettings(number, at_seq=at_seq), path)
         self.coordinator.on_report(0, StoreReport({"m": entry}))
 
-    def prepared(self) -> None:
+    def report_prepared(self) -> None:
         """Reports that the worker has prepared its target."""
         status = NameStatus(1, self.target.generation, LoadState.PREPARED)
         self.coordinator.on_report(0, WorkerStatus({"m": status}))
@@ -107,7 +107,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made.training.writer.close()
 
 
-def mapped() -> int:
+def mapped_memories() -> int:
     gc.collect()
     return len({line.split()[4] for line in _maps() if NAME in line})
 
@@ -119,7 +119,7 @@ def _maps() -> list[str]:
 @pytest.mark.parametrize(
     ("error", "is_final"), [(UnreachableError("no file left"), False), (StoreError("cut"), True)]
 )
-def test_a_version_that_cannot_be_opened_now_is_tried_again(
+def test_version_that_fails_to_open_is_retried_unless_failure_is_final(
     server: Server, monkeypatch: pytest.MonkeyPatch, error: StoreError, is_final: bool
 ) -> None:
     def fail(path: str) -> ModelVersion:
@@ -127,53 +127,53 @@ def test_a_version_that_cannot_be_opened_now_is_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(delta_versions, "open_folder", fail)
-        server.find(2)
+        server.report_store(2)
     assert server.failure is not None
     assert (server.failure.reason, server.failure.is_final) == (str(error), is_final)
-    server.find(2)
+    server.report_store(2)
     assert server.target.version == (1 if is_final else 2)
 
 
-def test_all_switch_once_the_version_has_its_deltas(server: Server) -> None:
-    server.find(2)
+def test_rollout_switches_once_the_version_has_its_deltas(server: Server) -> None:
+    server.report_store(2)
     assert (server.target.version, server.target.phase) == (2, TargetPhase.PREPARE)
     assert server.target.memory == server.next.memory.path
     assert [(one.is_next, one.is_switching) for one in server.followed.followed()] == [
         (False, False),
         (True, False),
     ]
-    server.prepared()
+    server.report_prepared()
     assert [one.is_switching for one in server.followed.followed()] == [False, True]
     server.coordinator.advance_rollout()
     assert server.target.phase is TargetPhase.PREPARE
-    told, two = server.told, server.next
+    notifications, two = server.notifications, server.next
     two.caught_up.set(True)
     server.coordinator.advance_rollout()
     assert (server.target.version, server.target.phase) == (2, TargetPhase.SERVE)
     assert server.followed.served == {"m": two}
     (following,) = server.followed.followed()
     assert (following.key, following.is_next) == (("m", 1), False)
-    assert (server.started_with, server.told) == ([2], told + 1)
+    assert (server.adopted_versions, server.notifications) == ([2], notifications + 1)
 
 
-def test_the_memory_of_the_former_version_is_given_back(server: Server) -> None:
-    before = mapped()
-    server.find(2)
-    assert mapped() == before + 1
+def test_memory_of_the_replaced_version_is_unmapped(server: Server) -> None:
+    before = mapped_memories()
+    server.report_store(2)
+    assert mapped_memories() == before + 1
     server.next.caught_up.set(True)
-    server.prepared()
-    assert server.started_with == [2]
-    assert mapped() == before
+    server.report_prepared()
+    assert server.adopted_versions == [2]
+    assert mapped_memories() == before
 
 
 def test_a_worker_with_the_rows_of_an_earlier_rollout_does_not_listen(server: Server) -> None:
     """Covers a worker that was forked with version 1, while the others switched to 2 and back, to
     new memory."""
     for number in (2, 1):
-        server.find(number)
+        server.report_store(number)
         server.next.caught_up.set(True)
-        server.prepared()
-    assert server.started_with == [2, 1]
+        server.report_prepared()
+    assert server.adopted_versions == [2, 1]
     for generation in (0, 1):
         status = NameStatus(1, rows_generation=generation)
         server.coordinator.on_worker_start(1, WorkerStatus({"m": status}))
@@ -187,29 +187,29 @@ def test_a_worker_with_the_rows_of_an_earlier_rollout_does_not_listen(server: Se
     assert server.may_listen[1] is True
 
 
-def test_another_version_takes_the_place_of_one_that_is_prepared(server: Server) -> None:
-    before = mapped()
-    server.find(2)
+def test_newly_found_version_replaces_the_version_being_prepared(server: Server) -> None:
+    before = mapped_memories()
+    server.report_store(2)
     two = server.target
-    server.find(3)
+    server.report_store(3)
     assert (server.target.version, server.target.phase) == (3, TargetPhase.PREPARE)
     assert server.target.generation != two.generation
     assert server.next.live.version.manifest.version == 3
-    assert mapped() == before + 1
-    server.find(1)
+    assert mapped_memories() == before + 1
+    server.report_store(1)
     assert len(server.followed.followed()) == 1
-    assert mapped() == before
+    assert mapped_memories() == before
 
 
-def test_a_held_model_stays_at_its_version(server: Server) -> None:
+def test_held_model_keeps_its_version(server: Server) -> None:
     hold = server.followed.served["m"].hold
     hold.set(True)
-    server.find(2)
+    server.report_store(2)
     assert server.failure is not None
     assert "its deltas are held" in server.failure.reason
     assert not server.failure.is_final
     hold.set(False)
-    server.find(2)
+    server.report_store(2)
     assert len(server.followed.followed()) == 2
     hold.set(True)  # while it is prepared
     server.coordinator.advance_rollout()
@@ -217,12 +217,12 @@ def test_a_held_model_stays_at_its_version(server: Server) -> None:
     assert len(server.followed.followed()) == 1
 
 
-def test_a_hold_that_comes_before_the_switch_prevents_it(server: Server) -> None:
-    server.find(2)
+def test_hold_before_the_switch_prevents_the_switch(server: Server) -> None:
+    server.report_store(2)
     server.next.caught_up.set(True)
     server.followed.served["m"].hold.set(True)
-    server.prepared()
-    assert (server.target.phase, server.started_with) == (TargetPhase.PREPARE, [])
+    server.report_prepared()
+    assert (server.target.phase, server.adopted_versions) == (TargetPhase.PREPARE, [])
 
 
 def stall(server: Server, reason: str) -> None:
@@ -232,9 +232,9 @@ def stall(server: Server, reason: str) -> None:
     server.coordinator.advance_rollout()
 
 
-def test_a_version_whose_line_is_damaged_stays_out(server: Server) -> None:
+def test_version_with_damaged_delta_line_is_rejected(server: Server) -> None:
     server.followed.served["m"].live.commit(2, 9)
-    server.find(2)
+    server.report_store(2)
     stall(server, f"{NO_ACCESS}: the host does not respond")  # nothing is known to be wrong
     assert server.reason == ""
     stall(server, "delta 4 is damaged")
@@ -244,9 +244,9 @@ def test_a_version_whose_line_is_damaged_stays_out(server: Server) -> None:
     assert len(server.followed.followed()) == 1
 
 
-def test_a_stall_that_ends_in_time_is_none(server: Server) -> None:
+def test_stall_that_ends_within_its_limit_does_not_reject_the_version(server: Server) -> None:
     server.followed.served["m"].live.commit(2, 9)
-    server.find(2)
+    server.report_store(2)
     for _ in range(2):
         server.next.status.stall("its files are on their way")
         server.coordinator.advance_rollout()
@@ -258,25 +258,25 @@ def test_a_stall_that_ends_in_time_is_none(server: Server) -> None:
     assert server.failure is None
 
 
-def test_a_version_that_stalls_where_the_served_one_does_may_serve(server: Server) -> None:
+def test_version_stalled_at_the_served_delta_is_not_rejected(server: Server) -> None:
     server.followed.served["m"].live.commit(2, 1)
-    server.find(2)  # it has the rows after delta 1
+    server.report_store(2)  # it has the rows after delta 1
     stall(server, "delta 2 is damaged")
     assert (server.target.phase, server.failure) == (TargetPhase.PREPARE, None)
 
 
-def test_a_version_without_room_for_its_changed_rows_stays_out(
+def test_version_without_memory_for_changed_rows_is_rejected(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_versions, "available_bytes", lambda: 1000)
-    server.find(2)
+    server.report_store(2)
     assert server.failure is not None
     assert "and 1000 bytes of memory are available" in server.failure.reason
     assert server.target.version == 1
 
 
-def test_a_forked_process_forgets_what_it_does_not_use(server: Server) -> None:
-    server.find(2)
+def test_forked_process_drops_versions_that_it_does_not_use(server: Server) -> None:
+    server.report_store(2)
     assert [one.is_next for one in server.followed.take()] == [False, True]
     assert (server.followed.served, [*server.followed.models()]) == ({}, [])
 
@@ -286,33 +286,33 @@ def at_seqs(server: Server) -> dict[str, int | None]:
     return {Path(one.path).name: one.at_seq for one in server.followed.followed()}
 
 
-def test_a_version_keeps_its_delta_until_the_next_one_serves(server: Server) -> None:
+def test_delta_limit_stays_until_the_next_version_serves(server: Server) -> None:
     assert at_seqs(server) == {"1": None}
-    server.find(1, at_seq=2)
-    assert (at_seqs(server), server.told) == ({"1": 2}, 1)
-    server.find(1, at_seq=2)
-    assert server.told == 1  # nothing new
-    server.find(2, at_seq=3)
+    server.report_store(1, at_seq=2)
+    assert (at_seqs(server), server.notifications) == ({"1": 2}, 1)
+    server.report_store(1, at_seq=2)
+    assert server.notifications == 1  # nothing new
+    server.report_store(2, at_seq=3)
     assert at_seqs(server) == {"1": 2, "2": 3}
-    server.find(2)
+    server.report_store(2)
     assert at_seqs(server) == {"1": 2, "2": None}
-    server.prepared()
+    server.report_prepared()
     server.next.caught_up.set(True)
     server.coordinator.advance_rollout()
-    assert (server.started_with, at_seqs(server)) == ([2], {"2": None})
+    assert (server.adopted_versions, at_seqs(server)) == ([2], {"2": None})
     server.followed.prepare("m", RolloutVersion(1, str(server.training.deltas.parents[1] / "1")))
     assert at_seqs(server) == {"1": None, "2": None}  # it comes back without its former delta
 
 
-def test_a_version_that_waits_for_another_keeps_its_delta(server: Server) -> None:
+def test_queued_version_keeps_its_delta_limit(server: Server) -> None:
     for number, at_seq in ((2, 3), (3, 4)):
         path = str(server.training.deltas.parents[1] / str(number))
         command = AdminCommand(Operation.LOAD, "m", number, path, at_seq)
         server.coordinator.on_report(0, command)
-    server.prepared()
+    server.report_prepared()
     server.next.caught_up.set(True)
     server.coordinator.advance_rollout()
-    assert (server.started_with, at_seqs(server)) == ([2], {"2": 3, "3": 4})
+    assert (server.adopted_versions, at_seqs(server)) == ([2], {"2": 3, "3": 4})
 
 
 def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
@@ -329,7 +329,7 @@ def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
     assert [one.at_seq for one in followed.followed()] == [None]
 
 
-def test_an_administrator_loads_a_version_at_its_delta(server: Server) -> None:
+def test_admin_load_sets_the_delta_limit_of_its_version(server: Server) -> None:
     path = str(server.training.deltas.parents[1] / "2")
     command = AdminCommand(Operation.LOAD, "m", 2, path, at_seq=3)
     received = report_from_bytes(report_to_bytes(command))
@@ -338,14 +338,14 @@ def test_an_administrator_loads_a_version_at_its_delta(server: Server) -> None:
     assert at_seqs(server) == {"1": None, "2": 3}
 
 
-def test_a_removed_name_is_followed_no_longer(server: Server) -> None:
-    told = server.told
+def test_removed_name_is_no_longer_followed(server: Server) -> None:
+    notifications = server.notifications
     server.followed.remove("m")
     server.followed.remove("films")
-    assert (server.followed.followed(), server.told) == ({}, told + 1)
+    assert (server.followed.followed(), server.notifications) == ({}, notifications + 1)
 
 
-def test_without_deltas_a_version_gets_no_memory() -> None:
+def test_version_without_deltas_gets_no_memory() -> None:
     followed = DeltaVersions(ServeSettings(store=""), {})
     version = RolloutVersion(2, "/store/m/2", 1)
     assert followed.prepare("m", version) is version
@@ -353,7 +353,7 @@ def test_without_deltas_a_version_gets_no_memory() -> None:
     assert followed.activate("m") is None
 
 
-def test_a_version_that_cannot_be_opened_stays_out(server: Server) -> None:
-    server.find(7)
+def test_version_that_does_not_exist_is_rejected(server: Server) -> None:
+    server.report_store(7)
     assert server.failure is not None
     assert "version 7 does not exist" in server.failure.reason

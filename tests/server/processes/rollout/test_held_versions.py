@@ -41,7 +41,7 @@ def wanted(*numbers: int, aliased: Collection[int] = ()) -> WantedVersions:
         (wanted(), {6}, {6}, None),
     ],
 )
-def test_the_next_step(
+def test_next_step_loads_or_unloads_one_version(
     versions: WantedVersions, held: set[int], idle: set[int], step: tuple[str, int] | None
 ) -> None:
     assert next_step(versions, held, idle, 2) == step
@@ -65,7 +65,7 @@ class Alias:
         self.version = version
 
 
-def test_the_newest_versions_and_those_of_aliases_are_wanted() -> None:
+def test_newest_and_aliased_versions_are_wanted() -> None:
     store: Any = Store([2, 3, 5, 9], {"stable": Alias(3), "gone": Alias(4)})
     assert wanted_versions(store, "shop", 2) == wanted(3, 5, 9, aliased=[3])
     assert wanted_versions(store, "shop", 2, {3, 9}) == wanted(2, 5)
@@ -77,16 +77,16 @@ class Shard:
 
     Attributes:
         wanted: versions that it should hold.
-        refused: versions that cannot be loaded.
-        whole: versions without parts.
+        unloadable: versions that cannot be loaded.
+        without_parts: versions without parts.
         unfit: versions that the shard knows to have no parts.
         steps: loads and unloads so far.
     """
 
     def __init__(self, *held: int, wanted: WantedVersions) -> None:
         self.wanted = wanted
-        self.refused: set[int] = set()
-        self.whole: set[int] = set()
+        self.unloadable: set[int] = set()
+        self.without_parts: set[int] = set()
         self.unfit: set[int] = set()
         self.now_s = 0.0
         self.steps: list[str] = []
@@ -99,14 +99,14 @@ class Shard:
         self.unfit = set(unfit)
         return self.wanted
 
-    def ask(self, number: int) -> None:
+    def count_request(self, number: int) -> None:
         self.metrics[f"shop@{number}"].version.requests.count_outcome("OK", 0.001)
 
     async def load(self, name: str) -> int:
         number = int(name.partition("@")[2])
-        if number in self.refused:
+        if number in self.unloadable:
             raise RefusedError(f"{name} cannot be read")
-        if number in self.whole:
+        if number in self.without_parts:
             raise RefusedError(f"{name} has no parts") from NoSuchPartError()
         self.steps.append(f"load {number}")
         self.metrics[name] = ModelMetrics(model_info())
@@ -117,14 +117,14 @@ class Shard:
         del self.metrics[name]
 
 
-async def test_a_version_goes_once_nobody_has_asked_for_it_for_a_minute(
+async def test_version_is_unloaded_after_a_minute_without_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
     shard = Shard(6, 7, wanted=wanted(7, 8))
     for _ in range(3):
-        shard.ask(6)
-        shard.ask(7)
+        shard.count_request(6)
+        shard.count_request(7)
         shard.now_s += IDLE_S / 2
         await shard.held.update()
     assert shard.steps == []
@@ -132,23 +132,23 @@ async def test_a_version_goes_once_nobody_has_asked_for_it_for_a_minute(
     shard.now_s += IDLE_S - 1
     await shard.held.update()
     assert shard.steps == []
-    shard.ask(7)
+    shard.count_request(7)
     shard.now_s += 1
     await shard.held.update()
     assert shard.steps == ["unload 6", "load 8"]
     assert sorted(shard.metrics) == ["shop@7", "shop@8"]
 
 
-async def test_a_version_that_cannot_be_loaded_is_tried_again_later(
+async def test_version_that_fails_to_load_is_retried_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shard = Shard(7, wanted=wanted(7, 8))
-    shard.refused = {8}
+    shard.unloadable = {8}
     await shard.held.update()
     shard.now_s += RETRY_S - 1
     await shard.held.update()
     assert caplog.text.count("shop@8: load fails: shop@8 cannot be read") == 1
-    shard.refused = set()
+    shard.unloadable = set()
     shard.now_s += 1
     await shard.held.update()
     assert shard.steps == ["load 8"]
@@ -156,7 +156,7 @@ async def test_a_version_that_cannot_be_loaded_is_tried_again_later(
 
 async def test_a_version_without_parts_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
     shard = Shard(8, wanted=wanted(7, 8))
-    shard.whole = {7}
+    shard.without_parts = {7}
     for _ in range(3):
         await shard.held.update()
         shard.now_s += RETRY_S
@@ -169,20 +169,20 @@ async def test_a_version_without_parts_is_tried_once(caplog: pytest.LogCaptureFi
     assert shard.steps == ["load 9"]
 
 
-async def test_the_last_version_stays_while_no_newer_one_can_be_loaded() -> None:
+async def test_last_version_stays_while_no_newer_version_can_be_loaded() -> None:
     shard = Shard(5, 6, wanted=wanted(7, 8))
-    shard.refused = {7, 8}
+    shard.unloadable = {7, 8}
     await shard.held.update()
     shard.now_s += IDLE_S
     await shard.held.update()
     assert sorted(shard.metrics) == ["shop@6"]
-    shard.refused = set()
+    shard.unloadable = set()
     shard.now_s += RETRY_S
     await shard.held.update()
     assert shard.steps == ["unload 5", "load 8", "unload 6", "load 7"]
 
 
-async def test_versions_that_the_settings_name_do_not_change() -> None:
+async def test_versions_named_in_settings_do_not_change() -> None:
     shard = Shard(7, wanted=wanted(7, 8))
     parts: Any = shard
     settings = ServeSettings("store", model=("shop@7",), part="0/2")
@@ -191,7 +191,7 @@ async def test_versions_that_the_settings_name_do_not_change() -> None:
 
 
 @pytest.mark.parametrize("name", ["shop", "shop@stable"])
-async def test_names_without_a_number_stay(name: str) -> None:
+async def test_names_without_a_version_number_stay(name: str) -> None:
     shard = Shard(7, wanted=wanted(8))
     shard.metrics[name] = ModelMetrics(model_info())
     for _ in range(2):

@@ -49,7 +49,7 @@ app(["serve", *arguments])
 HARD = 256
 
 
-def test_a_limit_that_may_not_be_raised_bounds_the_connections() -> None:
+def test_descriptor_limit_that_cannot_be_raised_bounds_connections() -> None:
     done = run_python("-c", FORBIDDEN)
     assert (done.returncode, done.stdout) == (0, "128\n"), done.stderr
 
@@ -64,7 +64,7 @@ def test_a_limit_that_may_not_be_raised_bounds_the_connections() -> None:
         (256, 256, 100, "256 100"),
     ],
 )
-def test_the_limit_is_raised_or_bounds_the_connections(
+def test_descriptor_limit_is_raised_or_bounds_connections(
     soft: int, hard: int, connections: int, expected: str
 ) -> None:
     done = run_python("-c", RESERVED, *map(str, (soft, hard, connections)))

@@ -30,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish_small_model(folder)
 
 
-def test_a_shard_starts_with_older_versions_if_the_newer_ones_are_not_for_it(
+def test_shard_starts_with_older_versions_if_newer_versions_have_no_parts(
     store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -42,7 +42,7 @@ def test_a_shard_starts_with_older_versions_if_the_newer_ones_are_not_for_it(
     ]
 
 
-def test_a_shard_does_not_start_without_a_version_for_it(
+def test_shard_does_not_start_without_a_version_for_its_part(
     store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(NoSuchPartError, match=r"shop/3: was published without --hosts"):
@@ -61,7 +61,7 @@ def test_a_shard_does_not_start_without_a_version_for_it(
         (dict.fromkeys(range(5, 10), UnreachableError("away")), None),
     ],
 )
-def test_versions_that_cannot_be_loaded_are_left_out(
+def test_unloadable_versions_are_skipped_at_the_start(
     monkeypatch: pytest.MonkeyPatch, errors: dict[int, StoreError], loaded: list[int] | None
 ) -> None:
     reads = []
@@ -107,7 +107,7 @@ except Exception as error:
         ("shop", "", "StoreError "),
     ],
 )
-def test_an_error_of_the_process_that_pulls_keeps_its_kind(
+def test_error_of_the_pulling_process_keeps_its_type(
     tmp_path: object, model: str, default: str, kind: str
 ) -> None:
     """Checks that an invalid setting fails immediately, while a missing version may be waited
@@ -161,7 +161,7 @@ ENDED = "StoreError file:///nowhere: the process that pulls it"
         ("killed", f"{ENDED} was ended by SIGKILL", ""),
     ],
 )
-def test_the_process_that_pulls_ends_and_how_is_said(what: str, how: str, shown: str) -> None:
+def test_pulling_process_ends_and_its_end_is_reported(what: str, how: str, shown: str) -> None:
     """Covers SIGTERM to the parent alone, after which the child must not keep the ports and pull
     on."""
     done = run_warm_python("-c", FORK, what)
@@ -172,7 +172,7 @@ def test_the_process_that_pulls_ends_and_how_is_said(what: str, how: str, shown:
 
 
 @pytest.mark.parametrize("default", ["m", "m@3"])
-def test_a_default_model_that_is_not_published_yet_is_waited_for(
+def test_start_waits_for_unpublished_default_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, default: str
 ) -> None:
     """Covers a start without --model, when the store has another model already."""

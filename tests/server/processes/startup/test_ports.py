@@ -23,14 +23,14 @@ finally:
 
 
 @pytest.fixture
-def taken_port() -> Iterator[int]:
+def port_in_use() -> Iterator[int]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         yield sock.getsockname()[1]
 
 
-def test_claimed_ports_are_real_and_nobody_else_gets_them() -> None:
+def test_claimed_ports_cannot_be_claimed_again() -> None:
     ports = claim_ports("127.0.0.1", 0, 0)
     try:
         assert ports.http != ports.grpc
@@ -41,32 +41,32 @@ def test_claimed_ports_are_real_and_nobody_else_gets_them() -> None:
         ports.close()
 
 
-def test_a_taken_http_port_is_named(taken_port: int) -> None:
-    message = f"cannot listen on 127.0.0.1:{taken_port} \\(HTTP\\): Address already in use"
+def test_http_port_in_use_is_named_in_the_error(port_in_use: int) -> None:
+    message = f"cannot listen on 127.0.0.1:{port_in_use} \\(HTTP\\): Address already in use"
     with pytest.raises(OSError, match=message):
-        claim_ports("127.0.0.1", taken_port, 0)
+        claim_ports("127.0.0.1", port_in_use, 0)
 
 
-def test_a_taken_grpc_port_is_named_and_the_other_given_back(taken_port: int) -> None:
-    message = f"cannot listen on 127.0.0.1:{taken_port} \\(gRPC\\): Address already in use"
+def test_grpc_port_in_use_is_named_and_the_http_port_released(port_in_use: int) -> None:
+    message = f"cannot listen on 127.0.0.1:{port_in_use} \\(gRPC\\): Address already in use"
     free = free_port()
     with pytest.raises(OSError, match=message):
-        claim_ports("127.0.0.1", free, taken_port)
+        claim_ports("127.0.0.1", free, port_in_use)
     claim_ports("127.0.0.1", free, 0).close()
 
 
-def test_one_port_for_both_protocols_is_refused() -> None:
+def test_same_port_for_both_protocols_is_rejected() -> None:
     free = free_port()
     with pytest.raises(OSError, match=f"127.0.0.1:{free} \\(gRPC\\): Address already in use"):
         claim_ports("127.0.0.1", free, free)
 
 
-def test_an_address_of_another_host_is_named() -> None:
+def test_address_of_another_host_is_named_in_the_error() -> None:
     with pytest.raises(OSError, match=r"192\.0\.2\.1:0 \(HTTP\): Cannot assign"):
         claim_ports("192.0.2.1", 0, 0)
 
 
-def test_grpc_gets_its_port_back() -> None:
+def test_released_grpc_port_can_be_bound() -> None:
     ports = claim_ports("127.0.0.1", 0, 0)
     host, _, number = ports.release_grpc().rpartition(":")
     with socket.socket() as sock:
@@ -83,7 +83,7 @@ def leave_connection_behind(port: int) -> None:
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_held_ports_are_refused_to_others_before_a_worker_listens(is_fresh: bool) -> None:
+def test_shared_ports_stay_claimed_and_closed_until_a_worker_listens(is_fresh: bool) -> None:
     port = free_port()
     if not is_fresh:
         leave_connection_behind(port)
@@ -99,7 +99,7 @@ def test_held_ports_are_refused_to_others_before_a_worker_listens(is_fresh: bool
         shared.close()
 
 
-def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
+def test_workers_share_claimed_ports_and_other_claims_fail() -> None:
     shared = claim_ports("127.0.0.1", 0, 0).share()
     workers = [shared.bind() for _ in range(2)]
     for worker in workers:
@@ -114,7 +114,7 @@ def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_the_port_of_grpc_is_refused_to_all_until_it_listens(is_fresh: bool) -> None:
+def test_claimed_grpc_port_accepts_connections_only_once_it_listens(is_fresh: bool) -> None:
     """Covers clients and other servers, also after a server that left connections behind."""
     port = free_port()
     if not is_fresh:
@@ -134,11 +134,11 @@ def test_the_port_of_grpc_is_refused_to_all_until_it_listens(is_fresh: bool) -> 
     ports.close()
 
 
-@pytest.mark.parametrize("taken", ["--http-port", "--grpc-port"])
-def test_serving_on_a_taken_port_is_one_line(store: Path, taken_port: int, taken: str) -> None:
-    free = "--grpc-port" if taken == "--http-port" else "--http-port"
-    done = run_python("-c", SERVE, store, taken, str(taken_port), free, str(free_port()))
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
+def test_serve_on_a_port_in_use_prints_one_line(store: Path, port_in_use: int, option: str) -> None:
+    free = "--grpc-port" if option == "--http-port" else "--http-port"
+    done = run_python("-c", SERVE, store, option, str(port_in_use), free, str(free_port()))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"embedserve: cannot listen on 127.0.0.1:{taken_port}")
+    assert line.startswith(f"embedserve: cannot listen on 127.0.0.1:{port_in_use}")
     assert done.stdout == "imported:\n"  # immediately, without imports and loading

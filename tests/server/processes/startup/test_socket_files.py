@@ -59,14 +59,14 @@ def stale(path: str) -> str:
     return path
 
 
-def refused(path: str, why: str) -> None:
-    said = re.escape(f"cannot listen on unix:{path} (gRPC): ") + why
-    with pytest.raises(OSError, match=f"^{said}$"):
+def expect_rejected(path: str, why: str) -> None:
+    message = re.escape(f"cannot listen on unix:{path} (gRPC): ") + why
+    with pytest.raises(OSError, match=f"^{message}$"):
         listen_at(path, 0o600, "gRPC")
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o660, 0o222])
-def test_who_may_write_to_the_file_may_connect(path: str, mode: int) -> None:
+def test_socket_file_has_its_mode_and_is_removed_on_close(path: str, mode: int) -> None:
     before = os.umask(0o077)
     try:
         listening = listen_at(path, mode, "HTTP")
@@ -80,59 +80,59 @@ def test_who_may_write_to_the_file_may_connect(path: str, mode: int) -> None:
     assert not os.path.exists(path)
 
 
-def test_a_file_that_a_killed_server_left_is_replaced(stale: str) -> None:
+def test_stale_socket_file_is_replaced(stale: str) -> None:
     listening = listen_at(stale, 0o600, "HTTP")
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(stale)
     listening.close()
 
 
-def test_one_that_somebody_listens_on_is_not(path: str) -> None:
+def test_socket_file_in_use_is_not_replaced(path: str) -> None:
     listening = listen_at(path, 0o600, "HTTP")
-    refused(path, "Address already in use")
+    expect_rejected(path, "Address already in use")
     listening.close()
     with socket.socket(socket.AF_UNIX) as full:
         full.bind(path)
         full.listen(0)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
-            refused(path, "Address already in use")
+            expect_rejected(path, "Address already in use")
     os.unlink(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(path)
-        refused(path, "Address already in use")
+        expect_rejected(path, "Address already in use")
 
 
-def test_what_is_no_socket_is_left_alone(tmp_path: Path, stale: str) -> None:
+def test_files_that_are_no_sockets_are_not_replaced(tmp_path: Path, stale: str) -> None:
     file, link, folder = tmp_path / "file", tmp_path / "link", tmp_path / "folder"
     file.write_text("kept")
     link.symlink_to(stale)
     folder.mkdir()
     for one in (file, link, folder):
-        refused(str(one), "a file is there that is no socket")
+        expect_rejected(str(one), "a file is there that is no socket")
     assert file.read_text() == "kept"
     assert link.is_symlink()
     assert os.path.exists(stale)
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_folder_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "missing", tmp_path / "file"):
-        refused(f"{folder}/embed.sock", f"there is no folder {folder}")
+        expect_rejected(f"{folder}/embed.sock", f"there is no folder {folder}")
 
 
-def test_a_folder_that_somebody_keeps_locked_is_named(tmp_path: Path, path: str) -> None:
+def test_locked_folder_is_named_in_the_error(tmp_path: Path, path: str) -> None:
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        refused(path, f"another process keeps the folder {tmp_path} locked")
+        expect_rejected(path, f"another process keeps the folder {tmp_path} locked")
     finally:
         os.close(held)
 
 
-def test_of_many_that_start_together_one_has_it(stale: str) -> None:
+def test_only_one_of_many_concurrent_servers_gets_the_socket(stale: str) -> None:
     pipe = subprocess.PIPE
-    many = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", CLAIM, stale],
             stdin=pipe,
@@ -142,18 +142,18 @@ def test_of_many_that_start_together_one_has_it(stale: str) -> None:
         )
         for _ in range(8)
     ]
-    for one in many:
+    for one in processes:
         assert one.stdin is not None
         one.stdin.write("1")
         one.stdin.flush()
-    said = [one.stdout.readline().strip() for one in many if one.stdout is not None]
-    for one in many:
+    outputs = [one.stdout.readline().strip() for one in processes if one.stdout is not None]
+    for one in processes:
         one.communicate(timeout=60)
-    assert said.count("listens") == 1, said
-    assert sum("Address already in use" in one for one in said) == len(many) - 1, said
+    assert outputs.count("listens") == 1, outputs
+    assert sum("Address already in use" in one for one in outputs) == len(processes) - 1, outputs
 
 
-def test_the_file_of_the_next_server_stays(path: str) -> None:
+def test_closing_does_not_remove_the_socket_file_of_the_next_server(path: str) -> None:
     first = listen_at(path, 0o600, "HTTP")
     first.remove()
     second = listen_at(path, 0o600, "HTTP")
@@ -163,20 +163,20 @@ def test_the_file_of_the_next_server_stays(path: str) -> None:
     assert not os.path.exists(path)
 
 
-def test_who_was_forked_does_not_remove_it(path: str) -> None:
+def test_forked_process_does_not_remove_the_socket_file(path: str) -> None:
     done = run_python("-c", FORKED, path)
     assert (done.stdout, done.stderr) == ("True\nFalse\n", "")
 
 
-def test_ports_give_all_back_where_one_is_refused(path: str, tmp_path: Path) -> None:
+def test_failed_claim_removes_the_other_socket_files(path: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    wanted = [(path, 0o600, "HTTP"), (str(tmp_path / "file"), 0o600, "gRPC")]
+    sockets = [(path, 0o600, "HTTP"), (str(tmp_path / "file"), 0o600, "gRPC")]
     with pytest.raises(OSError, match="that is no socket"):
-        claim_ports("127.0.0.1", 0, 0, unix=wanted)
+        claim_ports("127.0.0.1", 0, 0, unix=sockets)
     assert not os.path.exists(path)
 
 
-def test_workers_share_one_and_callers_wait_for_the_first(path: str) -> None:
+def test_workers_share_a_socket_and_clients_wait_for_the_first_worker(path: str) -> None:
     shared = claim_ports("127.0.0.1", 0, 0, unix=[(path, 0o600, "HTTP")]).share()
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(path)

@@ -18,30 +18,32 @@ from embedserve.processes.startup.startup_banner import log_ready, warn_about_se
 
 
 @pytest.mark.parametrize(
-    ("replicas", "said"),
+    ("replicas", "shown"),
     [(1, ": 3 tables over 1 cuda rank ("), (4, ": 4 replicas of 3 tables over 1 cuda rank (")],
 )
-def test_replicas_are_told(capsys: pytest.CaptureFixture[str], replicas: int, said: str) -> None:
+def test_banner_shows_the_number_of_replicas(
+    capsys: pytest.CaptureFixture[str], replicas: int, shown: str
+) -> None:
     model = replace(model_info(), device_type="cuda", replicas=replicas, example={"user": [[1]]})
     ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
     log_ready([model], ports, 1.0, ServeSettings(store=""))
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert shown in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
-    ("features", "said"),
+    ("features", "shown"),
     [({"a": (3, 4)}, "1 table over 1 cpu rank ("), ({"a": (3, 4), "b": (3, 4)}, "2 tables over")],
 )
-def test_one_table_is_no_plural(
-    capsys: pytest.CaptureFixture[str], features: dict[str, tuple[int, int]], said: str
+def test_banner_uses_the_singular_for_one_table(
+    capsys: pytest.CaptureFixture[str], features: dict[str, tuple[int, int]], shown: str
 ) -> None:
     ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
     log_ready([model_info("m", features)], ports, 1.0, ServeSettings(store=""))
-    assert f": {said}" in " ".join(capsys.readouterr().err.split())
+    assert f": {shown}" in " ".join(capsys.readouterr().err.split())
 
 
 TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
-BEHIND = {"management_port": 0, "management_host": "10.0.0.1"}
+MANAGEMENT = {"management_port": 0, "management_host": "10.0.0.1"}
 DOUBTFUL: dict[str, tuple[dict[str, Any], list[str]]] = {
     "defaults": ({}, []),
     "tokens, on loopback": ({"tokens": "tokens"}, []),
@@ -54,7 +56,7 @@ DOUBTFUL: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["host is '10.0.0.1', with tokens and without TLS"],
     ),
     "management elsewhere": (
-        {"tokens": "tokens", **BEHIND},
+        {"tokens": "tokens", **MANAGEMENT},
         ["management_host is '10.0.0.1', with tokens and without TLS"],
     ),
     "no alias": ({"follow": "alias", "model": ("a", "b@3")}, ["no model is named NAME@ALIAS"]),
@@ -64,9 +66,7 @@ DOUBTFUL: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)
-def test_settings_that_are_likely_a_mistake_are_logged(
-    caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_doubtful_settings_are_logged(caplog: pytest.LogCaptureFixture, name: str) -> None:
     values, expected = DOUBTFUL[name]
     warn_about_settings(ServeSettings(store="", **values))
     assert len(caplog.records) == len(expected)
@@ -75,7 +75,7 @@ def test_settings_that_are_likely_a_mistake_are_logged(
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
-def test_a_start_logs_them_once(tmp_path: Path) -> None:
+def test_doubtful_settings_are_logged_once_per_start(tmp_path: Path) -> None:
     """Covers workers, and checks that the lines come before loading: here there is no model to
     load."""
     options = ["--host", "0.0.0.0", "--http-port", "0", "--grpc-port", "0", "--workers", "2"]

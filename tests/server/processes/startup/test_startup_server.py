@@ -47,7 +47,7 @@ print(answer.status, answer.read().decode())
 """
 
 
-def test_a_front_that_ends_says_that_the_models_load() -> None:
+def test_startup_server_reports_loading_models_while_it_ends() -> None:
     """Checks the message, as the server starts rather than stops when it rejects these requests."""
     done = run_warm_python("-c", ENDING)
     assert done.stderr == ""
@@ -55,6 +55,6 @@ def test_a_front_that_ends_says_that_the_models_load() -> None:
     assert "the models are being loaded" in done.stdout
 
 
-def test_a_front_that_hangs_is_killed_and_who_waited_is_left_to_the_server() -> None:
+def test_hung_startup_server_is_killed_and_waiting_connections_are_kept() -> None:
     done = run_python("-c", STOPPED)
     assert (done.stdout, done.stderr) == ("ended\n127.0.0.1\n", "")

@@ -13,7 +13,15 @@ from random import Random
 import pytest
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
-from server.wire.grpc.test_calls import CHECK, EMBED, STREAM, WATCH, GrpcPeer, head, vector
+from server.wire.grpc.grpc_peer import (
+    CHECK,
+    EMBED,
+    STREAM,
+    WATCH,
+    GrpcPeer,
+    request_headers,
+    vector,
+)
 from server.wire.http2.peer import data
 
 from embedserve.config import Limits
@@ -39,18 +47,18 @@ PADDED = SMALL + b"\xfa\x3f\xa0\x8d\x06" + bytes(Random(0).choices(range(32), k=
 ZEROS = bytes(BODY_MAX)
 
 
-def packed(message: bytes, data: bytes | None = None) -> bytes:
+def compressed_message(message: bytes, data: bytes | None = None) -> bytes:
     data = gzip.compress(message) if data is None else data
     return b"\1" + len(data).to_bytes(4, "big") + data
 
 
-def pieces(body: bytes) -> list[bytes]:
+def data_chunks(body: bytes) -> list[bytes]:
     """Splits ``body`` into as few frames as possible."""
     return [body[i : i + FRAME_BYTES_MAX] for i in range(0, len(body), FRAME_BYTES_MAX)]
 
 
 @pytest.fixture
-def inflated(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def decompressed_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts the decompressed bytes by thread."""
     counts: dict[str, int] = {"loop": 0, "codec": 0}
     decompress = grpc_framing._decompressed
@@ -74,104 +82,123 @@ async def peer(engine: FakeEngine, executor: ThreadPoolExecutor) -> GrpcPeer:
 @pytest.mark.parametrize(
     "path", [CHECK, WATCH, REFLECTION, f"/{SERVICE_NAME}/ListModels", f"/{SERVICE_NAME}/GetModel"]
 )
-async def test_a_method_without_a_lookup_takes_small_messages_only(
-    peer: GrpcPeer, inflated: dict[str, int], path: str
+async def test_methods_without_a_lookup_reject_large_messages(
+    peer: GrpcPeer, decompressed_bytes: dict[str, int], path: str
 ) -> None:
-    peer.call(1, path, packed(ZEROS), more=GZIP)
+    peer.call(1, path, compressed_message(ZEROS), more=GZIP)
     peer.call(3, path, framed(bytes(PLAIN_BYTES_MAX + 1))[:5])
     for number, size in ((1, "over 65536 bytes decompressed"), (3, "65537 bytes")):
         assert peer.status(number)[0] == 8
         assert "the limit is 65536 (fixed for methods without a lookup)" in peer.status(number)[1]
         assert size.split()[0] in peer.status(number)[1]
-    assert inflated == {"loop": PLAIN_BYTES_MAX + 1, "codec": 0}
+    assert decompressed_bytes == {"loop": PLAIN_BYTES_MAX + 1, "codec": 0}
 
 
-async def test_a_turn_decompresses_few_messages(peer: GrpcPeer, inflated: dict[str, int]) -> None:
-    body = packed(bytes(PLAIN_BYTES_MAX))
+async def test_bytes_decompressed_per_iteration_are_bounded_for_unary_calls(
+    peer: GrpcPeer, decompressed_bytes: dict[str, int]
+) -> None:
+    body = compressed_message(bytes(PLAIN_BYTES_MAX))
     count = 40
     sent = b""
     for number in range(1, 2 * count, 2):
-        sent += peer.headers(number, head(CHECK, *GZIP), is_end=False).serialize()
+        sent += peer.headers(number, request_headers(CHECK, *GZIP), is_end=False).serialize()
         sent += data(number, body, is_end=True).serialize()
     peer.connection.receive(sent)
     turns = 1
     while peer.connection.has_more:
-        assert inflated["loop"] <= turns * (
+        assert decompressed_bytes["loop"] <= turns * (
             WORK_PER_TURN * DECOMPRESSED_BYTES_PER_WORK + PLAIN_BYTES_MAX
         )
         peer.connection.receive(b"")
         turns += 1
-    assert inflated["loop"] == count * PLAIN_BYTES_MAX
+    assert decompressed_bytes["loop"] == count * PLAIN_BYTES_MAX
     assert turns >= count * PLAIN_BYTES_MAX // (
         WORK_PER_TURN * DECOMPRESSED_BYTES_PER_WORK + PLAIN_BYTES_MAX
     )
 
 
-async def test_so_does_a_turn_of_a_stream(peer: GrpcPeer, inflated: dict[str, int]) -> None:
-    body = packed(bytes(PLAIN_BYTES_MAX)) * 40
+async def test_bytes_decompressed_per_iteration_are_bounded_for_streams(
+    peer: GrpcPeer, decompressed_bytes: dict[str, int]
+) -> None:
+    body = compressed_message(bytes(PLAIN_BYTES_MAX)) * 40
     peer.connection.receive(
-        peer.headers(1, head(STREAM, *GZIP), is_end=False).serialize()
+        peer.headers(1, request_headers(STREAM, *GZIP), is_end=False).serialize()
         + data(1, body, is_end=True).serialize()
     )
     per_turn = WORK_PER_TURN * DECOMPRESSED_BYTES_PER_WORK + PLAIN_BYTES_MAX
     before = 0
-    while inflated["loop"] < 40 * PLAIN_BYTES_MAX:
-        assert before < inflated["loop"] <= before + per_turn
-        before = inflated["loop"]
+    while decompressed_bytes["loop"] < 40 * PLAIN_BYTES_MAX:
+        assert before < decompressed_bytes["loop"] <= before + per_turn
+        before = decompressed_bytes["loop"]
         await asyncio.sleep(0)
-    await peer.ended(1)
+    await peer.wait_for_end(1)
     assert peer.status(1) == (0, "")
 
 
 @pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", None)])
 async def test_a_large_message_is_decompressed_in_the_codec_thread(
-    peer: GrpcPeer, engine: FakeEngine, inflated: dict[str, int], encoding: str, compress: object
+    peer: GrpcPeer,
+    engine: FakeEngine,
+    decompressed_bytes: dict[str, int],
+    encoding: str,
+    compress: object,
 ) -> None:
-    body = packed(LARGE, None if compress else zlib.compress(LARGE))
+    body = compressed_message(LARGE, None if compress else zlib.compress(LARGE))
     more = [(b"grpc-encoding", encoding.encode())]
     peer.call(1, EMBED, body, more=more)
-    await peer.ended(1)
-    assert inflated == {"loop": INLINE_BYTES_MAX + 1, "codec": len(LARGE)}
+    await peer.wait_for_end(1)
+    assert decompressed_bytes == {"loop": INLINE_BYTES_MAX + 1, "codec": len(LARGE)}
     assert peer.status(1)[0] == 8
     assert "examples" in peer.status(1)[1]  # there are too many
 
 
-async def test_messages_of_a_stream_keep_their_order(
-    peer: GrpcPeer, engine: FakeEngine, inflated: dict[str, int]
+async def test_compressed_messages_of_a_stream_keep_their_order(
+    peer: GrpcPeer, engine: FakeEngine, decompressed_bytes: dict[str, int]
 ) -> None:
     first = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1]).SerializeToString()
-    peer.call(1, STREAM, *pieces(packed(first) + packed(PADDED) + packed(first)), more=GZIP)
-    await peer.ended(1)
+    peer.call(
+        1,
+        STREAM,
+        *data_chunks(
+            compressed_message(first) + compressed_message(PADDED) + compressed_message(first)
+        ),
+        more=GZIP,
+    )
+    await peer.wait_for_end(1)
     assert peer.status(1) == (0, "")
     rows = engine.tables["t_user"]
     assert [vector(one) for one in peer.messages(1)] == [rows[i].tolist() for i in (1, 2, 1)]
-    assert inflated["codec"] == len(PADDED)
+    assert decompressed_bytes["codec"] == len(PADDED)
 
 
 @pytest.mark.parametrize("path", [EMBED, STREAM])
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "error_message"),
     [
-        (packed(bytes(BODY_MAX + 1)), 8, "over 1048576 decompressed bytes"),
-        (packed(b"", gzip.compress(ZEROS)[:-1]), 13, "another length"),
-        (packed(b"", gzip.compress(ZEROS) + b"x"), 13, "another length"),
-        (packed(b"", gzip.compress(ZEROS)[:-4] + b"\0\0\2\0"), 13, "incorrect length check"),
+        (compressed_message(bytes(BODY_MAX + 1)), 8, "over 1048576 decompressed bytes"),
+        (compressed_message(b"", gzip.compress(ZEROS)[:-1]), 13, "another length"),
+        (compressed_message(b"", gzip.compress(ZEROS) + b"x"), 13, "another length"),
+        (
+            compressed_message(b"", gzip.compress(ZEROS)[:-4] + b"\0\0\2\0"),
+            13,
+            "incorrect length check",
+        ),
     ],
 )
-async def test_what_is_wrong_with_a_large_message_ends_the_call(
-    peer: GrpcPeer, path: str, body: bytes, code: int, said: str
+async def test_invalid_large_message_ends_the_call_with_an_error(
+    peer: GrpcPeer, path: str, body: bytes, code: int, error_message: str
 ) -> None:
     peer.call(1, path, body, more=GZIP)
-    await peer.ended(1)
+    await peer.wait_for_end(1)
     assert peer.status(1)[0] == code
-    assert set(said.split()) <= set(peer.status(1)[1].replace(",", "").split())
+    assert set(error_message.split()) <= set(peer.status(1)[1].replace(",", "").split())
     assert peer.messages(1) == []
 
 
 @pytest.mark.parametrize(
     ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
 )
-async def test_messages_that_wait_count_by_their_compressed_bytes(
+async def test_queued_messages_count_by_their_compressed_bytes(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
     encoding: str,
@@ -179,11 +206,11 @@ async def test_messages_that_wait_count_by_their_compressed_bytes(
 ) -> None:
     """Sends 8 messages. If each counted as the largest message, a caller's share would hold 4."""
     peer = GrpcPeer(make_pipeline(engine, executor=executor))
-    body = pieces(packed(b"", compress(PADDED)))
+    body = data_chunks(compressed_message(b"", compress(PADDED)))
     more = [(b"grpc-encoding", encoding.encode())]
     numbers = range(1, 17, 2)
     for number in numbers:
         peer.call(number, EMBED, *body, more=more)
     for number in numbers:
-        await peer.ended(number)
+        await peer.wait_for_end(number)
         assert peer.status(number) == (0, "")

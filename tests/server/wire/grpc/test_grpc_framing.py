@@ -40,7 +40,7 @@ def messages_of(deframer: Deframer, *chunks: bytes) -> list[bytes]:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(0, 400), max_size=8))
-def test_messages_come_out_whole_however_they_are_cut(sent: list[bytes], cuts: list[int]) -> None:
+def test_messages_split_into_random_chunks_are_deframed(sent: list[bytes], cuts: list[int]) -> None:
     body = b"".join(framed(message) for message in sent)
     places = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
     chunks = [body[start:end] for start, end in pairwise(places)]
@@ -50,11 +50,11 @@ def test_messages_come_out_whole_however_they_are_cut(sent: list[bytes], cuts: l
     assert deframer.nbytes == 0
 
 
-def test_parts_make_one_message() -> None:
+def test_framed_joins_its_parts_into_one_message() -> None:
     assert framed(b"ab", memoryview(b"cdef").cast("H")) == b"\0\0\0\0\6abcdef"
 
 
-def test_a_body_of_one_message_is_known() -> None:
+def test_only_message_returns_the_single_complete_message() -> None:
     assert only_message(framed(b"abc"), 3) == b"abc"
     assert only_message(framed(b""), 3) == b""
     for other in (b"", b"\0\0", framed(b"abc")[:-1], framed(b"abc") + b"\0", framed(b"abcd")):
@@ -63,7 +63,7 @@ def test_a_body_of_one_message_is_known() -> None:
 
 
 @pytest.mark.parametrize("place", range(1, 8))
-def test_a_body_that_ends_within_a_message_is_refused(place: int) -> None:
+def test_body_that_ends_within_a_message_is_rejected(place: int) -> None:
     deframer = Deframer(BYTES_MAX, b"identity")
     deframer.feed(framed(b"abc")[:place])
     assert deframer.next_message() is None
@@ -72,7 +72,7 @@ def test_a_body_that_ends_within_a_message_is_refused(place: int) -> None:
     assert caught.value.code == "INTERNAL"
 
 
-def test_a_message_over_the_limit_is_refused_before_it_has_come() -> None:
+def test_message_over_the_limit_is_rejected_from_its_length_prefix() -> None:
     deframer = Deframer(BYTES_MAX, b"identity")
     deframer.feed(b"\0" + (BYTES_MAX + 1).to_bytes(4, "big"))
     with pytest.raises(WireError, match=r"has 1001 bytes, the limit is 1000") as caught:
@@ -81,17 +81,17 @@ def test_a_message_over_the_limit_is_refused_before_it_has_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "how"), [(b"gzip", gzip.compress), (b"deflate", zlib.compress)]
+    ("encoding", "compress"), [(b"gzip", gzip.compress), (b"deflate", zlib.compress)]
 )
-def test_compressed_messages_are_read_among_others(encoding: bytes, how: object) -> None:
-    assert callable(how)
+def test_compressed_and_plain_messages_may_be_mixed(encoding: bytes, compress: object) -> None:
+    assert callable(compress)
     whole = b"a" * BYTES_MAX
     deframer = Deframer(BYTES_MAX, encoding)
-    assert messages_of(deframer, compressed(how(whole)), framed(b"b")) == [whole, b"b"]
+    assert messages_of(deframer, compressed(compress(whole)), framed(b"b")) == [whole, b"b"]
 
 
 @pytest.mark.parametrize("nbytes", [BYTES_MAX + 1, 100 * BYTES_MAX])
-def test_a_message_that_grows_over_the_limit_is_refused(nbytes: int) -> None:
+def test_message_over_the_limit_after_decompression_is_rejected(nbytes: int) -> None:
     deframer = Deframer(BYTES_MAX, b"gzip")
     with pytest.raises(WireError, match="over 1000 decompressed") as caught:
         messages_of(deframer, compressed(gzip.compress(bytes(nbytes))))
@@ -108,14 +108,14 @@ def test_a_message_that_grows_over_the_limit_is_refused(nbytes: int) -> None:
         (b"identity", b"\x02" + framed(b"abc")[1:]),
     ],
 )
-def test_what_cannot_be_decompressed_is_refused(encoding: bytes, body: bytes) -> None:
+def test_message_that_cannot_be_decompressed_is_rejected(encoding: bytes, body: bytes) -> None:
     with pytest.raises(WireError, match="compressed") as caught:
         messages_of(Deframer(BYTES_MAX, encoding), body)
     assert caught.value.code == "INTERNAL"
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
-def test_a_large_message_counts_as_received_whatever_it_says_of_its_size(encoding: bytes) -> None:
+def test_large_message_counts_by_its_compressed_bytes(encoding: bytes) -> None:
     deframer = Deframer(32 << 20, encoding)
     data = bytes(2 * INLINE_BYTES_MAX)
     body = zlib.compress(data) if encoding == b"deflate" else gzip.compress(data)[:-4] + b"\xff" * 4
@@ -125,7 +125,7 @@ def test_a_large_message_counts_as_received_whatever_it_says_of_its_size(encodin
     assert message.nbytes == len(body) < 300
 
 
-def test_an_unknown_encoding_is_refused() -> None:
+def test_unknown_encoding_is_rejected() -> None:
     with pytest.raises(WireError, match="'br'") as caught:
         Deframer(BYTES_MAX, b"br")
     assert caught.value.code == "UNIMPLEMENTED"
@@ -145,7 +145,7 @@ def test_an_unknown_encoding_is_refused() -> None:
         (b"99999999H", 99999999 * 3600),
     ],
 )
-def test_timeouts_have_units(value: bytes, seconds: float) -> None:
+def test_timeout_units_are_parsed(value: bytes, seconds: float) -> None:
     assert parse_timeout(value) == pytest.approx(seconds)
 
 
@@ -165,13 +165,13 @@ def test_timeouts_have_units(value: bytes, seconds: float) -> None:
         "٣S".encode(),
     ],
 )
-def test_what_is_no_timeout_is_refused(value: bytes) -> None:
+def test_invalid_timeout_is_rejected(value: bytes) -> None:
     with pytest.raises(WireError, match="grpc-timeout is"):
         parse_timeout(value)
 
 
 @given(st.text())
-def test_status_messages_are_printable_and_come_back(message: str) -> None:
+def test_status_messages_survive_percent_encoding(message: str) -> None:
     try:
         message.encode()
     except UnicodeEncodeError:

@@ -41,11 +41,11 @@ class CountingCall(BidiCall):
 
     def __init__(self, stream: Stream, *, echoes: bool = True) -> None:
         super().__init__(b"identity", {}, stream)
-        self.taken = 0
+        self.received = 0
         self.echoes = echoes
 
     def take(self, message: bytes) -> None:
-        self.taken += 1
+        self.received += 1
         if self.echoes:
             self.write((message,), len(message))
 
@@ -64,11 +64,11 @@ class CountingPeer(Peer):
         return ResolvedRoute(open_call, None)
 
     @property
-    def taken(self) -> int:
-        return sum(call.taken for call in self.calls.values())
+    def received(self) -> int:
+        return sum(call.received for call in self.calls.values())
 
 
-def opened(peer: Peer, stream_id: int, payload: bytes, *, is_end: bool = False) -> bytes:
+def call_bytes(peer: Peer, stream_id: int, payload: bytes, *, is_end: bool = False) -> bytes:
     """Returns the bytes of a call whose messages arrive in one frame."""
     frames = (
         peer.headers(stream_id, STREAM, is_end=False),
@@ -77,36 +77,36 @@ def opened(peer: Peer, stream_id: int, payload: bytes, *, is_end: bool = False) 
     return b"".join(frame.serialize() for frame in frames)
 
 
-async def test_a_frame_of_very_many_messages_is_taken_over_many_iterations() -> None:
+async def test_messages_of_one_frame_are_processed_over_many_iterations() -> None:
     peer = CountingPeer()
-    peer.connection.receive(opened(peer, 1, FULL, is_end=True))
+    peer.connection.receive(call_bytes(peer, 1, FULL, is_end=True))
     count = len(FULL) // len(EMPTY)
-    assert peer.taken == PER_TURN < count // 20
-    while peer.taken < count:
-        before = peer.taken
+    assert peer.received == PER_TURN < count // 20
+    while peer.received < count:
+        before = peer.received
         await asyncio.sleep(0)
-        assert peer.taken == min(count, before + PER_TURN)
+        assert peer.received == min(count, before + PER_TURN)
     assert has_ended(peer.take(), 1)
     assert body_of(peer.seen, 1) == FULL  # in order, and none lost
 
 
-async def test_streams_of_a_connection_share_its_turns() -> None:
+async def test_streams_share_the_messages_per_iteration_of_a_connection() -> None:
     peer = CountingPeer()
     numbers = range(1, 15, 2)
-    peer.connection.receive(b"".join(opened(peer, number, FULL) for number in numbers))
-    assert peer.taken == PER_TURN
+    peer.connection.receive(b"".join(call_bytes(peer, number, FULL) for number in numbers))
+    assert peer.received == PER_TURN
     assert peer.connection.left_bytes
     while peer.connection.has_more:
         peer.connection.receive(b"")
-    assert peer.taken == PER_TURN * len(numbers)
+    assert peer.received == PER_TURN * len(numbers)
     for turn in range(1, 3 * len(numbers)):
         await asyncio.sleep(0)
-        assert peer.taken == PER_TURN * (len(numbers) + turn)
-    most = max(call.taken for call in peer.calls.values())
-    assert most - min(call.taken for call in peer.calls.values()) <= PER_TURN
+        assert peer.received == PER_TURN * (len(numbers) + turn)
+    most = max(call.received for call in peer.calls.values())
+    assert most - min(call.received for call in peer.calls.values()) <= PER_TURN
 
 
-async def test_the_windows_open_as_messages_are_taken() -> None:
+async def test_windows_reopen_as_messages_are_processed() -> None:
     """Checks windows for messages without a response, such as those to a health watch."""
     peer = CountingPeer(echoes=False)
     flow_control = peer.connection.flow_control
@@ -114,13 +114,13 @@ async def test_the_windows_open_as_messages_are_taken() -> None:
         sent = [data(number, FULL) for _ in range(STREAM_WINDOW // FRAME_BYTES_MAX)]
         peer.send(peer.headers(number, STREAM, is_end=False), *sent)
     count = len(peer.calls) * (STREAM_WINDOW // FRAME_BYTES_MAX) * (len(FULL) // len(EMPTY))
-    assert peer.taken < count // 2
+    assert peer.received < count // 2
     assert flow_control.window < STREAM_WINDOW
     peer.outputs = 0
-    while peer.taken < count:
-        before = peer.taken
+    while peer.received < count:
+        before = peer.received
         await asyncio.sleep(0)
-        assert before < peer.taken <= before + PER_TURN
+        assert before < peer.received <= before + PER_TURN
     assert peer.outputs
     updates = of(peer.take(), WindowUpdateFrame)
     assert {one.stream_id for one in updates} == {0, *peer.calls}
@@ -128,9 +128,9 @@ async def test_the_windows_open_as_messages_are_taken() -> None:
 
 
 @pytest.mark.parametrize("ends", ["reset", "closed"])
-async def test_what_waits_for_its_turn_is_dropped_at_the_end(ends: str) -> None:
+async def test_pending_messages_are_dropped_when_the_stream_ends(ends: str) -> None:
     peer = CountingPeer()
-    peer.connection.receive(opened(peer, 1, FULL))
+    peer.connection.receive(call_bytes(peer, 1, FULL))
     call = peer.calls[1]
     if ends == "reset":
         peer.connection.reset(1, "streams")
@@ -139,11 +139,11 @@ async def test_what_waits_for_its_turn_is_dropped_at_the_end(ends: str) -> None:
     assert call.is_read is False
     assert call._deframer.nbytes == 0
     await asyncio.sleep(0)
-    assert call.taken == PER_TURN
+    assert call.received == PER_TURN
     assert peer.connection.flow_control.held_bytes == 0
 
 
-async def test_invalid_requests_of_a_stream_are_answered_over_many_iterations(
+async def test_invalid_requests_of_a_stream_are_rejected_over_many_iterations(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
@@ -156,7 +156,7 @@ async def test_invalid_requests_of_a_stream_are_answered_over_many_iterations(
 
     peer = Peer(resolve)
     invalid = framed(b"\xff") * 500
-    peer.connection.receive(opened(peer, 1, invalid, is_end=True))
+    peer.connection.receive(call_bytes(peer, 1, invalid, is_end=True))
 
     def answered() -> int:
         return outcomes_of(pipeline.metrics.protocols["grpc"])["INVALID_ARGUMENT"]

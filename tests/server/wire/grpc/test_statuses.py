@@ -19,11 +19,11 @@ from embedserve.wire.grpc.statuses import (
 )
 
 
-def test_the_codes_are_grpcs() -> None:
+def test_status_codes_equal_those_of_grpc() -> None:
     assert {name: grpc.StatusCode[name].value[0] for name in CODES} == CODES
 
 
-def test_an_error_has_its_code_message_field_and_patience() -> None:
+def test_error_trailers_have_code_message_field_and_retry_after() -> None:
     assert error_trailers(InvalidRequestError("50% off", "features.user")) == [
         (b"grpc-status", b"3"),
         (b"grpc-message", b"50%25 off"),
@@ -37,15 +37,15 @@ def test_an_error_has_its_code_message_field_and_patience() -> None:
     assert error_trailers(InvalidRequestError("")) == [(b"grpc-status", b"3")]
 
 
-@pytest.mark.parametrize(("code", "has"), [("UNIMPLEMENTED", True), ("INTERNAL", False)])
-def test_what_is_not_decompressed_is_told_what_would_be(code: str, has: bool) -> None:
+@pytest.mark.parametrize(("code", "is_listed"), [("UNIMPLEMENTED", True), ("INTERNAL", False)])
+def test_unimplemented_error_lists_the_accepted_encodings(code: str, is_listed: bool) -> None:
     trailers = dict(wire_error_trailers(WireError(code, "said")))
     assert trailers[b"grpc-status"] == b"%d" % CODES[code]
-    assert (trailers.get(b"grpc-accept-encoding") == b"identity,deflate,gzip") == has
+    assert (trailers.get(b"grpc-accept-encoding") == b"identity,deflate,gzip") == is_listed
 
 
 @given(st.text(max_size=3000), st.text(max_size=3000))
-def test_trailers_are_printable_short_and_say_how_the_message_begins(
+def test_error_trailers_are_printable_bounded_and_keep_the_message_start(
     message: str, field: str
 ) -> None:
     try:
@@ -55,9 +55,9 @@ def test_trailers_are_printable_short_and_say_how_the_message_begins(
     trailers = dict(error_trailers(InvalidRequestError(message, field)))
     assert sum(len(name) + len(value) + 32 for name, value in trailers.items()) < 8192
     assert all(0x20 <= byte <= 0x7E for value in trailers.values() for byte in value)
-    said = unquote(trailers.get(b"grpc-message", b"").decode())
-    assert message.startswith(said)
+    decoded = unquote(trailers.get(b"grpc-message", b"").decode())
+    assert message.startswith(decoded)
     if len(message.encode()) <= MESSAGE_BYTES_MAX:
-        assert said == message
+        assert decoded == message
     else:
-        assert len(said.encode()) > MESSAGE_BYTES_MAX - 4
+        assert len(decoded.encode()) > MESSAGE_BYTES_MAX - 4

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
-from server.wire.grpc.test_calls import GrpcPeer, head
+from server.wire.grpc.grpc_peer import GrpcPeer, request_headers
 from server.wire.http2.peer import data
 
 from embedserve.codec.open_inference import description
@@ -30,7 +30,7 @@ def calls(peer: GrpcPeer, path: str, message: bytes) -> bytes:
     """Returns the frames of COUNT calls."""
     sent = b""
     for number in range(1, 2 * COUNT, 2):
-        sent += peer.headers(number, head(path), is_end=False).serialize()
+        sent += peer.headers(number, request_headers(path), is_end=False).serialize()
         sent += data(number, framed(message), is_end=True).serialize()
     return sent
 
@@ -47,20 +47,22 @@ def calls(peer: GrpcPeer, path: str, message: bytes) -> bytes:
         (f"/{OPEN_INFERENCE}/RepositoryIndex", b""),
     ],
 )
-async def test_a_turn_answers_few_calls(peer: GrpcPeer, path: str, message: bytes) -> None:
-    most = WORK_PER_TURN // UNARY_WORK + 1
+async def test_one_iteration_answers_a_bounded_number_of_calls(
+    peer: GrpcPeer, path: str, message: bytes
+) -> None:
+    calls_per_iteration_max = WORK_PER_TURN // UNARY_WORK + 1
     peer.connection.receive(calls(peer, path, message))
-    turns = 1
+    iterations = 1
     while peer.connection.has_more:
         peer.take()
         peer.connection.receive(b"")
-        turns += 1
-    assert turns >= COUNT // most
+        iterations += 1
+    assert iterations >= COUNT // calls_per_iteration_max
     peer.take()
     assert {peer.status(number)[0] for number in range(1, 2 * COUNT, 2)} == {0}
 
 
-async def test_the_tensors_of_a_version_are_described_once(
+async def test_model_descriptions_are_built_once_per_version(
     peer: GrpcPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = []
@@ -74,9 +76,9 @@ async def test_the_tensors_of_a_version_are_described_once(
     for number, version in ((1, ""), (3, ""), (5, "7")):
         request = pb.ModelMetadataRequest(name="shop", version=version)
         peer.call(number, f"/{OPEN_INFERENCE}/ModelMetadata", framed(request.SerializeToString()))
-        answer = pb.ModelMetadataResponse.FromString(peer.messages(number)[0])
-        assert (answer.name, list(answer.versions)) == ("shop", ["7"])
-        assert len(answer.inputs) == 6
+        response = pb.ModelMetadataResponse.FromString(peer.messages(number)[0])
+        assert (response.name, list(response.versions)) == ("shop", ["7"])
+        assert len(response.inputs) == 6
     for number in (7, 9):
         configuration = pb.ModelConfigRequest(name="shop")
         peer.call(

@@ -22,7 +22,11 @@ from embedserve.wire.http1.stream import CONTINUE
 from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
-OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAA")
+UPGRADE_LINES = (
+    "Connection: Upgrade, HTTP2-Settings",
+    "Upgrade: h2c",
+    "HTTP2-Settings: AAEAAEAAAAIAAAA",
+)
 BODY_BYTES_MAX = 50_000
 UNREAD_BYTES_MAX = 1_000_000
 LARGE = json.dumps({"features": {"user": [[i % 7] for i in range(8000)]}}).encode()
@@ -33,20 +37,20 @@ LIMITS = Limits(
 )
 
 
-async def ask(server: OurServer, *packets: bytes) -> tuple[Answer, bytes]:
+async def send_request(server: OurServer, *packets: bytes) -> tuple[Answer, bytes]:
     """Returns (response, bytes after it until the server closed the connection)."""
     reader, writer = await server.open()
     for packet in packets:
         writer.write(packet)
         await asyncio.sleep(0)
-    answer = await read_answer(reader)
+    response = await read_answer(reader)
     rest = await reader.read()
     writer.close()
-    return answer, rest
+    return response, rest
 
 
-def error_of(answer: Answer) -> dict[str, str]:
-    status, headers, body = answer
+def error_of(response: Answer) -> dict[str, str]:
+    status, headers, body = response
     assert status >= 400
     assert headers[b"content-type"] == b"application/json"
     assert headers[b"connection"] == b"close"
@@ -58,7 +62,7 @@ def error_of(answer: Answer) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("make", [post, chunked])
-@pytest.mark.parametrize("lines", [OF_JAVA, ("Connection: upgrade", "Upgrade: any/1")])
+@pytest.mark.parametrize("lines", [UPGRADE_LINES, ("Connection: upgrade", "Upgrade: any/1")])
 @pytest.mark.parametrize("ends", [(), (60,), (-3,), (-len(BODY),), range(0, 300, 7)])
 async def test_upgrade_is_ignored(
     server: OurServer, make: Callable[..., bytes], lines: tuple[str, ...], ends: tuple[int, ...]
@@ -83,22 +87,26 @@ async def test_upgrade_is_ignored(
 
 async def test_pipelined_upgrades_are_ignored(server: OurServer) -> None:
     reader, writer = await server.open()
-    writer.write((post(BODY, *OF_JAVA) + get("/health/live", *OF_JAVA)) * 50 + chunked(BODY))
+    writer.write(
+        (post(BODY, *UPGRADE_LINES) + get("/health/live", *UPGRADE_LINES)) * 50 + chunked(BODY)
+    )
     statuses = [(await read_answer(reader))[0] for _ in range(101)]
     assert statuses == [200] * 101
     writer.close()
 
 
-async def test_connect_is_refused(server: OurServer) -> None:
-    answer, rest = await ask(server, b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\n\r\nTLS")
-    assert error_of(answer)["message"] == "method is CONNECT: this is no proxy"
+async def test_connect_method_is_rejected(server: OurServer) -> None:
+    response, rest = await send_request(
+        server, b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\n\r\nTLS"
+    )
+    assert error_of(response)["message"] == "method is CONNECT: this is no proxy"
     assert rest == b""
 
 
 # Headers
 
 
-HEADS = {
+INVALID_REQUESTS = {
     "no Host": (b"GET /health/live HTTP/1.1\r\n\r\n", 400, "there are 0 Host headers"),
     "two Hosts": (get("/health/live", "Host: other"), 400, "there are 2 Host headers"),
     "two Hosts of an embed": (post(BODY, "Host: other"), 400, "there are 2 Host headers"),
@@ -133,55 +141,55 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", INVALID_REQUESTS)
 @pytest.mark.parametrize("packet_bytes", [1 << 16, 1000])
-async def test_a_head_that_cannot_be_is_refused_in_json(
+async def test_invalid_headers_are_rejected_with_a_json_error(
     server: OurServer, name: str, packet_bytes: int
 ) -> None:
     """Checks that the server rejects without reading a body that is too large."""
-    head, status, message = HEADS[name]
-    packets = [head[i : i + packet_bytes] for i in range(0, len(head), packet_bytes)]
-    answer, rest = await ask(server, *packets)
-    assert (answer[0], rest) == (status, b"")
-    assert message in error_of(answer)["message"]
-    assert server.outcomes() == {error_of(answer)["code"]: 1}
+    raw_headers, status, message = INVALID_REQUESTS[name]
+    packets = [raw_headers[i : i + packet_bytes] for i in range(0, len(raw_headers), packet_bytes)]
+    response, rest = await send_request(server, *packets)
+    assert (response[0], rest) == (status, b"")
+    assert message in error_of(response)["message"]
+    assert server.outcomes() == {error_of(response)["code"]: 1}
 
 
-async def test_a_large_body_of_another_route_is_refused_unread(server: OurServer) -> None:
-    answer, rest = await ask(server, post(b"", url="/models", length=10**12))
+async def test_large_body_of_a_management_route_is_rejected_unread(server: OurServer) -> None:
+    response, rest = await send_request(server, post(b"", url="/models", length=10**12))
     limit = MANAGEMENT_BODY_BYTES_MAX
-    assert error_of(answer)["message"] == f"body has {10**12} bytes, the limit is {limit}"
-    assert (answer[0], rest) == (413, b"")
+    assert error_of(response)["message"] == f"body has {10**12} bytes, the limit is {limit}"
+    assert (response[0], rest) == (413, b"")
 
 
 @pytest.mark.parametrize("make", [post, chunked])
 @pytest.mark.parametrize("value", ["100-continue", "100-Continue"])
-async def test_a_client_that_waits_for_100_is_told_to_continue(
+async def test_expect_100_continue_is_answered_before_the_body(
     server: OurServer, make: Callable[..., bytes], value: str
 ) -> None:
-    head, end, body = make(BODY, f"Expect: {value}").partition(b"\r\n\r\n")
+    raw_headers, end, body = make(BODY, f"Expect: {value}").partition(b"\r\n\r\n")
     reader, writer = await server.open()
-    writer.write(head + end)
+    writer.write(raw_headers + end)
     assert await reader.readexactly(len(CONTINUE)) == CONTINUE
     writer.write(body)
     assert (await read_answer(reader))[0] == 200
     writer.close()
 
 
-async def test_what_is_refused_is_not_told_to_continue(
+async def test_rejected_request_gets_no_100_continue(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sends the header and the error in one packet."""
-    head = "POST /models/shop/embed HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n"
-    chunked = f"{head}Transfer-Encoding: chunked\r\n\r\nno chunk\r\n".encode()
-    answer, rest = await ask(server, chunked)
-    assert (answer[0], rest) == (400, b"")
-    assert "not a request of HTTP/1.1" in error_of(answer)["message"]
+    raw_headers = "POST /models/shop/embed HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n"
+    chunked = f"{raw_headers}Transfer-Encoding: chunked\r\n\r\nno chunk\r\n".encode()
+    response, rest = await send_request(server, chunked)
+    assert (response[0], rest) == (400, b"")
+    assert "not a request of HTTP/1.1" in error_of(response)["message"]
     await asyncio.sleep(0)
     assert caplog.messages == []
 
 
-async def test_a_head_within_the_limits_is_read(server: OurServer) -> None:
+async def test_headers_within_the_limits_are_accepted(server: OurServer) -> None:
     long = "x-long: " + "a" * (HEAD_BYTES_MAX - 200)
     many = [f"x-{i}: 1" for i in range(HEAD_LINES_MAX - 1)]
     reader, writer = await server.open()
@@ -192,15 +200,19 @@ async def test_a_head_within_the_limits_is_read(server: OurServer) -> None:
     writer.close()
 
 
-async def test_http_1_0_needs_no_host(server: OurServer) -> None:
-    answer, _ = await ask(server, b"GET /health/live HTTP/1.0\r\n\r\n")
-    assert answer[0] == 200
+async def test_http_1_0_request_needs_no_host_header(server: OurServer) -> None:
+    response, _ = await send_request(server, b"GET /health/live HTTP/1.0\r\n\r\n")
+    assert response[0] == 200
 
 
-@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\nx"])
-async def test_a_head_without_end_is_refused_soon(server: OurServer, head: bytes) -> None:
+@pytest.mark.parametrize(
+    "raw_headers", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\nx"]
+)
+async def test_endless_headers_are_rejected_at_the_byte_limit(
+    server: OurServer, raw_headers: bytes
+) -> None:
     reader, writer = await server.open()
-    writer.write(head + b"a" * (HEAD_BYTES_MAX + 3 * PIECE_BYTES))
+    writer.write(raw_headers + b"a" * (HEAD_BYTES_MAX + 3 * PIECE_BYTES))
     assert error_of(await read_answer(reader))["message"].endswith("the limit is 16384")
     writer.close()
 
@@ -208,7 +220,7 @@ async def test_a_head_without_end_is_refused_soon(server: OurServer, head: bytes
 # Pipelines
 
 
-async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServer) -> None:
+async def test_pipelined_requests_parsed_ahead_are_bounded_by_one_chunk(server: OurServer) -> None:
     reader, writer = await server.open()
     requests = 2000
     writer.write(get("/x") * requests)
@@ -221,7 +233,7 @@ async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServe
     writer.close()
 
 
-async def test_garbage_behind_a_request_takes_no_answer_away(
+async def test_garbage_after_a_request_does_not_lose_its_response(
     server: OurServer, engine: FakeEngine
 ) -> None:
     reader, writer = await server.open_held(engine, chunked(BODY))
@@ -237,13 +249,15 @@ async def test_garbage_behind_a_request_takes_no_answer_away(
     writer.close()
 
 
-async def test_a_body_that_breaks_off_in_garbage_is_refused(server: OurServer) -> None:
-    answer, rest = await ask(server, chunked(BODY)[:-5], b"no chunk\r\n")
-    assert error_of(answer)["message"].startswith("not a request of HTTP/1.1: ")
+async def test_body_with_invalid_chunk_framing_is_rejected(server: OurServer) -> None:
+    response, rest = await send_request(server, chunked(BODY)[:-5], b"no chunk\r\n")
+    assert error_of(response)["message"].startswith("not a request of HTTP/1.1: ")
     assert rest == b""
 
 
-async def test_a_head_that_does_not_come_whole_is_closed(server: OurServer) -> None:
+async def test_connection_with_incomplete_headers_is_closed_after_the_timeout(
+    server: OurServer,
+) -> None:
     reader, writer = await server.open()
     writer.write(b"POST /embed HTTP/1.1\r\nHost: h\r\nX-Half:")
     await until(lambda: server.http1() and server.connection.is_busy())
@@ -254,15 +268,15 @@ async def test_a_head_that_does_not_come_whole_is_closed(server: OurServer) -> N
     writer.close()
 
 
-async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
+async def test_incomplete_body_is_rejected_after_the_timeout(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(chunked(BODY)[:-5])
     await until(lambda: server.http1() and server.connection.is_busy())
     server.connection.check_time(perf_counter() + UPLOAD_S_MAX - 5)
     assert server.connection.is_busy()
     server.connection.check_time(perf_counter() + UPLOAD_S_MAX)
-    answer = await read_answer(reader)
-    assert (answer[0], error_of(answer)["code"]) == (504, "DEADLINE_EXCEEDED")
+    response = await read_answer(reader)
+    assert (response[0], error_of(response)["code"]) == (504, "DEADLINE_EXCEEDED")
     assert await reader.read() == b""
     writer.close()
 
@@ -270,7 +284,9 @@ async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
 # Unread responses
 
 
-async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
+async def test_connection_with_an_unread_response_is_closed_after_the_timeout(
+    server: OurServer,
+) -> None:
     reader, writer = await server.open()
     writer.write(post(LARGE))
     await until(lambda: server.http1() and server.connection.is_write_paused)
@@ -290,7 +306,9 @@ async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
     writer.close()
 
 
-async def test_an_answer_counts_whole_until_its_client_has_read_it(server: OurServer) -> None:
+async def test_whole_response_counts_as_held_until_the_client_has_read_it(
+    server: OurServer,
+) -> None:
     """Checks that the whole response counts: uvloop keeps all chunks of a write until the last."""
     reader, writer = await server.open()
     writer.write(post(LARGE))
@@ -306,7 +324,7 @@ async def test_an_answer_counts_whole_until_its_client_has_read_it(server: OurSe
     writer.close()
 
 
-async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
+async def test_connections_with_most_unread_bytes_are_closed_over_the_total_limit(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = server.wire._limits

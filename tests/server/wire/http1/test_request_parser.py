@@ -14,7 +14,7 @@ from embedserve.wire.rest.headers import HeadersTooLargeError
 CHUNKED = b"POST /embed HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
 
 
-class Received:
+class RecordingReceiver:
     """Records what a parser passes on."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Received:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_trailers_are_no_headers(step: int) -> None:
-    received = Received()
+def test_trailers_are_not_added_to_the_headers(step: int) -> None:
+    received = RecordingReceiver()
     parser = RequestParser(received, b"http")
     data = CHUNKED + b"Host: other\r\nAuthorization: Bearer x\r\n\r\n" + get("/")
     for start in range(0, len(data), step):
@@ -47,18 +47,18 @@ def test_trailers_are_no_headers(step: int) -> None:
 
 
 @pytest.mark.parametrize("trailer", [b"x: y\r\n", b"a", b"x:" + b" " * 100])
-def test_trailers_without_end_are_refused(trailer: bytes) -> None:
-    parser = RequestParser(Received(), b"http")
+def test_endless_trailers_raise_headers_too_large(trailer: bytes) -> None:
+    parser = RequestParser(RecordingReceiver(), b"http")
     parser.feed(CHUNKED)
-    piece = trailer * (4096 // len(trailer))
+    chunk = trailer * (4096 // len(trailer))
     for _ in range(HEAD_BYTES_MAX // 4096):
-        parser.feed(piece)
+        parser.feed(chunk)
     with pytest.raises(HeadersTooLargeError, match=f"the limit is {HEAD_BYTES_MAX}"):
-        parser.feed(piece)
+        parser.feed(chunk)
 
 
-def test_a_body_in_the_smallest_chunks_is_not_taken_for_trailers() -> None:
-    received = Received()
+def test_one_byte_body_chunks_do_not_count_as_trailers() -> None:
+    received = RecordingReceiver()
     parser = RequestParser(received, b"http")
     parser.feed(CHUNKED.partition(b"2\r\n")[0])
     for _ in range(HEAD_BYTES_MAX):
@@ -68,7 +68,7 @@ def test_a_body_in_the_smallest_chunks_is_not_taken_for_trailers() -> None:
     assert (len(received.body), received.ends) == (HEAD_BYTES_MAX, 1)
 
 
-async def test_a_client_that_sends_trailers_without_end_is_refused(server: OurServer) -> None:
+async def test_request_with_endless_trailers_is_rejected_with_431(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(CHUNKED + b"x: y\r\n" * 10_000)
     status, headers, _ = await read_answer(reader)

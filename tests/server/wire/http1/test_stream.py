@@ -12,7 +12,7 @@ from server.waiting import until
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.asgi import Receive, Scope, Send
 
-PART = bytes(100_000)
+CHUNK = bytes(100_000)
 
 
 class StreamingApp:
@@ -30,12 +30,12 @@ class StreamingApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         count = int(scope["path"].strip("/"))
         headers = scope["query_string"] == b"length" and [
-            (b"Content-Length", b"%d" % (count * len(PART)))
+            (b"Content-Length", b"%d" % (count * len(CHUNK)))
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers or []})
         try:
             for _ in range(count):
-                await send({"type": "http.response.body", "body": PART, "more_body": True})
+                await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
                 self.sent += 1
             if scope["query_string"] == b"raise":
                 raise ValueError("broken")
@@ -56,7 +56,7 @@ async def server(pipeline: RequestPipeline, app: StreamingApp) -> AsyncIterator[
         yield server
 
 
-async def read_head(reader: asyncio.StreamReader) -> list[bytes]:
+async def read_headers(reader: asyncio.StreamReader) -> list[bytes]:
     return (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
 
 
@@ -69,66 +69,66 @@ async def read_chunks(reader: asyncio.StreamReader) -> bytes:
     return body
 
 
-async def test_a_body_of_unknown_length_is_sent_in_chunks(server: OurServer) -> None:
+async def test_body_of_unknown_length_is_sent_chunked(server: OurServer) -> None:
     reader, writer = await server.open()
     for count in (2, 0, 1):
         writer.write(get(f"/{count}"))
-        assert await read_head(reader) == [b"HTTP/1.1 200 OK", b"transfer-encoding: chunked"]
-        assert await read_chunks(reader) == count * PART
+        assert await read_headers(reader) == [b"HTTP/1.1 200 OK", b"transfer-encoding: chunked"]
+        assert await read_chunks(reader) == count * CHUNK
     writer.close()
 
 
-async def test_a_declared_length_is_kept(server: OurServer) -> None:
+async def test_content_length_of_the_application_is_kept(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(get("/2?length") * 2)
     for _ in range(2):
         status, headers, body = await read_answer(reader)
-        assert (status, list(headers), body) == (200, [b"content-length"], 2 * PART)
+        assert (status, list(headers), body) == (200, [b"content-length"], 2 * CHUNK)
     writer.close()
 
 
-async def test_http_1_0_has_no_chunks(server: OurServer) -> None:
+async def test_http_1_0_response_is_not_chunked(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(get("/2").replace(b"HTTP/1.1", b"HTTP/1.0"))
-    assert await read_head(reader) == [b"HTTP/1.1 200 OK", b"connection: close"]
-    assert await reader.read() == 2 * PART
+    assert await read_headers(reader) == [b"HTTP/1.1 200 OK", b"connection: close"]
+    assert await reader.read() == 2 * CHUNK
     writer.close()
 
 
 @pytest.mark.parametrize("query", ["", "?length"])
-async def test_a_response_to_head_has_no_body(server: OurServer, query: str) -> None:
+async def test_response_to_a_head_request_has_no_body(server: OurServer, query: str) -> None:
     reader, writer = await server.open()
     writer.write(get(f"/2{query}").replace(b"GET", b"HEAD") + get("/1"))
-    head = await read_head(reader)
-    assert head[1:] == ([b"content-length: %d" % (2 * len(PART))] if query else [])
-    await read_head(reader)
-    assert await read_chunks(reader) == PART
+    header_lines = await read_headers(reader)
+    assert header_lines[1:] == ([b"content-length: %d" % (2 * len(CHUNK))] if query else [])
+    await read_headers(reader)
+    assert await read_chunks(reader) == CHUNK
     writer.close()
 
 
-async def test_an_application_that_fails_in_a_body_ends_the_connection(
+async def test_application_error_within_a_body_closes_the_connection(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, writer = await server.open()
     writer.write(get("/1?raise"))
-    await read_head(reader)
+    await read_headers(reader)
     assert not (await reader.read()).endswith(b"0\r\n\r\n")  # the client sees that it is incomplete
     assert "GET '/1?raise' failed" in caplog.text
     writer.close()
 
 
-async def test_an_application_waits_for_a_slow_reader(server: OurServer, app: StreamingApp) -> None:
+async def test_application_waits_for_a_slow_reader(server: OurServer, app: StreamingApp) -> None:
     reader, writer = await server.open()
     writer.write(get("/40"))
     await until(lambda: server.http1() and server.connection.is_write_paused)
     assert app.sent < 20
-    await read_head(reader)
-    assert await read_chunks(reader) == 40 * PART
+    await read_headers(reader)
+    assert await read_chunks(reader) == 40 * CHUNK
     assert app.sent == 40
     writer.close()
 
 
-async def test_an_application_learns_that_its_client_is_gone(
+async def test_application_send_fails_after_the_client_disconnects(
     server: OurServer, app: StreamingApp
 ) -> None:
     _, writer = await server.open()
@@ -148,5 +148,5 @@ async def test_pipelined_responses_wait_for_a_slow_reader(
     await until(lambda: server.http1() and server.connection.is_write_paused)
     assert app.sent < 20
     for _ in range(40):
-        assert (await read_answer(reader))[2] == PART
+        assert (await read_answer(reader))[2] == CHUNK
     writer.close()

@@ -35,22 +35,22 @@ POST: Headers = [
 
 
 class RecordingHandler:
-    """Records the events of its stream; consumes the received bytes, unless it ``holds``."""
+    """Records the events of its stream; consumes the received bytes, unless it ``holds_bodies``."""
 
-    def __init__(self, stream: Stream, *, holds: bool = False) -> None:
+    def __init__(self, stream: Stream, *, holds_bodies: bool = False) -> None:
         self.stream = stream
-        self.holds = holds
+        self.holds_bodies = holds_bodies
         self.body = b""
-        self.pieces: list[int] = []  # bytes of each chunk that it received
-        self.is_whole = False
+        self.chunk_sizes: list[int] = []  # bytes of each chunk that it received
+        self.is_complete = False
         self.resets = self.resumes = self.drains = self.checks = 0
 
     def receive(self, data: bytes, is_end: bool) -> None:
-        assert not self.is_whole
+        assert not self.is_complete
         self.body += data
-        self.pieces.append(len(data))
-        self.is_whole = is_end
-        if not self.holds:
+        self.chunk_sizes.append(len(data))
+        self.is_complete = is_end
+        if not self.holds_bodies:
             self.stream.consumed(self.stream.held_bytes)
 
     def reset(self) -> None:
@@ -71,7 +71,7 @@ class Peer:
 
     Attributes:
         handlers: handlers of the streams so far, by stream id.
-        holds: whether new handlers hold the received bytes.
+        holds_bodies: whether new handlers hold the received bytes.
         seen: all frames from the connection.
     """
 
@@ -84,7 +84,7 @@ class Peer:
         is_begun: bool = True,
     ) -> None:
         self.handlers: dict[int, RecordingHandler] = {}
-        self.holds = False
+        self.holds_bodies = False
         self.outputs = 0
         self.connection = Http2Connection(
             open_request or self._open_request,
@@ -94,7 +94,7 @@ class Peer:
         self.encoder = Encoder()
         self.decoder = Decoder()
         self.seen: list[Frame] = []
-        self.first = self.take()
+        self.initial_frames = self.take()
         if is_begun:
             self.send(PREFACE, SettingsFrame(0, settings or {}))
 
@@ -108,7 +108,7 @@ class Peer:
         return ResolvedRoute(self._open, request.content_length)
 
     def _open(self, stream: Stream) -> Handler:
-        self.handlers[stream.id] = RecordingHandler(stream, holds=self.holds)
+        self.handlers[stream.id] = RecordingHandler(stream, holds_bodies=self.holds_bodies)
         return self.handlers[stream.id]
 
     def send(self, *sent: Frame | bytes) -> list[Frame]:
@@ -156,8 +156,8 @@ class Peer:
 
     def open(self, stream_id: int = 1, *, is_end: bool = True) -> RecordingHandler:
         """Opens a stream; returns its handler."""
-        answered = self.send(self.headers(stream_id, is_end=is_end))
-        assert not of(answered, RstStreamFrame, GoAwayFrame), answered
+        received = self.send(self.headers(stream_id, is_end=is_end))
+        assert not of(received, RstStreamFrame, GoAwayFrame), received
         return self.handlers[stream_id]
 
     def answer_headers(self, frame: Frame) -> Headers:
@@ -221,10 +221,10 @@ def resets(frames: Iterable[Frame]) -> list[tuple[int, ErrorCode]]:
     return [(one.stream_id, ErrorCode(one.error_code)) for one in of(frames, RstStreamFrame)]
 
 
-def expect_end(peer: Peer, answered: list[Frame], code: ErrorCode) -> GoAwayFrame:
+def assert_connection_error(peer: Peer, received: list[Frame], code: ErrorCode) -> GoAwayFrame:
     """Checks that the connection ended with ``code``, and with GOAWAY as its last frame."""
-    last = answered[-1]
-    assert isinstance(last, GoAwayFrame), answered
+    last = received[-1]
+    assert isinstance(last, GoAwayFrame), received
     assert ErrorCode(last.error_code) is code, last
     assert peer.connection.is_over
     assert peer.connection.streams == {}

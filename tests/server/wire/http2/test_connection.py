@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from server.wire.http2.peer import (
     POST,
     Peer,
+    assert_connection_error,
     continuation,
     data,
-    expect_end,
     of,
     raw,
     resets,
@@ -39,7 +39,7 @@ from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX
 OK = encode([(b":status", b"200")])
 
 
-def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
+def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
     peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
     return peer.take()
 
@@ -47,8 +47,8 @@ def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
 # Start
 
 
-def test_it_begins_with_its_settings_and_a_larger_window() -> None:
-    settings, window = Peer(is_begun=False).first
+def test_connection_starts_with_settings_and_a_larger_window() -> None:
+    settings, window = Peer(is_begun=False).initial_frames
     assert isinstance(settings, SettingsFrame)
     assert settings.settings == {3: 128, 4: 131072, 6: 16384}
     assert isinstance(window, WindowUpdateFrame)
@@ -67,18 +67,18 @@ def test_settings_are_acknowledged() -> None:
 @pytest.mark.parametrize(
     "sent", [b"GET / HTTP/1.1\r\n\r\n", PREFACE[:-1] + b"\0", PREFACE[:9] + b"x"]
 )
-def test_another_preface_ends_it(sent: bytes) -> None:
+def test_invalid_preface_ends_the_connection(sent: bytes) -> None:
     peer = Peer(is_begun=False)
-    expect_end(peer, peer.send(sent), ErrorCode.PROTOCOL_ERROR)
+    assert_connection_error(peer, peer.send(sent), ErrorCode.PROTOCOL_ERROR)
 
 
 @pytest.mark.parametrize("first", [PingFrame(0), SettingsFrame(0, flags=["ACK"]), update(0, 1)])
-def test_another_first_frame_than_settings_ends_it(first: Frame) -> None:
+def test_first_frame_other_than_settings_ends_the_connection(first: Frame) -> None:
     peer = Peer(is_begun=False)
-    expect_end(peer, peer.send(PREFACE, first), ErrorCode.PROTOCOL_ERROR)
+    assert_connection_error(peer, peer.send(PREFACE, first), ErrorCode.PROTOCOL_ERROR)
 
 
-def test_nothing_is_read_after_the_end() -> None:
+def test_frames_after_a_connection_error_are_ignored() -> None:
     peer = Peer()
     peer.send(raw(0x6, 0, 0, b"short"))
     assert peer.send(PingFrame(0), peer.headers(1)) == []
@@ -88,14 +88,14 @@ def test_nothing_is_read_after_the_end() -> None:
 # Requests
 
 
-def test_a_request_is_told_to_its_handler_and_answered() -> None:
+def test_handler_receives_the_request_and_its_response_is_sent() -> None:
     peer = Peer()
     handler = peer.open(1, is_end=False)
     peer.send(data(1, b"ab"))
-    assert (handler.body, handler.is_whole) == (b"ab", False)
+    assert (handler.body, handler.is_complete) == (b"ab", False)
     peer.send(data(1, b"c", is_end=True))
-    assert (handler.body, handler.is_whole) == (b"abc", True)
-    head, body = answer(peer, 1, b"xyz")
+    assert (handler.body, handler.is_complete) == (b"abc", True)
+    head, body = respond(peer, 1, b"xyz")
     assert peer.answer_headers(head) == [(b":status", b"200")]
     assert isinstance(body, DataFrame)
     assert (body.data, set(body.flags)) == (b"xyz", {"END_STREAM"})
@@ -104,14 +104,14 @@ def test_a_request_is_told_to_its_handler_and_answered() -> None:
 
 
 @given(st.lists(st.integers(0, 400), max_size=20))
-def test_bytes_may_come_in_any_pieces(ends: list[int]) -> None:
+def test_frames_split_at_random_bytes_are_parsed(ends: list[int]) -> None:
     peer = Peer(is_begun=False)
-    heads = [peer.headers(1, is_end=False), peer.headers(3, is_end=False)]
+    header_frames = [peer.headers(1, is_end=False), peer.headers(3, is_end=False)]
     trailers = peer.headers(3, [(b"x-sum", b"1")])
     block = peer.encoder.encode([*POST, (b"x-other", b"12345")])
     frames = [
         SettingsFrame(0, {4: 70000}),
-        *heads,
+        *header_frames,
         data(1, b"ab", padding=9),
         data(3, b"cd"),
         PingFrame(0, b"12345678"),
@@ -126,7 +126,7 @@ def test_bytes_may_come_in_any_pieces(ends: list[int]) -> None:
     bounds = [0, *sorted(min(end, len(sent)) for end in ends), len(sent)]
     for start, end in pairwise(bounds):
         peer.send(sent[start:end])
-    assert {number: (one.body, one.is_whole) for number, one in peer.handlers.items()} == {
+    assert {number: (one.body, one.is_complete) for number, one in peer.handlers.items()} == {
         1: (b"abef", True),
         3: (b"cd", True),
         5: (b"gh", True),
@@ -136,7 +136,7 @@ def test_bytes_may_come_in_any_pieces(ends: list[int]) -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 1, 255])
-def test_padding_is_taken_off(padding: int) -> None:
+def test_padding_is_removed(padding: int) -> None:
     peer = Peer()
     head = peer.headers(1, is_end=False, flags=["PADDED"])
     head.pad_length = padding
@@ -144,21 +144,21 @@ def test_padding_is_taken_off(padding: int) -> None:
     assert peer.handlers[1].body == b"abc"
 
 
-def test_a_priority_in_a_head_is_ignored() -> None:
+def test_priority_is_ignored() -> None:
     peer = Peer()
     frame = peer.headers(3, flags=["PRIORITY"])
     frame.depends_on, frame.stream_weight, frame.exclusive = 1, 15, True
     peer.send(frame, PriorityFrame(5, depends_on=3))
-    assert peer.handlers[3].is_whole
+    assert peer.handlers[3].is_complete
 
 
-def test_an_answer_before_the_requests_end_resets_the_rest_of_it() -> None:
+def test_stream_is_reset_when_its_body_continues_after_an_early_response() -> None:
     """Checks RFC 9113, section 8.1: a reset with NO_ERROR, after much more of the body or some
     time.
     """
     peer = Peer()
     handler = peer.open(1, is_end=False)
-    assert resets(answer(peer, 1)) == []
+    assert resets(respond(peer, 1)) == []
     assert resets(peer.send(data(1, bytes(UNREAD_BYTES_MAX)))) == []
     assert resets(peer.send(data(1, b"x"))) == [(1, ErrorCode.NO_ERROR)]
     assert peer.send(data(1, b"on its way"), peer.headers(1, [(b"x", b"late")])) == []
@@ -166,11 +166,11 @@ def test_an_answer_before_the_requests_end_resets_the_rest_of_it() -> None:
     peer.open(3)  # the header table is still in sync
 
 
-def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
+def test_early_response_resets_only_requests_that_stay_incomplete() -> None:
     peer = Peer()
     for number in (1, 3):
         peer.open(number, is_end=False)
-        assert resets(answer(peer, number)) == []
+        assert resets(respond(peer, number)) == []
     assert peer.send(data(1, b"all of it", is_end=True)) == []
     peer.connection.check_time(perf_counter())
     assert peer.take() == []  # it may be in flight
@@ -180,21 +180,21 @@ def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
     assert peer.take() == []
 
 
-def test_requests_that_go_on_are_reset_with_the_next_such_answer() -> None:
+def test_incomplete_requests_are_reset_with_the_next_early_response() -> None:
     """Checks that a client with repeated rejections causes one write for each rejection."""
     peer = Peer()
     peer.open(1, is_end=False)
-    assert resets(answer(peer, 1)) == []
+    assert resets(respond(peer, 1)) == []
     peer.open(3, is_end=False)
-    assert resets(answer(peer, 3)) == []  # both together, since the first may still be in flight
+    assert resets(respond(peer, 3)) == []  # both together, since the first may still be in flight
     peer.connection.check_time(perf_counter())
     peer.open(5, is_end=False)
-    assert resets(answer(peer, 5)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
+    assert resets(respond(peer, 5)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
     peer.connection.check_time(perf_counter())
     assert peer.take() == []
 
 
-def test_requests_that_go_on_are_ended_with_the_connection() -> None:
+def test_incomplete_answered_requests_are_reset_when_the_connection_ends() -> None:
     """Checks for resets: grpcio fails half-open streams when a connection closes.
 
     That happens even to a stream that has its response.
@@ -202,33 +202,33 @@ def test_requests_that_go_on_are_ended_with_the_connection() -> None:
     peer = Peer()
     for number in (1, 3):
         peer.open(number, is_end=False)
-    assert resets(answer(peer, 1)) == []
+    assert resets(respond(peer, 1)) == []
     peer.connection.shutdown.finish()
-    assert resets(answer(peer, 3)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
+    assert resets(respond(peer, 3)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
     assert peer.connection.is_over
 
 
-def test_a_request_that_goes_on_is_ended_with_an_idle_connection() -> None:
+def test_incomplete_answered_request_is_reset_when_idle_connection_ends() -> None:
     peer = Peer()
     peer.open(1, is_end=False)
-    answer(peer, 1)
+    respond(peer, 1)
     peer.connection.shutdown.finish()
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
     assert peer.connection.is_over
 
 
-def test_streams_over_the_limit_are_refused_and_others_go_on() -> None:
+def test_stream_over_the_limit_is_rejected_and_later_streams_open() -> None:
     peer = Peer()
     for i in range(STREAMS_MAX):
         peer.open(2 * i + 1)
     over = 2 * STREAMS_MAX + 1
     assert resets(peer.send(peer.headers(over))) == [(over, ErrorCode.REFUSED_STREAM)]
     assert over not in peer.handlers
-    answer(peer, 1)
+    respond(peer, 1)
     peer.open(over + 2)
 
 
-def test_new_streams_are_refused_while_too_much_is_unsent() -> None:
+def test_new_streams_are_rejected_while_too_many_bytes_are_unsent() -> None:
     peer = Peer()
     peer.open(1)
     half = UNSENT_BYTES_MAX // 2
@@ -252,23 +252,23 @@ def test_new_streams_are_refused_while_too_much_is_unsent() -> None:
         ([*POST, (b"content-length", b"5")], [data(1, b"12345"), data(1, b"6", is_end=True)]),
     ],
 )
-def test_a_malformed_request_ends_its_stream(
+def test_malformed_request_resets_its_stream(
     headers: list[tuple[bytes, bytes]], frames: list[Frame]
 ) -> None:
     """Checks RFC 9113, section 8.1.1."""
     peer = Peer()
-    answered = peer.send(peer.headers(1, headers, is_end=False), *frames)
-    assert resets(answered) == [(1, ErrorCode.PROTOCOL_ERROR)]
+    received = peer.send(peer.headers(1, headers, is_end=False), *frames)
+    assert resets(received) == [(1, ErrorCode.PROTOCOL_ERROR)]
     if frames:
         assert peer.handlers[1].resets == 1
-    assert not any(one.is_whole for one in peer.handlers.values())
+    assert not any(one.is_complete for one in peer.handlers.values())
     peer.open(3)
 
 
-def test_a_body_that_was_declared_and_does_not_come_ends_its_stream() -> None:
+def test_missing_declared_body_resets_the_stream() -> None:
     peer = Peer()
-    answered = peer.send(peer.headers(1, [*POST, (b"content-length", b"5")]))
-    assert resets(answered) == [(1, ErrorCode.PROTOCOL_ERROR)]
+    received = peer.send(peer.headers(1, [*POST, (b"content-length", b"5")]))
+    assert resets(received) == [(1, ErrorCode.PROTOCOL_ERROR)]
     assert peer.handlers == {}
     assert resets(peer.send(peer.headers(3, [*POST, (b"content-length", b"0")]))) == []
 
@@ -280,7 +280,7 @@ TRAILERS = [(b"x-sum", b"1")]
     ("trailers", "is_end"),
     [(TRAILERS, False), ([(b":path", b"/")], True), ([(b"X-Sum", b"1")], True)],
 )
-def test_malformed_trailers_end_their_stream(
+def test_malformed_trailers_reset_the_stream(
     trailers: list[tuple[bytes, bytes]], is_end: bool
 ) -> None:
     peer = Peer()
@@ -288,11 +288,11 @@ def test_malformed_trailers_end_their_stream(
     assert resets(peer.send(peer.headers(1, trailers, is_end=is_end))) == [
         (1, ErrorCode.PROTOCOL_ERROR)
     ]
-    assert (handler.is_whole, handler.resets) == (False, 1)
+    assert (handler.is_complete, handler.resets) == (False, 1)
 
 
-def test_trailers_end_a_request() -> None:
+def test_trailers_complete_a_request() -> None:
     peer = Peer()
     handler = peer.open(1, is_end=False)
     peer.send(data(1, b"abc"), peer.headers(1, TRAILERS))
-    assert (handler.body, handler.is_whole) == (b"abc", True)
+    assert (handler.body, handler.is_complete) == (b"abc", True)

@@ -44,7 +44,7 @@ from embedserve.wire.http_stream import NULL_HANDLER, Handler
 OK = encode([(b":status", b"200")])
 
 
-def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
+def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
     peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
     return peer.take()
 
@@ -69,7 +69,7 @@ FLOODS: dict[str, Sent] = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_what_asks_nothing_may_not_be_done_for_ever(name: str) -> None:
+def test_flood_of_frames_without_requests_ends_the_connection(name: str) -> None:
     """Checks RFC 9113, section 10.5. The token bucket refills with time, but far more slowly."""
     frames_for = FLOODS[name]
     peer = Peer()
@@ -85,7 +85,7 @@ def test_what_asks_nothing_may_not_be_done_for_ever(name: str) -> None:
     assert ErrorCode(last.error_code) is ErrorCode.ENHANCE_YOUR_CALM
 
 
-def test_empty_continuations_may_not_come_for_ever() -> None:
+def test_flood_of_empty_continuations_ends_the_connection() -> None:
     peer = Peer()
     peer.send(raw(1, 0x1, 1, b"\x82"))
     for _ in range(20):
@@ -96,11 +96,11 @@ def test_empty_continuations_may_not_come_for_ever() -> None:
     assert ErrorCode(last.error_code) is ErrorCode.ENHANCE_YOUR_CALM
 
 
-def test_a_reader_of_many_answers_may_send_windows_for_each() -> None:
+def test_window_updates_for_each_response_are_allowed() -> None:
     peer = Peer()
     for i in range(2 * IDLE_WORK_MAX):
         peer.open(2 * i + 1)
-        answer(peer, 2 * i + 1, b"x")
+        respond(peer, 2 * i + 1, b"x")
         peer.send(update(0, 1), update(0, 1))
     assert not peer.connection.is_over
 
@@ -109,7 +109,7 @@ def test_window_updates_for_past_responses_are_bounded() -> None:
     peer = Peer()
     for i in range(IDLE_WORK_MAX):
         peer.open(2 * i + 1)
-        answer(peer, 2 * i + 1, b"x")
+        respond(peer, 2 * i + 1, b"x")
     sent = 0
     while not peer.connection.is_over:
         peer.send(*[update(0, 1)] * 100)
@@ -118,7 +118,7 @@ def test_window_updates_for_past_responses_are_bounded() -> None:
     assert sent >= UPDATES_MAX
 
 
-def test_a_client_whose_calls_are_rejected_may_send_windows_for_each() -> None:
+def test_window_updates_for_each_rejected_call_are_allowed() -> None:
     """Sends a WINDOW_UPDATE with each call, as gRPC clients do. Rejections, such as those of an
     overloaded server, have no DATA. Their connection may have other calls in flight.
     """
@@ -131,7 +131,7 @@ def test_a_client_whose_calls_are_rejected_may_send_windows_for_each() -> None:
     assert not peer.connection.is_over
 
 
-def test_blocks_that_are_new_are_read_a_few_at_a_time() -> None:
+def test_new_header_blocks_are_parsed_over_several_iterations() -> None:
     peer = Peer()
     frames = [
         peer.headers(2 * i + 1, [*POST, (b"x-number", b"%d" % i + b"\x01" * 2000)])
@@ -146,7 +146,7 @@ def test_blocks_that_are_new_are_read_a_few_at_a_time() -> None:
     assert len(peer.handlers) == 20
 
 
-def test_a_block_of_many_indexes_is_as_much_work_as_its_headers() -> None:
+def test_header_block_of_indexes_counts_work_per_header() -> None:
     """Sends blocks in which each byte is a header of the static table; no block is cached."""
     peer = Peer()
     blocks = [b"\x82" * (800 + i) for i in range(20)]
@@ -158,19 +158,19 @@ def test_a_block_of_many_indexes_is_as_much_work_as_its_headers() -> None:
     assert len(resets(peer.send())) == 20 - read
 
 
-def test_trailers_are_read_a_few_at_a_time() -> None:
+def test_trailers_are_parsed_over_several_iterations() -> None:
     peer = Peer()
     for i in range(20):
         peer.open(2 * i + 1, is_end=False)
     block = encode([(b"x", b"y")] * 400)
     peer.connection.receive(b"".join(raw(1, 0x5, 2 * i + 1, block) for i in range(20)))
     assert peer.connection.has_more
-    assert 0 < sum(handler.is_whole for handler in peer.handlers.values()) < 10
+    assert 0 < sum(handler.is_complete for handler in peer.handlers.values()) < 10
     peer.send()
-    assert all(handler.is_whole for handler in peer.handlers.values())
+    assert all(handler.is_complete for handler in peer.handlers.values())
 
 
-def test_resets_are_read_a_few_at_a_time() -> None:
+def test_resets_are_processed_over_several_iterations() -> None:
     peer = Peer()
     frames = [
         frame
@@ -185,7 +185,7 @@ def test_resets_are_read_a_few_at_a_time() -> None:
     assert not peer.connection.is_over
 
 
-def test_what_is_left_of_a_flood_is_not_kept_once_its_connection_is_over() -> None:
+def test_unparsed_bytes_of_a_flood_are_dropped_with_the_connection() -> None:
     peer = Peer()
     peer.send(*[PingFrame(0)] * IDLE_WORK_MAX)
     peer.connection.receive(b"".join(PingFrame(0).serialize() for _ in range(100)))
@@ -193,7 +193,7 @@ def test_what_is_left_of_a_flood_is_not_kept_once_its_connection_is_over() -> No
     assert (peer.connection.left_bytes, peer.connection.has_more) == (0, False)
 
 
-def test_small_pieces_of_a_body_are_read_some_at_a_time() -> None:
+def test_small_data_frames_are_processed_over_several_iterations() -> None:
     peer = Peer()
     handler = peer.open(1, is_end=False)
     peer.connection.receive(b"".join(data(1, b"x").serialize() for _ in range(5000)))
@@ -203,11 +203,11 @@ def test_small_pieces_of_a_body_are_read_some_at_a_time() -> None:
     assert len(handler.body) == 5000
 
 
-def test_as_many_streams_as_may_be_are_opened_in_one_turn_and_not_many_more() -> None:
+def test_one_iteration_opens_at_least_the_stream_limit_and_stays_bounded() -> None:
     peer = Peer()
     block = encode(POST)
     peer.send(raw(1, 0x4, 1, block), raw(0, 0x1, 1, b"x"))  # the block is cached from here on
-    answer(peer, 1)
+    respond(peer, 1)
     peer.connection.receive(
         b"".join(raw(1, 0x4, i, block) + raw(0, 0x1, i, b"x") for i in range(3, 3 + 2 * 127, 2))
     )
@@ -218,14 +218,14 @@ def test_as_many_streams_as_may_be_are_opened_in_one_turn_and_not_many_more() ->
 
 
 @pytest.mark.parametrize("body", [b"", b"x"])
-def test_requests_that_are_answered_by_their_headers_are_read_some_at_a_time(body: bytes) -> None:
+def test_requests_answered_from_their_headers_take_several_iterations(body: bytes) -> None:
     """Sends requests that each end before the next begins; their header block is cached."""
 
-    def answer_at_once(stream: Stream) -> Handler:
+    def respond_immediately(stream: Stream) -> Handler:
         stream.send_head(OK, is_end=True)
         return NULL_HANDLER
 
-    peer = Peer(lambda headers: ResolvedRoute(answer_at_once, None))
+    peer = Peer(lambda headers: ResolvedRoute(respond_immediately, None))
     block = encode(POST)
 
     def request(stream_id: int) -> bytes:
@@ -238,12 +238,12 @@ def test_requests_that_are_answered_by_their_headers_are_read_some_at_a_time(bod
     number = FRAMES_PER_TURN // 2
     peer.connection.receive(b"".join(request(3 + 2 * i) for i in range(number)))
     assert peer.connection.has_more
-    answered = len(of(peer.take(), HeadersFrame))
-    assert answered == WORK_PER_TURN // HEADERS_ANSWER_WORK
-    assert len(of(peer.send(), HeadersFrame)) == number - answered
+    received = len(of(peer.take(), HeadersFrame))
+    assert received == WORK_PER_TURN // HEADERS_ANSWER_WORK
+    assert len(of(peer.send(), HeadersFrame)) == number - received
 
 
-def test_settings_of_many_values_are_as_much_work_as_many_frames() -> None:
+def test_settings_count_work_per_value() -> None:
     peer = Peer()
     values = 1000
     many = raw(4, 0, 0, (bytes((0, 4)) + (1000).to_bytes(4, "big")) * values)
@@ -261,7 +261,7 @@ def goaways(frames: list[Frame]) -> list[tuple[int, int]]:
     return [(one.last_stream_id, one.error_code) for one in of(frames, GoAwayFrame)]
 
 
-def test_a_drain_takes_what_is_on_its_way_then_no_more() -> None:
+def test_drain_accepts_streams_in_flight_and_rejects_later_streams() -> None:
     peer = Peer()
     first = peer.open(1)
     peer.connection.shutdown.start_drain()
@@ -274,14 +274,14 @@ def test_a_drain_takes_what_is_on_its_way_then_no_more() -> None:
     assert goaways(ended) == [(3, 0)]
     assert (first.drains, second.drains) == (2, 1)
     assert resets(peer.send(peer.headers(5))) == [(5, ErrorCode.REFUSED_STREAM)]
-    answer(peer, 1)
+    respond(peer, 1)
     was_over = peer.connection.is_over
-    answer(peer, 3)
+    respond(peer, 3)
     assert (was_over, peer.connection.is_over) == (False, True)
     assert (first.resets, second.resets) == (0, 0)
 
 
-def test_a_drain_ends_without_the_ping_too_and_is_told_once() -> None:
+def test_drain_completes_without_a_ping_ack_and_sends_goaway_once() -> None:
     peer = Peer()
     peer.connection.shutdown.start_drain()
     peer.connection.shutdown.finish()
@@ -291,14 +291,14 @@ def test_a_drain_ends_without_the_ping_too_and_is_told_once() -> None:
     assert peer.take() == []
 
 
-def test_a_goaway_of_the_client_lets_its_streams_be_answered() -> None:
+def test_streams_are_answered_after_a_goaway_from_the_client() -> None:
     peer = Peer()
     peer.open(1)
     assert peer.send(GoAwayFrame(0, error_code=0, additional_data=b"bye")) == []
-    assert of(answer(peer, 1, b"x"), DataFrame)
+    assert of(respond(peer, 1, b"x"), DataFrame)
 
 
-def test_streams_of_a_connection_that_is_gone_are_told() -> None:
+def test_handlers_are_notified_once_when_the_connection_closes() -> None:
     peer = Peer()
     handlers = [peer.open(1), peer.open(3, is_end=False)]
     peer.connection.close()

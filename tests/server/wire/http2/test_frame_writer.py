@@ -13,7 +13,15 @@ import pytest
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 from hypothesis import given
 from hypothesis import strategies as st
-from server.wire.http2.peer import Peer, body_of, expect_end, has_ended, of, resets, update
+from server.wire.http2.peer import (
+    Peer,
+    assert_connection_error,
+    body_of,
+    has_ended,
+    of,
+    resets,
+    update,
+)
 
 from embedserve.wire.http2.frame_writer import KEPT_BYTES_MIN, TURN_BYTES
 from embedserve.wire.http2.frames import ErrorCode
@@ -26,32 +34,32 @@ WINDOW = 65535
 LARGE = np.random.default_rng(0).integers(0, 256, 7_000_000, np.uint8).tobytes()
 
 
-def answer(peer: Peer, stream_id: int, body: bytes, tail: bytes = b"") -> None:
+def respond(peer: Peer, stream_id: int, body: bytes, tail: bytes = b"") -> None:
     peer.handlers[stream_id].stream.answer(OK, (body,), len(body), tail)
 
 
 @pytest.mark.parametrize("tail", [b"", TAIL])
 @pytest.mark.parametrize("body", [b"", b"x", b"x" * 16384])
-def test_a_small_answer_is_written_at_once(body: bytes, tail: bytes) -> None:
+def test_small_response_is_written_as_one_chunk(body: bytes, tail: bytes) -> None:
     peer = Peer()
     peer.open(1)
-    answer(peer, 1, b"first")  # the first response signals that the peer's table is unused
+    respond(peer, 1, b"first")  # the first response signals that the peer's table is unused
     peer.take()
     peer.open(3)
-    answer(peer, 3, body, tail)
-    (piece,) = peer.connection.frame_writer.out
+    respond(peer, 3, body, tail)
+    (chunk,) = peer.connection.frame_writer.out
     frames = peer.take()
     assert body_of(frames, 3) == body
     assert [type(one) for one in frames[1:]] == [DataFrame] + [HeadersFrame] * bool(tail)
     assert [("END_STREAM" in one.flags) for one in frames] == [False] * (len(frames) - 1) + [True]
-    assert len(piece) == sum(9 + len(one.serialize()) - 9 for one in frames)
+    assert len(chunk) == sum(9 + len(one.serialize()) - 9 for one in frames)
 
 
-def test_the_first_block_says_that_no_table_is_used() -> None:
+def test_first_header_block_sets_the_table_size_to_zero() -> None:
     """Checks the table size update of RFC 7541, section 4.2: prebuilt blocks depend on no table."""
     peer = Peer()
     peer.open(1)
-    answer(peer, 1, b"x", TAIL)
+    respond(peer, 1, b"x", TAIL)
     first, _, tail = peer.take()
     assert isinstance(first, HeadersFrame)
     assert first.data == b"\x20" + OK
@@ -60,7 +68,7 @@ def test_the_first_block_says_that_no_table_is_used() -> None:
     assert peer.answer_headers(tail) == [(b"grpc-status", b"0")]
 
 
-def test_a_long_header_block_is_continued() -> None:
+def test_long_header_block_is_split_into_continuations() -> None:
     peer = Peer()
     peer.open(1)
     block = encode([(b":status", b"200"), (b"x-long", b"a" * 40_000)])
@@ -75,10 +83,10 @@ def test_a_long_header_block_is_continued() -> None:
 
 
 @pytest.mark.parametrize("tail", [b"", TAIL])
-def test_a_large_answer_reaches_a_client_with_small_windows_whole(tail: bytes) -> None:
+def test_large_response_reaches_a_client_with_small_windows_complete(tail: bytes) -> None:
     peer = Peer()
     peer.open(1)
-    answer(peer, 1, LARGE, tail)
+    respond(peer, 1, LARGE, tail)
     frames = peer.take()
     received = bytearray(body_of(frames, 1))
     assert len(received) == WINDOW
@@ -98,7 +106,7 @@ def test_a_large_answer_reaches_a_client_with_small_windows_whole(tail: bytes) -
     sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=5),
     updates=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 70_000)), max_size=30),
 )
-def test_no_window_is_ever_passed_and_every_answer_comes_whole(
+def test_responses_are_complete_and_never_exceed_a_window(
     sizes: list[int], updates: list[tuple[int, int]]
 ) -> None:
     peer = Peer()
@@ -109,7 +117,7 @@ def test_no_window_is_ever_passed_and_every_answer_comes_whole(
         peer.open(number)
         windows[number] = WINDOW
         bodies[number] = LARGE[i : i + size]
-        answer(peer, number, bodies[number], TAIL if i % 2 else b"")
+        respond(peer, number, bodies[number], TAIL if i % 2 else b"")
     frames = peer.take()
     last = [(0, 2_000_000), *[(i + 1, 400_000) for i in range(len(sizes))]]
     for place, increment in [*updates, *last]:
@@ -125,11 +133,11 @@ def test_no_window_is_ever_passed_and_every_answer_comes_whole(
         assert has_ended(peer.seen, number)
 
 
-def test_streams_take_turns() -> None:
+def test_streams_share_the_connection_window_fairly() -> None:
     peer = Peer(settings={4: 10_000_000})
     for number in range(1, 20, 2):
         peer.open(number)
-        answer(peer, number, LARGE[:300_000])
+        respond(peer, number, LARGE[:300_000])
     peer.take()
     frames = peer.send(update(0, 10 * TURN_BYTES))
     share = [len(body_of(frames, number)) for number in range(1, 20, 2)]
@@ -138,24 +146,24 @@ def test_streams_take_turns() -> None:
     assert min(share) > 0
 
 
-def test_a_small_answer_does_not_wait_for_a_large_one() -> None:
+def test_small_response_does_not_wait_for_a_large_response() -> None:
     peer = Peer(settings={4: 10_000_000})
     peer.open(1)
     peer.open(3)
-    answer(peer, 1, LARGE)
+    respond(peer, 1, LARGE)
     peer.take()
-    answer(peer, 3, b"small")
+    respond(peer, 3, b"small")
     frames = peer.send(update(0, 2 * TURN_BYTES))
     assert body_of(frames, 3) == b"small"
     assert len(body_of(frames, 1)) == 2 * TURN_BYTES - 5
 
 
-def test_a_stream_without_a_window_stops_no_other() -> None:
+def test_stream_without_a_window_does_not_block_other_streams() -> None:
     peer = Peer(settings={4: 0})
     peer.open(1)
     peer.open(3)
     for number in (1, 3):
-        answer(peer, number, b"abc", TAIL)
+        respond(peer, number, b"abc", TAIL)
     frames = peer.take()
     assert len(of(frames, HeadersFrame)) == 2
     assert of(frames, DataFrame) == []
@@ -167,10 +175,10 @@ def test_a_stream_without_a_window_stops_no_other() -> None:
     assert body_of(peer.send(update(1, 100)), 1) == b"abc"
 
 
-def test_an_answer_without_a_body_needs_no_window() -> None:
+def test_response_without_a_body_needs_no_window() -> None:
     peer = Peer(settings={4: 0})
     peer.open(1)
-    answer(peer, 1, b"", TAIL)
+    respond(peer, 1, b"", TAIL)
     assert has_ended(peer.take(), 1)
 
 
@@ -178,7 +186,7 @@ def test_settings_change_the_windows_of_open_streams() -> None:
     """Checks RFC 9113, section 6.9.2: windows may also become negative."""
     peer = Peer()
     peer.open(1)
-    answer(peer, 1, LARGE[:100_000])
+    respond(peer, 1, LARGE[:100_000])
     assert len(body_of(peer.take(), 1)) == WINDOW
     peer.send(update(0, 1_000_000))
     assert body_of(peer.send(SettingsFrame(0, {4: 1000})), 1) == b""
@@ -191,18 +199,18 @@ def test_settings_change_the_windows_of_open_streams() -> None:
     assert body_of(peer.seen, 1) == LARGE[:100_000]
 
 
-def test_larger_frames_are_sent_where_the_client_takes_them() -> None:
+def test_max_frame_size_of_the_client_is_used() -> None:
     peer = Peer(settings={4: 1_000_000, 5: 50_000})
     peer.send(update(0, 1_000_000))
     peer.open(1)
-    answer(peer, 1, LARGE[:100_000])
+    respond(peer, 1, LARGE[:100_000])
     sizes = [len(one.data) for one in of(peer.take(), DataFrame)]
     assert max(sizes) == 50_000
     assert sum(sizes) == 100_000
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])
-def test_what_is_not_sent_is_dropped_with_its_stream(how: str) -> None:
+def test_unsent_body_is_freed_when_its_stream_ends(how: str) -> None:
     peer = Peer()
     peer.open(1)
     values = np.zeros(2_000_000, np.uint8)
@@ -221,7 +229,7 @@ def test_what_is_not_sent_is_dropped_with_its_stream(how: str) -> None:
     assert kept() is None
 
 
-def test_a_small_answer_that_waits_is_a_copy() -> None:
+def test_small_blocked_response_does_not_keep_its_batch_in_memory() -> None:
     """Checks for a copy: a slice would keep its whole batch in memory."""
     peer = Peer(settings={4: 0})
     peer.open(1)
@@ -237,15 +245,15 @@ def test_a_small_answer_that_waits_is_a_copy() -> None:
     assert body_of(peer.send(update(1, 2000)), 1) == expected
 
 
-def test_a_body_in_pieces_is_sent_as_it_comes_and_asks_for_more() -> None:
+def test_streamed_body_is_sent_chunk_by_chunk_and_resumes_its_handler() -> None:
     peer = Peer()
     handler = peer.open(1)
     stream = handler.stream
     stream.send_head(OK)
     (head,) = peer.take()
     assert peer.answer_headers(head) == [(b":status", b"200")]
-    for i, piece in enumerate((b"ab", b"", b"c" * 70_000)):
-        stream.send_body((piece,), len(piece))
+    for i, chunk in enumerate((b"ab", b"", b"c" * 70_000)):
+        stream.send_body((chunk,), len(chunk))
         peer.take()
         assert handler.resumes == min(i + 1, 1)
     assert stream.unsent_bytes == 70_002 - WINDOW
@@ -257,7 +265,7 @@ def test_a_body_in_pieces_is_sent_as_it_comes_and_asks_for_more() -> None:
     assert body_of(peer.seen, 1) == b"ab" + b"c" * 70_000
 
 
-def test_an_end_waits_for_the_body_before_it() -> None:
+def test_stream_end_waits_for_the_unsent_body() -> None:
     peer = Peer()
     stream = peer.open(1).stream
     stream.send_head(OK)
@@ -267,7 +275,7 @@ def test_an_end_waits_for_the_body_before_it() -> None:
     assert has_ended(peer.send(update(0, 10_000), update(1, 10_000)), 1)
 
 
-def test_a_cancelled_stream_sends_no_more() -> None:
+def test_cancelled_stream_sends_no_more_frames() -> None:
     peer = Peer()
     handler = peer.open(1)
     handler.stream.send_head(OK)
@@ -282,12 +290,12 @@ def test_a_cancelled_stream_sends_no_more() -> None:
     assert handler.resets == 0
 
 
-def test_an_answer_that_its_reader_gives_no_window_is_ended() -> None:
+def test_stream_without_window_updates_is_reset_after_the_timeout() -> None:
     peer = Peer()
     handlers = [peer.open(1), peer.open(3)]
     peer.send(update(0, 1_000_000))
-    answer(peer, 1, LARGE[:100_000])
-    answer(peer, 3, b"x" * 100)
+    respond(peer, 1, LARGE[:100_000])
+    respond(peer, 3, b"x" * 100)
     peer.take()
     parked_s = peer.handlers[1].stream.parked_s
     peer.connection.check_time(parked_s + UNREAD_S_MAX - 1)
@@ -297,11 +305,11 @@ def test_an_answer_that_its_reader_gives_no_window_is_ended() -> None:
     assert [one.resets for one in handlers] == [1, 0]
 
 
-def test_a_reader_that_reads_slowly_is_not_ended() -> None:
+def test_stream_of_a_slow_reader_is_not_reset() -> None:
     peer = Peer()
     handler = peer.open(1)
     peer.send(update(0, 1_000_000))
-    answer(peer, 1, LARGE[:300_000])
+    respond(peer, 1, LARGE[:300_000])
     peer.take()
     before_s = perf_counter()
     peer.send(update(1, 65_536))
@@ -309,11 +317,11 @@ def test_a_reader_that_reads_slowly_is_not_ended() -> None:
     assert (resets(peer.take()), handler.resets) == ([], 0)
 
 
-def test_a_reader_that_gives_a_byte_at_a_time_is_ended() -> None:
+def test_stream_with_one_byte_window_updates_is_reset_after_the_timeout() -> None:
     peer = Peer()
     peer.open(1)
     peer.send(update(0, 1_000_000))
-    answer(peer, 1, LARGE[:300_000])
+    respond(peer, 1, LARGE[:300_000])
     peer.take()
     parked_s = peer.handlers[1].stream.parked_s
     assert parked_s
@@ -324,27 +332,27 @@ def test_a_reader_that_gives_a_byte_at_a_time_is_ended() -> None:
     assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
 
 
-def test_a_client_that_gives_the_connection_no_window_is_ended() -> None:
+def test_connection_without_window_progress_is_closed_after_the_timeout() -> None:
     """Checks a client whose streams have windows of their own, so that no stream is at fault."""
     peer = Peer(settings={4: 1_000_000})
     handler = peer.open(1)
     start_s = perf_counter()
     peer.connection.check_time(start_s)
-    answer(peer, 1, LARGE[:300_000])
+    respond(peer, 1, LARGE[:300_000])
     peer.take()
     for _ in range(10):  # a byte at a time is no progress
         peer.send(update(0, 1))
     peer.connection.check_time(start_s + UNREAD_S_MAX)
     assert peer.take() == []
     peer.connection.check_time(start_s + UNREAD_S_MAX + 1)
-    expect_end(peer, peer.take(), ErrorCode.ENHANCE_YOUR_CALM)
+    assert_connection_error(peer, peer.take(), ErrorCode.ENHANCE_YOUR_CALM)
     assert handler.resets == 1
 
 
-def test_a_client_that_gives_some_window_now_and_then_is_not_ended() -> None:
+def test_connection_with_periodic_window_updates_stays_open() -> None:
     peer = Peer(settings={4: 10_000_000})
     peer.open(1)
-    answer(peer, 1, LARGE)
+    respond(peer, 1, LARGE)
     peer.take()
     now_s = perf_counter()
     for _ in range(20):
@@ -354,10 +362,10 @@ def test_a_client_that_gives_some_window_now_and_then_is_not_ended() -> None:
     assert not peer.connection.is_over
 
 
-def test_a_client_that_waits_for_nothing_need_not_give_a_window() -> None:
+def test_connection_without_unsent_data_needs_no_window_updates() -> None:
     peer = Peer()
     peer.open(1)
-    answer(peer, 1, b"x" * WINDOW)
+    respond(peer, 1, b"x" * WINDOW)
     peer.take()
     now_s = perf_counter()
     for i in range(5):
@@ -365,13 +373,13 @@ def test_a_client_that_waits_for_nothing_need_not_give_a_window() -> None:
     assert not peer.connection.is_over
 
 
-def test_an_answer_is_never_two_also_where_the_second_would_fit_at_once() -> None:
+def test_second_response_to_a_blocked_stream_is_ignored() -> None:
     peer = Peer(settings={4: 0})
     peer.open(1)
-    answer(peer, 1, b"waits for a window")
+    respond(peer, 1, b"waits for a window")
     # A window arrives while the connection reads, before the blocked response is written.
     peer.handlers[1].stream.send_window = 100
-    answer(peer, 1, b"second")
+    respond(peer, 1, b"second")
     peer.handlers[1].stream.send_window = 0
     peer.take()
     peer.send(update(1, 1000))

@@ -15,9 +15,9 @@ from hyperframe.frame import (
 from server.wire.http2.peer import (
     POST,
     Peer,
+    assert_connection_error,
     continuation,
     data,
-    expect_end,
     raw,
     resets,
     update,
@@ -28,11 +28,11 @@ from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_frames import BLOCK_BYTES_MAX
 
 OK = encode([(b":status", b"200")])
-BOGUS = b"\x80"
+UNDECODABLE_BLOCK = b"\x80"
 """A header block with an index that is in no table (RFC 7541, section 6.1)."""
 
 
-def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
+def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
     peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
     return peer.take()
 
@@ -40,7 +40,7 @@ def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
 TRAILERS = [(b"x-sum", b"1")]
 
 Sent = Sequence[Frame | bytes]
-Rows = Mapping[str, tuple[Sent | Callable[[Peer], Sent], ErrorCode]]
+ErrorCases = Mapping[str, tuple[Sent | Callable[[Peer], Sent], ErrorCode]]
 """The frames to send, or a function of the peer that returns them, and the expected error code."""
 PROTOCOL_ERROR, STREAM_CLOSED = ErrorCode.PROTOCOL_ERROR, ErrorCode.STREAM_CLOSED
 FRAME_SIZE_ERROR, FLOW_CONTROL_ERROR = ErrorCode.FRAME_SIZE_ERROR, ErrorCode.FLOW_CONTROL_ERROR
@@ -51,7 +51,7 @@ def frames_of(peer: Peer, sent: Sent | Callable[[Peer], Sent]) -> Sent:
     return sent(peer) if callable(sent) else sent
 
 
-STREAM_ERRORS: Rows = {
+STREAM_ERRORS: ErrorCases = {
     "5.1 data after the end": ([data(1, b"x")], STREAM_CLOSED),
     "5.1 empty data after the end": ([data(1, b"")], STREAM_CLOSED),
     "5.1 headers after the end": (lambda peer: [peer.headers(1, TRAILERS)], STREAM_CLOSED),
@@ -63,22 +63,22 @@ STREAM_ERRORS: Rows = {
 
 
 @pytest.mark.parametrize("name", STREAM_ERRORS)
-def test_what_ends_a_stream_ends_no_other(name: str) -> None:
+def test_stream_error_resets_only_its_own_stream(name: str) -> None:
     """Checks stream errors by section of RFC 9113, after the end of the request on stream 1.
 
     The request has no response yet.
     """
     sent, code = STREAM_ERRORS[name]
     peer = Peer()
-    handler, neighbour = peer.open(1), peer.open(3)
-    answered = peer.send(*frames_of(peer, sent))
-    assert resets(answered) == [(1, code)]
-    assert (handler.resets, neighbour.resets) == (1, 0)
+    handler, other_handler = peer.open(1), peer.open(3)
+    received = peer.send(*frames_of(peer, sent))
+    assert resets(received) == [(1, code)]
+    assert (handler.resets, other_handler.resets) == (1, 0)
     assert list(peer.connection.streams) == [3]
     peer.open(5)
 
 
-def test_a_head_that_depends_on_itself_ends_its_stream_and_is_read() -> None:
+def test_self_dependent_headers_reset_the_stream_but_update_the_table() -> None:
     peer = Peer()
     frame = peer.headers(1, [*POST, (b"x-new", b"1")], flags=["PRIORITY"])
     frame.depends_on, frame.stream_weight = 1, 15
@@ -87,14 +87,14 @@ def test_a_head_that_depends_on_itself_ends_its_stream_and_is_read() -> None:
     assert list(peer.handlers) == [3]
 
 
-CONNECTION_ERRORS: Rows = {
+CONNECTION_ERRORS: ErrorCases = {
     "4.2 a frame too large": ([raw(0, 0, 1, bytes(16385))], FRAME_SIZE_ERROR),
     "4.2 headers too large": ([raw(1, 0x4, 3, bytes(16385))], FRAME_SIZE_ERROR),
     "4.2 data of 2^24-1 bytes": ([b"\xff\xff\xff\0\0\0\0\0\1"], FRAME_SIZE_ERROR),
     "4.2 an unknown frame of 2^24-1 bytes": ([b"\xff\xff\xff\x42\0\0\0\0\1"], FRAME_SIZE_ERROR),
     "4.2 HTTP/1 after the start": ([b"GET / HTTP/1.1\r\nHost: test\r\n\r\n"], FRAME_SIZE_ERROR),
-    "4.3 a block that cannot be decoded": ([raw(1, 0x5, 3, BOGUS)], COMPRESSION_ERROR),
-    "4.3 trailers that cannot be decoded": ([raw(1, 0x5, 1, BOGUS)], COMPRESSION_ERROR),
+    "4.3 a block that cannot be decoded": ([raw(1, 0x5, 3, UNDECODABLE_BLOCK)], COMPRESSION_ERROR),
+    "4.3 trailers that cannot be decoded": ([raw(1, 0x5, 1, UNDECODABLE_BLOCK)], COMPRESSION_ERROR),
     "5.1 data on an idle stream": ([data(3, b"x")], PROTOCOL_ERROR),
     "5.1 a reset of an idle stream": ([RstStreamFrame(3)], PROTOCOL_ERROR),
     "5.1 a window of an idle stream": ([update(3, 1)], PROTOCOL_ERROR),
@@ -168,21 +168,21 @@ CONNECTION_ERRORS: Rows = {
 
 
 @pytest.mark.parametrize("name", CONNECTION_ERRORS)
-def test_what_ends_the_connection(name: str) -> None:
+def test_connection_error_sends_goaway_with_its_code(name: str) -> None:
     """Checks connection errors by section of RFC 9113, while stream 1 is open."""
     sent, code = CONNECTION_ERRORS[name]
     peer = Peer()
     handler = peer.open(1, is_end=False)
-    answered = peer.send(*frames_of(peer, sent))
-    last = expect_end(peer, answered, code)
+    received = peer.send(*frames_of(peer, sent))
+    last = assert_connection_error(peer, received, code)
     assert last.last_stream_id >= 1
     assert handler.resets == 1
 
 
-def test_data_on_a_stream_that_was_answered_and_ended_is_an_error_of_it() -> None:
+def test_data_on_a_closed_stream_is_a_stream_error() -> None:
     peer = Peer()
     peer.open(1)
-    answer(peer, 1)
+    respond(peer, 1)
     assert resets(peer.send(data(1, b"x"))) == [(1, ErrorCode.STREAM_CLOSED)]
     peer.open(3)
 
@@ -201,19 +201,19 @@ def test_reserved_bits_are_ignored() -> None:
     assert isinstance(ack, PingFrame)
     request = peer.headers(1).serialize()
     assert peer.send(request[:5] + b"\x80" + request[6:]) == []
-    assert peer.handlers[1].is_whole
+    assert peer.handlers[1].is_complete
 
 
-def test_late_windows_and_resets_of_streams_that_ended_are_ignored() -> None:
+def test_late_control_frames_on_closed_streams_are_ignored() -> None:
     """Checks RFC 9113, section 5.1: closed."""
     peer = Peer()
     peer.open(1)
-    answer(peer, 1)
+    respond(peer, 1)
     assert peer.send(update(1, 5), RstStreamFrame(1), PriorityFrame(1)) == []
     peer.open(3)
 
 
-def test_a_reset_by_the_client_is_told_to_the_handler_once() -> None:
+def test_client_reset_notifies_the_handler_once() -> None:
     peer = Peer()
     handler = peer.open(1)
     assert peer.send(RstStreamFrame(1, error_code=8)) == []

@@ -13,7 +13,7 @@ METHOD, SCHEME, PATH = (b":method", b"POST"), (b":scheme", b"http"), (b":path", 
 PSEUDO = [METHOD, SCHEME, PATH]
 
 
-def test_a_request_is_read() -> None:
+def test_valid_headers_are_parsed_into_a_request() -> None:
     headers = [*PSEUDO, (b":authority", b"h:1"), (b"a", b"b"), (b"content-length", b"12")]
     size = sum(len(name) + len(value) + 32 for name, value in headers)
     assert read_request(headers) == HttpRequest(
@@ -26,7 +26,7 @@ def test_a_request_is_read() -> None:
     )
 
 
-def test_a_host_is_the_authority() -> None:
+def test_host_header_may_repeat_the_authority() -> None:
     request = read_request([*PSEUDO, (b":authority", b"a:1"), (b"host", b"A:1")])
     assert isinstance(request, HttpRequest)
     assert request.headers == [(b"host", b"A:1")]
@@ -41,25 +41,25 @@ def test_a_host_is_the_authority() -> None:
         ([(b"host", b"a"), (b"host", b"b")], "host is given twice"),
     ],
 )
-def test_another_or_a_second_host_is_malformed(
+def test_conflicting_or_repeated_host_is_malformed(
     hosts: list[tuple[bytes, bytes]], problem: str
 ) -> None:
     assert read_request([*PSEUDO, *hosts]) == problem
 
 
-def test_the_target_of_options_may_be_the_server() -> None:
+def test_options_request_accepts_an_asterisk_path() -> None:
     request = read_request([(b":method", b"OPTIONS"), SCHEME, (b":path", b"*")])
     assert isinstance(request, HttpRequest)
 
 
-def test_a_length_may_be_given_twice_alike() -> None:
+def test_repeated_equal_content_length_is_accepted() -> None:
     request = read_request([*PSEUDO, (b"content-length", b"5"), (b"content-length", b"5")])
     assert isinstance(request, HttpRequest)
     assert request.content_length == 5
 
 
 @pytest.mark.parametrize(
-    ("headers", "said"),
+    ("headers", "message"),
     [
         ([METHOD, SCHEME], "a pseudo-header is missing"),
         ([METHOD, PATH], "a pseudo-header is missing"),
@@ -104,15 +104,15 @@ def test_a_length_may_be_given_twice_alike() -> None:
         ([*PSEUDO, (b"content-length", b"1"), (b"content-length", b"2")], "is given twice"),
     ],
 )
-def test_what_is_malformed_is_said(headers: Headers, said: str) -> None:
+def test_malformed_headers_return_an_error_message(headers: Headers, message: str) -> None:
     request = read_request(headers)
     assert isinstance(request, str)
-    assert said in request
+    assert message in request
 
 
 @pytest.mark.parametrize("value", [b"value\r", b"\nvalue", b"a\x00b", b"value "])
 @pytest.mark.parametrize("name", [b":path", b":method", b":scheme", b":authority"])
-def test_pseudo_headers_hold_no_line_breaks_either(name: bytes, value: bytes) -> None:
+def test_invalid_pseudo_header_values_are_malformed(name: bytes, value: bytes) -> None:
     """Checks RFC 9113, section 8.2.1, which holds for the values of all fields."""
     headers = dict([*PSEUDO, (b":authority", b"h")])
     headers[name] = b"/" + value if name == b":path" else value
@@ -120,7 +120,7 @@ def test_pseudo_headers_hold_no_line_breaks_either(name: bytes, value: bytes) ->
 
 
 @given(st.lists(st.tuples(st.binary(max_size=10), st.binary(max_size=10)), max_size=5))
-def test_any_headers_are_a_request_or_a_sentence(headers: Headers) -> None:
+def test_arbitrary_headers_return_a_request_or_an_error_message(headers: Headers) -> None:
     for one in (headers, [*PSEUDO, *headers]):
         request = read_request(one)
         if isinstance(request, str):

@@ -7,12 +7,12 @@ import pytest
 from embedserve.wire.http2.token_bucket import TokenBucket
 
 
-@pytest.mark.parametrize("most", [1, 5])
-def test_it_runs_out(most: int) -> None:
-    allowance = TokenBucket(most, 0)
-    assert [allowance.try_take() for _ in range(most + 2)] == [True] * most + [False, False]
+@pytest.mark.parametrize("capacity", [1, 5])
+def test_bucket_is_empty_after_its_capacity(capacity: int) -> None:
+    bucket = TokenBucket(capacity, 0)
+    assert [bucket.try_take() for _ in range(capacity + 2)] == [True] * capacity + [False, False]
 
 
-def test_time_fills_it_up_again_to_its_most() -> None:
-    allowance = TokenBucket(3, 1e12)
-    assert all(allowance.try_take() for _ in range(1000))
+def test_bucket_refills_over_time() -> None:
+    bucket = TokenBucket(3, 1e12)
+    assert all(bucket.try_take() for _ in range(1000))

@@ -9,40 +9,40 @@ from embedserve.wire.http2.upload_budget import Grant, UploadBudget
 
 
 class Client:
-    """A client that accepts grants as long as it ``wants`` them."""
+    """A client that accepts grants as long as it ``accepts`` them."""
 
     def __init__(self) -> None:
         self.granted = 0
-        self.wants = True
+        self.accepts = True
 
     def grant(self, nbytes: int) -> bool:
-        if self.wants:
+        if self.accepts:
             self.granted += nbytes
-        return self.wants
+        return self.accepts
 
 
-def ask(uploads: UploadBudget, *sizes: int) -> list[Client]:
+def request_grants(uploads: UploadBudget, *sizes: int) -> list[Client]:
     clients = [Client() for _ in sizes]
     for client, size in zip(clients, sizes, strict=True):
         uploads.request(size, client.grant)
     return clients
 
 
-def test_what_is_there_is_granted_at_once() -> None:
-    assert [one.granted for one in ask(UploadBudget(10, lambda: True), 4, 6)] == [4, 6]
+def test_available_budget_is_granted_immediately() -> None:
+    assert [one.granted for one in request_grants(UploadBudget(10, lambda: True), 4, 6)] == [4, 6]
 
 
-def test_those_who_wait_are_granted_in_turn() -> None:
+def test_waiting_requests_are_granted_in_order() -> None:
     uploads = UploadBudget(10, lambda: True)
-    clients = ask(uploads, 8, 5, 2, 3)
+    clients = request_grants(uploads, 8, 5, 2, 3)
     assert [one.granted for one in clients] == [8, 0, 0, 0]  # 2 would fit, but 5 is first
     uploads.give_back(8)
     assert [one.granted for one in clients] == [8, 5, 2, 3]
 
 
-def test_one_who_wants_more_than_all_gets_it_alone() -> None:
+def test_request_over_the_whole_budget_is_granted_exclusively() -> None:
     uploads = UploadBudget(10, lambda: True)
-    small, large, other = ask(uploads, 1, 50, 1)
+    small, large, other = request_grants(uploads, 1, 50, 1)
     assert (small.granted, large.granted, other.granted) == (1, 0, 0)
     uploads.give_back(1)
     assert (large.granted, other.granted) == (50, 0)
@@ -50,10 +50,10 @@ def test_one_who_wants_more_than_all_gets_it_alone() -> None:
     assert other.granted == 1
 
 
-def test_nothing_is_granted_while_it_is_shut() -> None:
+def test_closed_budget_grants_nothing_until_a_retry() -> None:
     is_open = False
     uploads = UploadBudget(10, lambda: is_open)
-    clients = ask(uploads, 4, 4)
+    clients = request_grants(uploads, 4, 4)
     uploads.give_back(0)
     assert [one.granted for one in clients] == [0, 0]
     is_open = True
@@ -61,21 +61,21 @@ def test_nothing_is_granted_while_it_is_shut() -> None:
     assert [one.granted for one in clients] == [4, 4]
 
 
-def test_what_one_who_went_away_would_have_got_goes_to_the_next() -> None:
+def test_declined_grant_goes_to_the_next_waiting_client() -> None:
     uploads = UploadBudget(10, lambda: True)
-    clients = ask(uploads, 10, 10, 10)
-    clients[1].wants = False
+    clients = request_grants(uploads, 10, 10, 10)
+    clients[1].accepts = False
     uploads.give_back(10)
     assert [one.granted for one in clients] == [10, 0, 10]
 
 
 @given(
     sizes=st.lists(st.integers(1, 30), max_size=12),
-    gone=st.sets(st.integers(0, 11)),
+    departed=st.sets(st.integers(0, 11)),
     bytes_max=st.integers(1, 20),
 )
-def test_in_the_end_all_are_granted_and_all_is_back(
-    sizes: list[int], gone: set[int], bytes_max: int
+def test_all_requests_are_granted_in_order_and_the_budget_is_restored(
+    sizes: list[int], departed: set[int], bytes_max: int
 ) -> None:
     uploads = UploadBudget(bytes_max, lambda: True)
     order: list[int] = []
@@ -83,7 +83,7 @@ def test_in_the_end_all_are_granted_and_all_is_back(
 
     def grant_of(number: int) -> Grant:
         def grant(nbytes: int) -> bool:
-            if number in gone:
+            if number in departed:
                 return False
             order.append(number)
             held.append(nbytes)
@@ -97,6 +97,6 @@ def test_in_the_end_all_are_granted_and_all_is_back(
     while held:
         uploads.give_back(held.pop(0))
         assert len(held) <= 1 or sum(held) <= bytes_max
-    assert order == [number for number in range(len(sizes)) if number not in gone]
-    last = ask(uploads, bytes_max)
+    assert order == [number for number in range(len(sizes)) if number not in departed]
+    last = request_grants(uploads, bytes_max)
     assert last[0].granted == bytes_max

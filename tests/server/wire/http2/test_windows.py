@@ -24,18 +24,18 @@ FRAMES_MAX = 20_000
 byte per iteration."""
 
 
-class FewFrames(list[bytes | memoryview]):
+class BoundedOutput(list[bytes | memoryview]):
     """Output that fails before an endless sender would fill the memory."""
 
-    def append(self, piece: bytes | memoryview) -> None:
+    def append(self, chunk: bytes | memoryview) -> None:
         assert len(self) < FRAMES_MAX, "frames without end"
-        super().append(piece)
+        super().append(chunk)
 
 
-def bounded(peer: Peer) -> Peer:
+def with_bounded_output(peer: Peer) -> Peer:
     """Limits the output of the peer's connection to FRAMES_MAX chunks; returns ``peer``."""
     connection = peer.connection
-    out = FewFrames()
+    out = BoundedOutput()
     connection.frame_writer.out = connection.flow_control.out = connection.closed_streams._out = out
     connection.frame_writer.write = out.append
     return peer
@@ -60,15 +60,20 @@ class Model:
     bodies: dict[int, bytes] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
+    reset_streams: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.peer = bounded(Peer())
+        self.peer = with_bounded_output(Peer())
 
     def act(self) -> None:
-        choices = [self.open, self.give_connection, self.give_stream, self.set_initial]
-        choices += [self.answer] * 2 + [self.add_piece, self.reset]
+        choices = [
+            self.open,
+            self.update_connection_window,
+            self.update_stream_window,
+            self.set_initial_window,
+        ]
+        choices += [self.answer] * 2 + [self.send_chunk, self.reset]
         self.random.choice(choices)()
 
     def receive(self, frames: list[Frame]) -> None:
@@ -94,13 +99,13 @@ class Model:
             self.streams[number] = self.initial
             self.bodies[number] = b""
 
-    def piece(self) -> bytes:
+    def random_chunk(self) -> bytes:
         size = self.random.choice((0, 1, 100, 20_000, 70_000, 300_000))
         return BODY[: self.random.randint(0, size)]
 
     def unanswered(self) -> int | None:
         """Returns a stream without any response yet."""
-        numbers = sorted(self.streams.keys() - self.answered - self.gone)
+        numbers = sorted(self.streams.keys() - self.answered - self.reset_streams)
         return self.random.choice(numbers) if numbers else None
 
     def answer(self) -> None:
@@ -114,12 +119,12 @@ class Model:
             stream.send_head(OK)
             self.unfinished.add(number)
         else:
-            self.bodies[number] = body = self.piece()
+            self.bodies[number] = body = self.random_chunk()
             stream.answer(OK, (body,), len(body), self.random.choice((b"", TAIL)))
         if self.random.random() < 0.5:
             self.receive(self.peer.take())
 
-    def add_piece(self) -> None:
+    def send_chunk(self) -> None:
         """Sends the next chunk of a response in chunks, or its end."""
         if not self.unfinished:
             return
@@ -128,9 +133,9 @@ class Model:
         if self.random.random() < 0.3:
             self.finish(number)
         else:
-            piece = self.piece()
-            self.bodies[number] += piece
-            stream.send_body((piece,), len(piece))
+            chunk = self.random_chunk()
+            self.bodies[number] += chunk
+            stream.send_body((chunk,), len(chunk))
 
     def finish(self, number: int) -> None:
         self.peer.handlers[number].stream.end(self.random.choice((b"", TAIL)))
@@ -139,16 +144,16 @@ class Model:
     def reset(self) -> None:
         if self.streams and self.random.random() < 0.2:
             number = self.random.choice(sorted(self.streams))
-            self.gone.add(number)
+            self.reset_streams.add(number)
             self.unfinished.discard(number)
             self.receive(self.peer.send(RstStreamFrame(number, error_code=8)))
 
-    def give_connection(self) -> None:
+    def update_connection_window(self) -> None:
         increment = self.random.choice((1, 100, 16_384, 100_000, 1_000_000))
         self.connection += increment
         self.receive(self.peer.send(update(0, increment)))
 
-    def give_stream(self) -> None:
+    def update_stream_window(self) -> None:
         if not self.streams:
             return
         number = self.random.choice(sorted(self.streams))
@@ -158,7 +163,7 @@ class Model:
             self.streams[number] += increment
             self.receive(self.peer.send(update(number, increment)))
 
-    def set_initial(self) -> None:
+    def set_initial_window(self) -> None:
         window = self.random.choice((0, 0, 1, 100, 10_000, 65_535, 200_000, 5_000_000))
         self.unacknowledged.append(window)
         self.receive(self.peer.send(settings(window)))
@@ -171,14 +176,14 @@ class Model:
         self.unacknowledged.append(20_000_000)
         self.receive(self.peer.send(update(0, 20_000_000), settings(20_000_000)))
         sender = self.peer.connection.frame_writer
-        for number in self.answered - self.gone:
+        for number in self.answered - self.reset_streams:
             assert body_of(self.peer.seen, number) == self.bodies[number]
             assert has_ended(self.peer.seen, number)
         assert (sender.unsent_bytes, sender.blocked_streams) == (0, {})
         assert not sender.ready
 
 
-def test_no_sequence_of_windows_hangs_loses_a_byte_or_is_violated() -> None:
+def test_random_window_changes_never_lose_bytes_or_exceed_a_window() -> None:
     """Checks RFC 9113, section 6.9.2: SETTINGS may make a window negative at any time."""
     for seed in range(SEQUENCES):
         model = Model(seed)
@@ -191,11 +196,11 @@ def test_no_sequence_of_windows_hangs_loses_a_byte_or_is_violated() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1000])
-def test_a_stream_whose_window_falls_below_zero_waits_for_an_update(window: int) -> None:
+def test_stream_with_a_negative_window_waits_for_an_update(window: int) -> None:
     """Makes a stream's window negative while it waits for the connection's window, which opens
     afterwards. The server must send nothing, and the stream counts as blocked by its client.
     """
-    peer = bounded(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
+    peer = with_bounded_output(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
     stream = peer.open(1).stream
     stream.answer(OK, (BODY,), len(BODY), TAIL)
     assert len(body_of(peer.take(), 1)) == WINDOW_AT_START
@@ -211,8 +216,8 @@ def test_a_stream_whose_window_falls_below_zero_waits_for_an_update(window: int)
     assert has_ended(peer.seen, 1)
 
 
-def test_a_reader_that_shrinks_its_window_stops_no_other_stream() -> None:
-    peer = bounded(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
+def test_shrunken_stream_window_does_not_block_other_streams() -> None:
+    peer = with_bounded_output(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
     peer.open(1).stream.answer(OK, (BODY,), len(BODY), TAIL)
     peer.take()
     peer.send(settings(100))

@@ -34,79 +34,79 @@ def write(files: TlsFiles, pair: Pair) -> None:
     replace(files.key, pair.key)
 
 
-def half_of_certificate(files: TlsFiles, authority: Authority) -> None:
+def truncated_certificate(files: TlsFiles, authority: Authority) -> None:
     path = Path(files.certificate)
     path.write_bytes(path.read_bytes()[:300])
 
 
-def half_of_chain(files: TlsFiles, authority: Authority) -> None:
+def truncated_chain(files: TlsFiles, authority: Authority) -> None:
     path = Path(files.certificate)
     path.write_bytes(path.read_bytes() + authority.root[:300])
 
 
-def half_of_key(files: TlsFiles, authority: Authority) -> None:
+def truncated_key(files: TlsFiles, authority: Authority) -> None:
     path = Path(files.key)
     path.write_bytes(path.read_bytes()[:100])
 
 
-def another_key(files: TlsFiles, authority: Authority) -> None:
+def mismatched_key(files: TlsFiles, authority: Authority) -> None:
     replace(files.key, authority.sign("other").key)
 
 
-def locked_key(files: TlsFiles, authority: Authority) -> None:
+def encrypted_key(files: TlsFiles, authority: Authority) -> None:
     path = Path(files.key)
     key = serialization.load_pem_private_key(path.read_bytes(), None)
-    locked = serialization.BestAvailableEncryption(b"secret")
-    form = serialization.PrivateFormat.PKCS8
-    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, locked))
+    encryption = serialization.BestAvailableEncryption(b"secret")
+    key_format = serialization.PrivateFormat.PKCS8
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, key_format, encryption))
 
 
 def expired(files: TlsFiles, authority: Authority) -> None:
     write(files, authority.sign("server", (-30, -1)))
 
 
-def not_yet(files: TlsFiles, authority: Authority) -> None:
+def not_yet_valid(files: TlsFiles, authority: Authority) -> None:
     write(files, authority.sign("server", (1, 30)))
 
 
-def empty(files: TlsFiles, authority: Authority) -> None:
+def empty_certificate(files: TlsFiles, authority: Authority) -> None:
     Path(files.certificate).write_bytes(b"")
 
 
-def gone(files: TlsFiles, authority: Authority) -> None:
+def missing_key(files: TlsFiles, authority: Authority) -> None:
     Path(files.key).unlink()
 
 
 Damage = Callable[[TlsFiles, Authority], None]
 DAMAGES: dict[Damage, str] = {
-    half_of_certificate: "are no pair",
-    half_of_chain: "are no pair",
-    half_of_key: "are no pair",
-    another_key: "key values mismatch",
-    locked_key: "are no pair",
-    empty: "are no pair",
+    truncated_certificate: "are no pair",
+    truncated_chain: "are no pair",
+    truncated_key: "are no pair",
+    mismatched_key: "key values mismatch",
+    encrypted_key: "are no pair",
+    empty_certificate: "are no pair",
     expired: "certificate has expired",
-    not_yet: "certificate is not yet valid",
-    gone: "No such file",
+    not_yet_valid: "certificate is not yet valid",
+    missing_key: "No such file",
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_pair_is_refused_with_its_file_and_without_the_key(
+def test_invalid_pair_is_rejected_with_its_file_name_and_no_key_data(
     files: TlsFiles, authority: Authority, damage: Damage
 ) -> None:
     damage(files, authority)
     with pytest.raises((OSError, ValueError)) as raised:
         read_context(files)
-    said = str(raised.value)
-    assert DAMAGES[damage] in said
-    assert files.certificate in said or files.key in said
-    assert "BEGIN" not in said
-    assert "\n" not in said
+    message = str(raised.value)
+    assert DAMAGES[damage] in message
+    assert files.certificate in message or files.key in message
+    assert "BEGIN" not in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_damaged_pair_leaves_the_one_before_and_is_named_once(
+async def test_invalid_pair_keeps_the_previous_pair_and_is_logged_once(
     files: TlsFiles,
     authority: Authority,
     certificates: Certificates,
@@ -128,7 +128,7 @@ async def test_a_damaged_pair_leaves_the_one_before_and_is_named_once(
     assert caplog.records[-1].getMessage().endswith("read again, and right")
 
 
-async def test_a_pair_that_is_not_valid_yet_is_taken_once_it_is(
+async def test_future_pair_is_loaded_once_it_becomes_valid(
     files: TlsFiles,
     authority: Authority,
     certificates: Certificates,
@@ -149,7 +149,7 @@ async def test_a_pair_that_is_not_valid_yet_is_taken_once_it_is(
             await certificates.reloader.poll()
 
 
-async def test_connections_after_a_change_get_the_new_certificate_and_those_before_go_on(
+async def test_new_connections_get_the_renewed_certificate_and_open_ones_continue(
     server: OurServer,
     certificates: Certificates,
     files: TlsFiles,
@@ -180,7 +180,7 @@ def trust(files: TlsFiles, roots: bytes) -> None:
     Path(files.client_ca).write_bytes(roots)
 
 
-async def said_to(
+async def connect_as(
     server: OurServer, root: bytes, pair: tuple[Path, Path] | None
 ) -> int | str | None:
     """Returns the response status for a client with this certificate, or the TLS error."""
@@ -192,23 +192,23 @@ async def said_to(
         return error.reason
 
 
-async def test_clients_without_a_right_certificate_are_each_told_what_is_wrong(
+async def test_invalid_client_certificates_get_specific_tls_alerts(
     server: OurServer, mutual: TlsFiles, authority: Authority, tmp_path: Path
 ) -> None:
-    right, revoked = authority.sign("right"), authority.sign("revoked")
+    valid, revoked = authority.sign("right"), authority.sign("revoked")
     trust(mutual, authority.root + authority.revoke(revoked.certificate))
     server.wire._certificates = Certificates(mutual)
     pairs = {
-        "right": right,
+        "right": valid,
         "revoked": revoked,
         "expired": authority.sign("expired", (-2, -1)),
         "foreign": Authority("another root").sign("foreign"),
     }
-    said = {name: await said_to(server, authority.root, None) for name in ["none"]}
+    message = {name: await connect_as(server, authority.root, None) for name in ["none"]}
     for name, pair in pairs.items():
         paths = pair.write(tmp_path, name)
-        said[name] = await said_to(server, authority.root, paths)
-    assert said == {
+        message[name] = await connect_as(server, authority.root, paths)
+    assert message == {
         "none": "TLSV13_ALERT_CERTIFICATE_REQUIRED",
         "right": 200,
         "revoked": "SSLV3_ALERT_CERTIFICATE_REVOKED",
@@ -218,7 +218,7 @@ async def test_clients_without_a_right_certificate_are_each_told_what_is_wrong(
     assert server.pipeline.metrics.tls.handshakes["certificate"] == 4
 
 
-def test_a_file_without_authorities_is_refused(mutual: TlsFiles) -> None:
+def test_client_ca_file_without_certificates_is_rejected(mutual: TlsFiles) -> None:
     trust(mutual, b"nothing")
     with pytest.raises(ValueError, match=r"tls_client_ca .*clients\.pem holds no certificates"):
         read_context(mutual)

@@ -24,7 +24,7 @@ LIVE = get("/health/live")
 LIMITS = Limits(connections_max=CONNECTIONS_MAX)
 
 
-async def rest_of(reader: asyncio.StreamReader) -> bytes:
+async def read_until_closed(reader: asyncio.StreamReader) -> bytes:
     """Returns the bytes that arrive until the connection ends."""
     try:
         return await reader.read()
@@ -32,7 +32,7 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def counted(server: OurServer) -> dict[str, int]:
+def handshake_outcomes(server: OurServer) -> dict[str, int]:
     """Returns the number of handshakes by outcome."""
     return dict(server.pipeline.metrics.tls.handshakes)
 
@@ -45,7 +45,7 @@ async def is_served(server: OurServer, client: ssl.SSLContext) -> bool:
     return status == 200
 
 
-async def test_those_that_send_nothing_are_counted_and_ended(
+async def test_silent_connections_are_counted_and_closed_after_the_timeout(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
     silent = [await server.open() for _ in range(CONNECTIONS_MAX)]
@@ -56,23 +56,23 @@ async def test_those_that_send_nothing_are_counted_and_ended(
         assert isinstance(one, Handshake)
         one.check_time(perf_counter() + HANDSHAKE_S_MAX + 1)
     for reader, _ in silent:
-        assert await rest_of(reader) == b""
+        assert await read_until_closed(reader) == b""
     await until(lambda: not server.wire.connections)
     assert await is_served(server, client)
-    assert counted(server) == {"too_late": CONNECTIONS_MAX, "ok": 1}
+    assert handshake_outcomes(server) == {"too_late": CONNECTIONS_MAX, "ok": 1}
 
 
-async def test_plain_http_is_told_that_the_port_takes_tls(server: OurServer) -> None:
-    answer = await server.talk(LIVE)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"this port takes TLS only" in answer
-    assert counted(server) == {"no_tls": 1}
+async def test_plain_http_request_to_a_tls_port_gets_an_explanation(server: OurServer) -> None:
+    response = await server.talk(LIVE)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert b"this port takes TLS only" in response
+    assert handshake_outcomes(server) == {"no_tls": 1}
 
 
-HELLO_OF_MEGABYTES = b"\x16\x03\x01\x40\x00\x01\xff\xff\xff" + bytes(0x4000 - 4)
+OVERSIZED_HELLO = b"\x16\x03\x01\x40\x00\x01\xff\xff\xff" + bytes(0x4000 - 4)
 
 
-async def test_a_client_of_tls_is_told_by_a_plain_port(
+async def test_tls_client_gets_an_ssl_error_from_a_plain_port(
     pipeline: RequestPipeline, client: ssl.SSLContext
 ) -> None:
     async with our_server(pipeline) as server:
@@ -82,7 +82,7 @@ async def test_a_client_of_tls_is_told_by_a_plain_port(
 
 
 @pytest.mark.parametrize("nbytes", [110_000, 2 * HANDSHAKE_BYTES_MAX])
-async def test_a_chain_that_is_too_long_is_refused(
+async def test_certificate_chain_over_the_limit_is_rejected(
     pipeline: RequestPipeline, files: TlsFiles, authority: Authority, tmp_path: Path, nbytes: int
 ) -> None:
     """Checks two limits: OpenSSL's of 100 KB, and ours on the bytes of one handshake."""
@@ -100,7 +100,7 @@ async def test_a_chain_that_is_too_long_is_refused(
         except (ssl.SSLError, ConnectionError):
             pass
         await until(lambda: not server.wire.connections)
-        assert counted(server).keys() < {"failed", "too_large", "gone"}
+        assert handshake_outcomes(server).keys() < {"failed", "too_large", "gone"}
         assert await is_served(server, client_context(authority.root, pair.write(tmp_path, "one")))
 
 
@@ -116,7 +116,7 @@ LONGEST_HELLO = RECORD + b"\x01\x01\xff\xff" + bytes(0x4000 - 4) + 8 * (RECORD +
         (b"\0" * 100, "no_tls"),
         (b"SSH-2.0-OpenSSH_9\r\n", "no_tls"),
         (b"\x16\x03\x01\xff\xff" + bytes(70_000), "failed"),
-        (HELLO_OF_MEGABYTES, "failed"),
+        (OVERSIZED_HELLO, "failed"),
         (LONGEST_HELLO, "too_large"),
         (b"\x16\x03\x01\x00\x02\x01\x00", "gone"),
     ],
@@ -130,30 +130,30 @@ LONGEST_HELLO = RECORD + b"\x01\x01\xff\xff" + bytes(0x4000 - 4) + 8 * (RECORD +
         "a short hello",
     ],
 )
-async def test_what_is_no_handshake_ends_the_connection(
+async def test_invalid_handshake_ends_the_connection(
     server: OurServer, client: ssl.SSLContext, sent: bytes, outcome: str
 ) -> None:
     reader, writer = await server.open()
     writer.write(sent)
     if len(sent) < 10:
         writer.write_eof()
-    await rest_of(reader)
+    await read_until_closed(reader)
     writer.close()
     await until(lambda: not server.wire.connections)
-    assert counted(server) == {outcome: 1}
+    assert handshake_outcomes(server) == {outcome: 1}
     assert await is_served(server, client)
 
 
-async def test_old_versions_are_refused(server: OurServer, client: ssl.SSLContext) -> None:
+async def test_old_tls_versions_are_rejected(server: OurServer, client: ssl.SSLContext) -> None:
     client.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         client.minimum_version = client.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
         await server.open(client)
-    assert counted(server) == {"failed": 1}
+    assert handshake_outcomes(server) == {"failed": 1}
 
 
-async def test_a_client_that_goes_within_is_forgotten(
+async def test_client_that_disconnects_during_the_handshake_is_released(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
     outgoing = ssl.MemoryBIO()
@@ -165,21 +165,21 @@ async def test_a_client_that_goes_within_is_forgotten(
         writer.write(outgoing.read() or b"\x16\x03\x01")
         writer.transport.abort()
         del reader
-    await until(lambda: counted(server).get("gone") and not server.wire.connections)
+    await until(lambda: handshake_outcomes(server).get("gone") and not server.wire.connections)
     assert await is_served(server, client)
 
 
-async def test_drain_waits_for_no_handshake(
+async def test_drain_does_not_wait_for_handshakes(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{Handshake.__module__}.HANDSHAKE_S_MAX", 600)
     reader, _ = await server.open()
     await until(lambda: server.wire.connections)
     await asyncio.wait_for(server.wire.drain(600), WAIT_S_MAX)
-    assert await rest_of(reader) == b""
+    assert await read_until_closed(reader) == b""
 
 
-async def test_a_drain_answers_the_request_behind_a_handshake_that_ends_meanwhile(
+async def test_drain_answers_the_request_after_a_handshake_in_flight(
     server: OurServer,
     client: ssl.SSLContext,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +191,7 @@ async def test_a_drain_answers_the_request_behind_a_handshake_that_ends_meanwhil
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = client.wrap_bio(incoming, outgoing, server_hostname="localhost")
     reader, writer = await server.open()
-    while not is_shaken(tls):
+    while not is_handshake_complete(tls):
         writer.write(outgoing.read())
         incoming.write(await reader.read(4096))
     tls.write(LIVE)
@@ -203,11 +203,11 @@ async def test_a_drain_answers_the_request_behind_a_handshake_that_ends_meanwhil
     writer.close()
     await drain
     assert tls.read(4096).startswith(b"HTTP/1.1 200 OK\r\n")
-    assert counted(server) == {"ok": 1}
+    assert handshake_outcomes(server) == {"ok": 1}
     assert "are cut" not in caplog.text
 
 
-def is_shaken(tls: ssl.SSLObject) -> bool:
+def is_handshake_complete(tls: ssl.SSLObject) -> bool:
     """Continues a client's handshake; returns whether it is complete on its side."""
     try:
         tls.do_handshake()

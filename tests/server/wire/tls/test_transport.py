@@ -29,30 +29,30 @@ LARGE_ANSWER = "Accept: application/x-protobuf"
 LIMITS = Limits(connection_bytes_max=BYTES_MAX)
 
 
-def reading(writer: asyncio.StreamWriter) -> asyncio.Transport:
+def transport_of(writer: asyncio.StreamWriter) -> asyncio.Transport:
     return cast(asyncio.Transport, writer.transport)
 
 
-async def test_http1_and_grpc_on_one_port(
+async def test_http1_and_grpc_share_one_tls_port(
     server: OurServer, client: ssl.SSLContext, authority: Authority
 ) -> None:
     url = f"https://localhost:{server.port}"
     async with httpx.AsyncClient(verify=client, base_url=url, timeout=WAIT_S_MAX) as http:
-        answers = [(await http.post("/embed", content=BODY)).json() for _ in range(3)]
-        assert answers[0]["values"]
-        assert answers == [answers[0]] * 3
+        responses = [(await http.post("/embed", content=BODY)).json() for _ in range(3)]
+        assert responses[0]["values"]
+        assert responses == [responses[0]] * 3
         assert (await http.get("/models")).status_code == 200
     credentials = grpc.ssl_channel_credentials(authority.root)
     target = f"localhost:{server.port}"
     async with grpc.aio.secure_channel(target, credentials, OWN_CONNECTION) as channel:
         stub = EmbeddingServiceStub(channel)
         request = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
-        answer = await stub.Embed(request, timeout=WAIT_S_MAX)
-        assert answer.keys
+        response = await stub.Embed(request, timeout=WAIT_S_MAX)
+        assert response.keys
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_requests_in_pieces_and_answers_of_megabytes(
+async def test_large_request_in_chunks_gets_a_complete_large_response(
     server: OurServer, client: ssl.SSLContext, version: ssl.TLSVersion
 ) -> None:
     client.minimum_version = client.maximum_version = version
@@ -68,11 +68,11 @@ async def test_requests_in_pieces_and_answers_of_megabytes(
     assert (await read_answer(reader))[2] == whole
 
 
-async def test_an_answer_that_is_not_read_waits_unencrypted_and_is_counted(
+async def test_unread_response_waits_unencrypted_and_is_counted(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
     reader, writer = await server.open(client)
-    reading(writer).pause_reading()
+    transport_of(writer).pause_reading()
     writer.write(post(LARGE, LARGE_ANSWER))
     await until(lambda: server.http1() and server.connection.unread_bytes)
     connection = server.connection
@@ -83,19 +83,19 @@ async def test_an_answer_that_is_not_read_waits_unencrypted_and_is_counted(
     assert raw_bytes < 350_000
     assert transport.get_write_buffer_size() > raw_bytes + 100_000
     assert connection.held_bytes + sum(connection.unread().values()) > EXAMPLES * 32
-    reading(writer).resume_reading()
+    transport_of(writer).resume_reading()
     assert len((await read_answer(reader))[2]) > EXAMPLES * 32
     await until(lambda: not connection.unread_bytes and not connection.unread())
     assert not connection.is_write_paused
 
 
-async def test_connections_that_hold_too_much_are_cut(
+async def test_connections_over_the_held_bytes_limit_are_closed(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
     connections = []
     for _ in range(12):
         reader, writer = await server.open(client)
-        reading(writer).pause_reading()
+        transport_of(writer).pause_reading()
         writer.write(post(LARGE, LARGE_ANSWER))
         connections.append((reader, writer))
     await until(lambda: sum(server.outcomes().values()) == 12)
@@ -107,7 +107,7 @@ async def test_connections_that_hold_too_much_are_cut(
 
 
 async def _end_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-    reading(writer).resume_reading()
+    transport_of(writer).resume_reading()
     try:
         await read_answer(reader)
     except (OSError, EOFError):
@@ -115,7 +115,9 @@ async def _end_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     return "whole"
 
 
-async def test_http2_large_and_small_at_once(server: OurServer, client: ssl.SSLContext) -> None:
+async def test_http2_serves_large_and_small_responses(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
     client.set_alpn_protocols(["h2", "http/1.1"])
     reader, writer = await server.open(client)
     assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
@@ -128,20 +130,22 @@ async def test_http2_large_and_small_at_once(server: OurServer, client: ssl.SSLC
     assert json.loads(small.body)["values"]
 
 
-async def test_the_last_answer_is_read_whole_and_the_end_is_said(
+async def test_last_response_is_complete_and_followed_by_close_notify(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
     reader, writer = await server.open(client)
     writer.write(get("/health/live", "Connection: close"))
-    answer = await reader.read()  # raises if there is no close_notify
-    assert answer.startswith(b"HTTP/1.1 200 ")
+    response = await reader.read()  # raises if there is no close_notify
+    assert response.startswith(b"HTTP/1.1 200 ")
     reader, writer = await server.open(client)
     writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n" + bytes(300_000))
-    answer = await reader.readuntil(b"}")
-    assert answer.startswith(b"HTTP/1.1 400 ")
+    response = await reader.readuntil(b"}")
+    assert response.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_a_pipeline_is_answered_in_order(server: OurServer, client: ssl.SSLContext) -> None:
+async def test_pipelined_requests_are_answered_in_order(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
     reader, writer = await server.open(client)
     bodies = [json.dumps({"features": {"user": [[one]]}}).encode() for one in range(7)]
     writer.write(b"".join(post(body) for body in bodies))
@@ -154,10 +158,10 @@ async def test_a_pipeline_is_answered_in_order(server: OurServer, client: ssl.SS
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "plain"])
-async def test_a_damaged_record_ends_its_connection_alone(
+async def test_invalid_tls_record_ends_only_its_own_connection(
     server: OurServer, client: ssl.SSLContext, damage: str
 ) -> None:
-    neighbour = await server.open(client)
+    other_connection = await server.open(client)
     raw_reader, raw_writer = await server.open()
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = client.wrap_bio(incoming, outgoing, server_hostname="localhost")
@@ -181,15 +185,13 @@ async def test_a_damaged_record_ends_its_connection_alone(
         raw_writer.write_eof()
     while await raw_reader.read(65536):
         pass
-    neighbour[1].write(post(BODY))
-    assert (await read_answer(neighbour[0]))[0] == 200
+    other_connection[1].write(post(BODY))
+    assert (await read_answer(other_connection[0]))[0] == 200
     await until(lambda: len(server.wire.connections) == 1)
     assert server.outcomes().get("OK") == 1
 
 
-async def test_a_client_that_ends_its_side_ends_the_connection(
-    server: OurServer, client: ssl.SSLContext
-) -> None:
+async def test_client_close_ends_the_connection(server: OurServer, client: ssl.SSLContext) -> None:
     _, writer = await server.open(client)
     writer.write(post(BODY)[:-1])
     await until(lambda: server.http1())

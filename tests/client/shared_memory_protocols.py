@@ -26,7 +26,7 @@ Calls = RestRequests | GrpcRequests
 class Rest:
     """Fields of REST calls, and a server's responses to them."""
 
-    made = staticmethod(lambda: RestRequests(10.0, PREFIX))
+    make_requests = staticmethod(lambda: RestRequests(10.0, PREFIX))
 
     @staticmethod
     def path(call: Call[Any]) -> str:
@@ -35,36 +35,36 @@ class Rest:
         return call.path.rpartition("/")[2] if is_region else call.path
 
     @staticmethod
-    def routed(call: Call[Any]) -> str:
+    def routing_key(call: Call[Any]) -> str:
         return call.headers["x-routing-key"]
 
     @staticmethod
-    def asked(call: Call[Any]) -> dict[str, Any]:
+    def request_tensors(call: Call[Any]) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(call.content or b"")
         return body
 
     @staticmethod
-    def answered(call: Call[Any], answer: dict[str, Any]) -> Any:
+    def read_response(call: Call[Any], answer: dict[str, Any]) -> Any:
         return call.read(json.dumps(answer).encode())
 
     @staticmethod
-    def error(call: Call[Any], status: int, said: str, **headers: str) -> EmbedServeClientError:
+    def error(call: Call[Any], status: int, message: str, **headers: str) -> EmbedServeClientError:
         with pytest.raises(EmbedServeClientError) as caught:
-            call.result(httpx.Response(status, json={"error": said}, headers=headers))
+            call.result(httpx.Response(status, json={"error": message}, headers=headers))
         return caught.value
 
 
-class Refused(grpc.RpcError):  # type: ignore[misc]
+class RejectedCall(grpc.RpcError):  # type: ignore[misc]
     """An RPC error with the interface of grpc's own."""
 
-    def __init__(self, code: grpc.StatusCode, said: str, metadata: dict[str, str]) -> None:
-        self._code, self._said, self._metadata = code, said, metadata
+    def __init__(self, code: grpc.StatusCode, message: str, metadata: dict[str, str]) -> None:
+        self._code, self._message, self._metadata = code, message, metadata
 
     def code(self) -> grpc.StatusCode:
         return self._code
 
     def details(self) -> str:
-        return self._said
+        return self._message
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
         return tuple(self._metadata.items())
@@ -84,7 +84,7 @@ class Grpc:
     }
 
     @staticmethod
-    def made() -> GrpcRequests:
+    def make_requests() -> GrpcRequests:
         return GrpcRequests(grpc.insecure_channel("127.0.0.1:1"), 10.0, PREFIX)
 
     @staticmethod
@@ -95,21 +95,21 @@ class Grpc:
         return "register" if is_register else "/embed"
 
     @staticmethod
-    def routed(call: Rpc[Any]) -> str:
+    def routing_key(call: Rpc[Any]) -> str:
         return call.metadata["x-routing-key"]
 
     @staticmethod
-    def asked(call: Rpc[Any]) -> dict[str, Any]:
+    def request_tensors(call: Rpc[Any]) -> dict[str, Any]:
         return {
             "inputs": [
-                told(one) | {"datatype": one.datatype, "shape": list(one.shape)}
+                tensor_fields(one) | {"datatype": one.datatype, "shape": list(one.shape)}
                 for one in call.request.inputs
             ],
-            "outputs": [told(one) for one in call.request.outputs],
+            "outputs": [tensor_fields(one) for one in call.request.outputs],
         }
 
     @staticmethod
-    def answered(call: Rpc[Any], answer: dict[str, Any]) -> Any:
+    def read_response(call: Rpc[Any], answer: dict[str, Any]) -> Any:
         outputs = [
             one
             | {
@@ -126,7 +126,9 @@ class Grpc:
         return call.read(ParseDict(answer, pb.ModelInferResponse()))
 
     @classmethod
-    def error(cls, call: Rpc[Any], status: int, said: str, **headers: str) -> EmbedServeClientError:
+    def error(
+        cls, call: Rpc[Any], status: int, message: str, **headers: str
+    ) -> EmbedServeClientError:
         metadata = {name.lower(): value for name, value in headers.items()}
         is_register = cls.path(call) == "register"
         code = cls.CODES[status]
@@ -134,13 +136,13 @@ class Grpc:
             code = grpc.StatusCode.UNIMPLEMENTED
         if status == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
             metadata["embedserve-field"] = "inputs"
-            said += ", the limit is 7"
+            message += ", the limit is 7"
         with pytest.raises(EmbedServeClientError) as caught, grpc_errors(call.read_error):
-            raise Refused(code, said, metadata)
+            raise RejectedCall(code, message, metadata)
         return caught.value
 
 
-def told(one: Any) -> dict[str, Any]:
+def tensor_fields(one: Any) -> dict[str, Any]:
     """Returns the name and parameters of a tensor of a message, without its values."""
     parameters = {
         name: value.string_param or value.int64_param for name, value in one.parameters.items()

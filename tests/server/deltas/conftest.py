@@ -1,0 +1,25 @@
+"""Fixtures of the tests of live rows: a version, its live rows and a reader."""
+
+from __future__ import annotations
+
+import pytest
+from server.deltas.tables import version_of
+
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve_store import ModelVersion
+
+
+@pytest.fixture(scope="module")
+def version(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
+    return version_of(tmp_path_factory.mktemp("live"))
+
+
+@pytest.fixture
+def live(version: ModelVersion) -> LiveRows:
+    return LiveRows(version, 64 << 10, readers=2)
+
+
+@pytest.fixture
+def reader(live: LiveRows, version: ModelVersion) -> RowsReader:
+    return RowsReader(live, 0, version.plan)

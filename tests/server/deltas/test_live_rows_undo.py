@@ -1,0 +1,101 @@
+"""Tests of undos of live rows: the rows kept for them, and the memory that they take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from server.deltas.live_changes import rows_of, states_equal
+from server.deltas.tables import SPECS, read
+
+from embedserve.deltas import live_rows
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.rows_writer import RowsWriter
+from embedserve_store import ModelVersion
+
+
+def test_undo_needs_no_memory(version: ModelVersion) -> None:
+    live = LiveRows(version, 20 << 10, readers=1, undo=8)
+    writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
+    writer.apply(1, [rows_of(SPECS[0], *range(200))])
+    before, first = read(live, reader, live.committed[0]), live.newest.copy()
+    writer.apply(2, [rows_of(SPECS[0], *range(150, 400), value=7)])
+    used = writer.memory_bytes
+    assert writer.undo_from == 0
+    assert writer.revert(1, 3)
+    assert states_equal(read(live, reader, live.committed[0]), before)
+    writer.finish_undo()
+    assert (live.seq, writer.memory_bytes, writer.rows_changed) == (3, used, 200)
+    assert np.array_equal(live.newest, first)
+    assert states_equal(read(live, reader, live.committed[0]), before)
+    assert writer.revert(0, 4)
+    writer.finish_undo()
+    assert not live.newest.any()
+    assert writer.rows_changed == 0
+    for seq in range(5, 60):  # memory of undone rows is free again
+        writer.apply(seq, [rows_of(SPECS[0], *range(200))])
+
+
+def test_rows_kept_for_undo_are_released_for_new_rows(version: ModelVersion) -> None:
+    live = LiveRows(version, 64 << 10, readers=1, undo=8)
+    writer, oldest = RowsWriter(live), []
+    for seq in range(1, 20):
+        writer.apply(seq, [rows_of(SPECS[0], *range(300))])
+        oldest.append(writer.undo_from)
+    assert oldest[:4] == [0, 0, 0, 0]
+    assert oldest[5:] == [seq - 4 for seq in range(6, 20)]
+    assert not writer.revert(oldest[-1] - 1, 20)
+    assert live.seq == 19
+    assert writer.revert(oldest[-1], 20)
+
+
+def test_undo_replaces_the_oldest_state_before_finishing(
+    version: ModelVersion,
+) -> None:
+    live = LiveRows(version, 64 << 10, readers=1, undo=3)
+    writer = RowsWriter(live)
+    for seq in range(1, 4):
+        writer.apply(seq, [])
+    assert writer.undo_from == 0
+    assert writer.revert(3, 4)
+    assert writer.undo_from == 1
+    writer.finish_undo()
+    assert writer.undo_from == 1
+    assert not writer.revert(0, 5)
+    assert writer.revert(1, 5)
+
+
+def test_delta_that_exceeds_memory_keeps_the_rows_for_undo(version: ModelVersion) -> None:
+    live = LiveRows(version, 20 << 10, readers=1, undo=8)
+    writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
+    writer.apply(1, [rows_of(SPECS[0], *range(200))])
+    view, _ = reader.begin()
+    writer.apply(2, [rows_of(SPECS[0], *range(200), value=1)])
+    with pytest.raises(RowsFullError, match="limit is 20480"):
+        writer.apply(3, [rows_of(SPECS[0], *range(600))])
+    with pytest.raises(RowsFullError):  # the lookup needs what an undo would free
+        writer.apply(3, [rows_of(SPECS[0], *range(200))])
+    assert writer.undo_from == 0
+    reader.end(view)
+    assert writer.revert(1, 3)
+
+
+def test_spare_rows_for_undo_are_capped_by_the_row_number_limit(
+    version: ModelVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = sum(spec.num_embeddings for spec in SPECS)
+    monkeypatch.setattr(live_rows, "NUMBER_MAX", 10 * rows)
+    live = LiveRows(version, 1 << 30, 1, undo=64)
+    assert 9.9 * rows < len(live.views) <= 10 * rows
+    assert all(one.count > 9 * one.row_count for one in live.table_spares)
+
+
+def test_restarted_writer_keeps_no_rows_for_undo(live: LiveRows) -> None:
+    live.undo = 8
+    writer = RowsWriter(live)
+    for seq in range(1, 4):
+        writer.apply(seq, [rows_of(SPECS[0], 1)])
+    writer = RowsWriter(live)
+    assert writer.undo_from == 3
+    assert not writer.revert(2, 4)

@@ -1,0 +1,28 @@
+"""Reads families and samples from the text of /metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from embedserve.metrics.metrics import Metrics
+
+
+def parse_families(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def sample_value(families: dict[str, Metric], sample_name: str, **labels: str) -> float:
+    """Returns the one sample with this name and these labels."""
+    found = [
+        sample.value
+        for family in families.values()
+        for sample in family.samples
+        if sample.name == sample_name and labels.items() <= sample.labels.items()
+    ]
+    assert len(found) == 1, f"{sample_name} {labels}: {found}"
+    return float(found[0])
+
+
+def families_of(metrics: Metrics) -> dict[str, Metric]:
+    return parse_families(generate_latest(metrics.registry()).decode())

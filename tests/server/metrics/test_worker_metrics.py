@@ -1,0 +1,185 @@
+"""Tests of the metrics of several workers: sums over workers, replaced workers and versions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import repeat
+
+import pytest
+from server.fake_engine import model_info
+from server.metrics.metric_samples import families_of, sample_value
+
+from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve.model_info import ModelInfo
+
+
+def two_workers() -> tuple[SharedCounters, list[Metrics]]:
+    model = model_info()
+    slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
+    for worker in (0, 1):
+        slots.set_ready(worker, True)
+    return slots, [Metrics([model], WorkerCounters(slots, worker)) for worker in (0, 1)]
+
+
+def test_slot_size_equals_the_cells_of_all_metrics() -> None:
+    model = model_info()
+    cells = cells_per_worker(1, COLUMNS_MIN)
+    slot = WorkerCounters(SharedCounters(1, cells), 0)
+    Metrics([model], slot)
+    assert slot.taken == cells
+    with pytest.raises(ValueError, match="count is 1: a slot has 0 more cells"):
+        slot.allocate(1)
+
+
+def test_every_worker_exports_sums_over_all_workers() -> None:
+    slots, workers = two_workers()
+    for count, metrics in enumerate(workers, 1):
+        for _ in range(count):
+            metrics.protocols["rest"].count_answered(0.02, 100)
+        metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.5)
+        metrics.models["shop"].count_queue = repeat((count, 10 * count)).__next__
+        metrics.models["shop"].version.unknown_ids += 1
+        metrics.models["shop"].version.batch_ids.observe_many([5.0] * count)
+        metrics.flush()
+    one, other = map(families_of, workers)
+    for families in (one, other):
+        total = "embedserve_requests_total"
+        assert sample_value(families, total, protocol="rest", outcome="OK") == 3
+        assert sample_value(families, total, protocol="grpc", outcome="INTERNAL") == 2
+        assert sample_value(families, "embedserve_response_bytes_total", protocol="rest") == 300
+        assert sample_value(families, "embedserve_request_seconds_count", protocol="rest") == 3
+        assert sample_value(families, "embedserve_batch_ids_sum", model="shop") == 15
+        assert sample_value(families, "embedserve_queue_requests", model="shop") == 3
+        assert sample_value(families, "embedserve_queue_examples", model="shop") == 30
+        assert sample_value(families, "embedserve_workers") == 2
+        assert sample_value(families, "process_open_fds") > 0
+        assert not [name for name in families if name.startswith("python_gc")]
+    slots.count_restart(1)
+    assert sample_value(families_of(workers[0]), "embedserve_worker_restarts_total") == 1
+
+
+def test_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
+    slots, (one, other) = two_workers()
+    other.protocols["rest"].count_answered(0.02, 100)
+    other.models["shop"].count_queue = lambda: (7, 7)
+    other.models["shop"].version.unknown_ids += 2
+    other.flush()
+    cpu_s = sample_value(families_of(one), "process_cpu_seconds_total")
+    slots.set_ready(1, False)
+    families = families_of(one)
+    assert sample_value(families, "embedserve_queue_requests", model="shop") == 0
+    assert sample_value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 1
+    assert sample_value(families, "embedserve_workers") == 1
+    assert sample_value(families, "process_cpu_seconds_total") >= cpu_s
+
+
+def test_replacement_worker_continues_the_counts() -> None:
+    slots, (one, other) = two_workers()
+    other.protocols["rest"].count_answered(0.02, 100)
+    other.models["shop"].version.unknown_ids += 2
+    other.flush()
+    cpu_s = sample_value(families_of(one), "process_cpu_seconds_total")
+    replacement = Metrics([other.models["shop"].model], WorkerCounters(slots, 1))
+    replacement.protocols["rest"].count_answered(0.02, 50)
+    replacement.models["shop"].version.unknown_ids += 1
+    replacement.flush()
+    families = families_of(one)
+    assert sample_value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 2
+    assert sample_value(families, "embedserve_request_seconds_count", protocol="rest") == 2
+    assert sample_value(families, "embedserve_response_bytes_total", protocol="rest") == 150
+    shop = one.models["shop"]
+    assert shop.version.total_unknown_ids().tolist() == [3] * len(shop.model.features)
+    assert sample_value(families, "process_cpu_seconds_total") >= cpu_s
+
+
+def test_next_version_counts_from_zero_under_its_own_number() -> None:
+    _, workers = two_workers()
+    later = replace_version(model_info("shop", {"person": (7, 4), "movie": (11, 3)}), 8)
+    for metrics in workers:
+        shop = metrics.models["shop"]
+        before = shop.version
+        before.unknown_ids += 2
+        before.batch_ids.observe(5.0)
+        metrics.flush()
+        shop.switch(later, 1.5)
+        # A batch of the previous version counts these, and ends after the switch.
+        before.unknown_ids += 7
+        before.batch_ids.observe(50.0)
+        before.flush()
+        shop.version.unknown_ids += 1
+        shop.version.batch_ids.observe(3.0)
+        shop.wanted_version = 8
+    for metrics in workers:
+        metrics.flush()
+    assert workers[0].models["shop"].version.total_unknown_ids().tolist() == [2, 2]
+    for families in map(families_of, workers):
+        sums = {
+            sample.labels["version"]: sample.value
+            for sample in families["embedserve_batch_ids"].samples
+            if sample.name == "embedserve_batch_ids_sum"
+        }
+        assert sums == {"8": 6.0}
+        assert sample_value(families, "embedserve_model_switches_total", model="shop") == 1
+        assert sample_value(families, "embedserve_model_load_seconds", model="shop") == 1.5
+        assert sample_value(families, "embedserve_model_wanted_version", model="shop") == 8
+    _, (fresh, _) = two_workers()
+    assert sample_value(families_of(fresh), "embedserve_model_switches_total", model="shop") == 0
+
+
+def test_workers_with_different_versions_are_not_summed() -> None:
+    """Covers the switch of a version, which workers do not make in the same instant."""
+    _, (one, other) = two_workers()
+    for metrics in (one, other):
+        metrics.models["shop"].version.batch_ids.observe(5.0)
+        metrics.flush()
+    other.models["shop"].switch(replace_version(model_info(), 8), 0.1)
+    other.models["shop"].version.batch_ids.observe(3.0)
+    other.flush()
+    assert (
+        sample_value(families_of(one), "embedserve_batch_ids_sum", model="shop", version="7") == 5
+    )
+    assert (
+        sample_value(families_of(other), "embedserve_batch_ids_sum", model="shop", version="8") == 3
+    )
+
+
+def replace_version(model: ModelInfo, number: int) -> ModelInfo:
+    return replace(model, manifest=replace(model.manifest, version=number))
+
+
+def test_added_and_removed_names_are_summed_over_all_workers() -> None:
+    _, workers = two_workers()
+    canary = replace(model_info(), served_name="shop@canary")
+    for metrics in workers:
+        metrics.add(canary).version.batch_ids.observe(5.0)
+        metrics.flush()
+    sums = "embedserve_batch_ids_sum"
+    for families in map(families_of, workers):
+        assert sample_value(families, sums, model="shop", alias="canary") == 10
+        assert sample_value(families, sums, model="shop", alias="") == 0
+    for metrics in reversed(workers):
+        metrics.remove("shop@canary")
+        assert not [
+            sample
+            for sample in families_of(metrics)["embedserve_batch_ids"].samples
+            if sample.labels["alias"] == "canary"
+        ]
+    for metrics in workers:  # one worker's new name may take any place
+        metrics.add(replace(model_info(), served_name="shop@other"))
+        metrics.add(canary).version.batch_ids.observe(3.0)
+        metrics.flush()
+    assert sample_value(families_of(workers[0]), sums, model="shop", alias="canary") == 6
+
+
+def test_counts_are_summed_if_a_worker_starts_with_other_features() -> None:
+    """Checks that its version uses the cells of the version before it, whatever features it has."""
+    slots = SharedCounters(2, cells_per_worker(1, 2000))
+    first = model_info("shop", {f"f{i}": (7, 4) for i in range(2000)})
+    for worker, model in enumerate((first, model_info("shop", {"user": (7, 4)}))):
+        slots.set_ready(worker, True)
+        metrics = Metrics([model], WorkerCounters(slots, worker), names=1, columns_max=2000)
+        metrics.models["shop"].version.batch_ids.observe(5.0)
+        metrics.flush()
+    assert sample_value(families_of(metrics), "embedserve_batch_ids_sum", model="shop") == 10

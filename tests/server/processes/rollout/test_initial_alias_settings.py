@@ -1,0 +1,83 @@
+"""Tests of the alias settings at the start of a process: they apply before the first poll."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from server.processes.rollout.following_process import FollowingProcess
+
+from embedserve.processes import single_process
+from embedserve.processes.rollout import store_watcher
+from embedserve.processes.rollout.store_watcher import apply_initial_alias_settings
+from embedserve.processes.rollout.version_resolver import VersionResolver
+from embedserve.processes.single_process import run_single_process
+from embedserve.processes.startup.ports import claim_ports
+from embedserve_store import set_alias
+
+
+async def test_alias_settings_apply_before_the_first_poll(
+    store: Path, executor: ThreadPoolExecutor
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    process = FollowingProcess(store, executor, "shop@canary", "alias")
+    models = process.pipeline.models
+    await apply_initial_alias_settings(process.settings, process.rollout)
+    assert models.status(models.model("shop@canary"))["shadow"] == 20
+
+
+async def test_process_serves_only_after_it_has_alias_settings(
+    store: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    process = FollowingProcess(store, executor, "shop@canary", "alias")
+    models = process.pipeline.models
+    shadows: list[float] = []
+
+    async def run_server(*_: object) -> None:
+        shadows.append(models.status(models.model("shop@canary"))["shadow"])
+
+    monkeypatch.setattr(single_process, "run_server", run_server)
+    ports = claim_ports("127.0.0.1", 0, 0)
+    ports.close()
+    await run_single_process(
+        process.pipeline, process.rollout, process.settings, ports, lambda: None, lambda: None
+    )
+    assert shadows == [20]
+
+
+async def test_start_waits_for_alias_settings_only_up_to_a_time_limit(
+    store: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    process = FollowingProcess(store, executor, "shop@canary", "alias")
+    may_return = threading.Event()
+    monkeypatch.setattr(store_watcher, "SHARES_S_MAX", 0.05)
+    monkeypatch.setattr(VersionResolver, "resolve", lambda *_: may_return.wait() and {})
+    await apply_initial_alias_settings(process.settings, process.rollout)
+    may_return.set()
+    assert caplog.messages == [
+        "the store did not return the shares within 0.05 s: they begin later"
+    ]
+
+
+async def test_start_continues_if_alias_settings_cannot_be_read(
+    store: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Covers any exception of the store, after which the follower polls again."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("of a library")
+
+    process = FollowingProcess(store, executor, "shop@1", "alias")
+    monkeypatch.setattr(VersionResolver, "resolve", fail)
+    await apply_initial_alias_settings(process.settings, process.rollout)
+    assert caplog.messages == ["the shares cannot be read: they begin later"]

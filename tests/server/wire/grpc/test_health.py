@@ -1,0 +1,69 @@
+"""Tests of gRPC's health service: checks, watches until the drain, and invalid requests."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import pytest
+from grpc_health.v1 import health_pb2
+from server.wire.grpc.grpc_peer import CHECK, EMBED, MESSAGE, WATCH, GrpcPeer, request_headers
+from server.wire.http2.peer import data
+
+from embedserve.errors import DRAINING
+from embedserve.wire.grpc.grpc_framing import framed
+from embedserve.wire.grpc.service import SERVICE_NAME
+
+
+def health_statuses(peer: GrpcPeer, stream_id: int) -> list[int]:
+    found = peer.messages(stream_id)
+    return [health_pb2.HealthCheckResponse.FromString(one).status for one in found]
+
+
+@pytest.mark.parametrize("service", ["", SERVICE_NAME, "grpc.health.v1.Health"])
+async def test_health_check_returns_serving_or_not_serving(peer: GrpcPeer, service: str) -> None:
+    body = framed(health_pb2.HealthCheckRequest(service=service).SerializeToString())
+    peer.call(1, CHECK, body)
+    peer.pipeline.models.not_ready = DRAINING
+    peer.call(3, CHECK, body)
+    assert [health_statuses(peer, number) for number in (1, 3)] == [[1], [2]]
+
+
+async def test_health_of_an_unknown_service_is_not_found(peer: GrpcPeer) -> None:
+    body = framed(health_pb2.HealthCheckRequest(service="nothing").SerializeToString())
+    peer.call(1, CHECK, body)
+    assert peer.status(1)[0] == 5
+    peer.send(peer.headers(3, request_headers(WATCH), is_end=False), data(3, body, is_end=True))
+    assert (health_statuses(peer, 3), 3 in peer.trailers) == ([3], False)
+
+
+async def test_health_watch_reports_a_change_once(peer: GrpcPeer) -> None:
+    peer.call(1, WATCH, framed(health_pb2.HealthCheckRequest().SerializeToString()))
+    peer.pipeline.models.not_ready = "tables.safetensors: changed"
+    for _ in range(2):
+        peer.connection.check_time(perf_counter())
+        peer.take()
+    assert (health_statuses(peer, 1), 1 in peer.trailers) == ([1, 2], False)
+
+
+async def test_health_watch_ends_with_the_drain(peer: GrpcPeer) -> None:
+    body = framed(health_pb2.HealthCheckRequest().SerializeToString())
+    peer.call(1, WATCH, body)
+    assert (health_statuses(peer, 1), 1 in peer.trailers) == ([1], False)
+    peer.pipeline.models.not_ready = DRAINING
+    peer.connection.shutdown.start_drain()
+    peer.take()
+    assert health_statuses(peer, 1) == [1, 2]
+    assert 1 in peer.trailers
+
+
+@pytest.mark.parametrize("path", [CHECK, WATCH])
+async def test_invalid_health_request_is_rejected(
+    peer: GrpcPeer, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer.call(1, path, framed(b"\xff\xff"))
+    assert peer.status(1)[0] == 13
+    assert "not a HealthCheckRequest" in peer.status(1)[1]
+    assert caplog.records == []
+    peer.call(3, EMBED, framed(MESSAGE))
+    await peer.wait_for_end(3)
+    assert peer.status(3) == (0, "")

@@ -1,0 +1,122 @@
+"""Tests of bidirectional streams: flow control, drain, errors, and bounded responses."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import pytest
+from server.codecs import PROTOBUF
+from server.fake_engine import FakeEngine
+from server.pipelines import outcomes_of
+from server.waiting import until
+from server.wire.grpc.grpc_peer import EMBED, MESSAGE, STREAM, GrpcPeer, request_headers
+from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, update
+
+from embedserve.pipeline import RequestOptions, RequestPipeline
+from embedserve.wire.grpc.calls import BidiCall
+from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
+from embedserve.wire.grpc.grpc_framing import framed
+from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.request_headers import ResolvedRoute
+from embedserve.wire.http_stream import Headers
+from embedserve_proto import embedding_pb2 as pb
+
+
+@pytest.mark.parametrize("rest", [b"\0", b"\0\0\0\0\5ab", b"\2\0\0\0\1a"])
+async def test_stream_that_ends_in_an_incomplete_or_invalid_message_fails(
+    peer: GrpcPeer, rest: bytes
+) -> None:
+    peer.call(1, STREAM, framed(MESSAGE) + rest)
+    await peer.wait_for_end(1)
+    assert peer.status(1)[0] == 13
+
+
+async def test_stream_blocked_by_its_window_does_not_block_other_calls(
+    peer: GrpcPeer, engine: FakeEngine
+) -> None:
+    large = pb.EmbedRequest(keys=["user"], ids=[1] * 3000, lengths=[1] * 3000).SerializeToString()
+    peer.send(
+        peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(large)[:16000])
+    )
+    peer.send(data(1, framed(large)[16000:], is_end=True))
+    peer.send(update(0, 1 << 20))
+    await until(lambda: engine.lookups)
+    await until(lambda: len(body_of([*peer.seen, *peer.take()], 1)) >= 65535)
+    peer.call(3, EMBED, framed(MESSAGE))
+    await peer.wait_for_end(3)
+    assert peer.status(3) == (0, "")
+    assert 1 not in peer.trailers
+    peer.send(update(1, 1 << 20))
+    await peer.wait_for_end(1)
+    assert pb.EmbedResponse.FromString(peer.messages(1)[0]).batch_size == 3000
+
+
+async def test_drain_answers_received_messages_and_ends_the_stream(
+    peer: GrpcPeer, held_engine: FakeEngine
+) -> None:
+    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
+    await until(lambda: held_engine.lookups)
+    peer.connection.shutdown.start_drain()
+    peer.send(data(1, framed(MESSAGE)))  # it was in flight
+    peer.connection.check_time(perf_counter() + DRAIN_STREAM_S + 1)
+    peer.send(data(1, framed(MESSAGE)))
+    assert 1 not in peer.trailers
+    held_engine.release()
+    await peer.wait_for_end(1)
+    assert len(peer.messages(1)) == 2
+    assert peer.status(1) == (14, "draining before the stop")
+    assert peer.trailers[1][b"retry-after"] == b"1"
+
+
+class BrokenStream(BidiCall):
+    """Fails at each message."""
+
+    def take(self, message: bytes) -> None:
+        raise ZeroDivisionError("secret of the server")
+
+
+def test_unexpected_error_ends_only_its_own_stream(caplog: pytest.LogCaptureFixture) -> None:
+    def open_request(headers: Headers) -> ResolvedRoute:
+        return ResolvedRoute(lambda stream: BrokenStream(b"identity", {}, stream), None)
+
+    peer = Peer(open_request)
+    first, second = (
+        peer.send(
+            peer.headers(number, request_headers(STREAM), is_end=False), data(number, framed(b"x"))
+        )
+        for number in (1, 3)
+    )
+    assert (resets(first), resets(second)) == ([], [])
+    for _ in range(2):
+        peer.connection.check_time(perf_counter())
+    assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
+    end = dict(peer.answer_headers(first[0]))
+    assert (end[b"grpc-status"], b"secret" in end[b"grpc-message"]) == (b"13", False)
+    assert caplog.text.count("ZeroDivisionError: secret of the server") == 2
+
+
+async def test_messages_in_flight_are_bounded_by_response_bytes(
+    pipeline: RequestPipeline, held_engine: FakeEngine
+) -> None:
+    metrics = pipeline.metrics.protocols["grpc"]
+    options = RequestOptions("", PROTOBUF, PROTOBUF, None, metrics)
+    nbytes = 3 * 36  # a response is 9 float32 values
+
+    def open_request(headers: Headers) -> ResolvedRoute:
+        return ResolvedRoute(
+            lambda stream: EmbedStream(options, pipeline, b"identity", {}, stream, nbytes), None
+        )
+
+    peer = Peer(open_request)
+    count = 20
+    peer.send(peer.headers(1, request_headers(STREAM), is_end=False))
+    peer.send(data(1, framed(MESSAGE)))
+    await until(lambda: held_engine.lookups)
+    peer.send(data(1, framed(MESSAGE) * (count - 1), is_end=True))
+    assert pipeline.metrics.models["shop"].count_queue()[0] == 2
+    held_engine.release()
+    # Responses that are not yet written count, too.
+    await until(lambda: has_ended([*peer.take(), *peer.seen], 1))
+    assert outcomes_of(metrics) == {"OK": count}
+    assert sum(lookup.batch_size for lookup in held_engine.lookups) == count
+    assert max(lookup.batch_size for lookup in held_engine.lookups) <= 3

@@ -1,0 +1,164 @@
+"""Tests of the client's HTTP/2 connection: settings, resets, GOAWAY, closing, and violations."""
+
+from __future__ import annotations
+
+import pytest
+from hyperframe.frame import (
+    Frame,
+    GoAwayFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+from shard_client.shard_peer import (
+    LIMIT,
+    RESPONSE_HEADERS,
+    ShardPeer,
+    data,
+    headers,
+    only,
+    response_frames,
+)
+
+from embedserve.shard_client.reply import (
+    INTERNAL,
+    lost,
+)
+from embedserve.wire.http2 import frames
+from embedserve.wire.http2.frames import (
+    PADDED,
+    ErrorCode,
+)
+
+
+def test_client_begins_with_settings_and_a_large_window() -> None:
+    peer = ShardPeer(is_begun=False)
+    settings, update = peer.first
+    assert isinstance(settings, SettingsFrame)
+    assert settings.settings[SettingsFrame.ENABLE_PUSH] == 0
+    assert settings.settings[SettingsFrame.INITIAL_WINDOW_SIZE] > LIMIT
+    assert isinstance(update, WindowUpdateFrame)
+    assert update.window_increment > 1 << 20
+    assert not peer.client.is_begun
+    assert [type(one) for one in peer.send(frames.settings())] == [SettingsFrame]
+    assert peer.changes == [(True, False, False)]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "is_lost"),
+    [
+        (ErrorCode.REFUSED_STREAM, 14, True),
+        (ErrorCode.CANCEL, 1, False),
+        (ErrorCode.ENHANCE_YOUR_CALM, 8, False),
+        (77, 13, False),
+    ],
+)
+def test_reset_by_the_shard_becomes_a_status(code: int, status: int, is_lost: bool) -> None:
+    peer = ShardPeer()
+    peer.call(b"x")
+    peer.send(frames.rst_stream(1, code), frames.rst_stream(1, code))
+    assert (peer.replies[0].status, peer.replies[0].is_lost) == (status, is_lost)
+    assert not peer.replies[0].is_too_large
+
+
+def test_goaway_fails_later_streams_and_waits_for_earlier_streams() -> None:
+    peer = ShardPeer((frames.SETTINGS_MAX_CONCURRENT_STREAMS, 2))
+    for _ in range(3):
+        peer.call(b"x")
+    peer.take_frames()
+    peer.send(frames.goaway(1, ErrorCode.NO_ERROR))
+    reason = "the shard closes the connection"
+    assert peer.replies == {1: lost(reason), 2: lost(reason)}
+    assert peer.changes[-1] == (True, True, False)
+    with pytest.raises(ConnectionError, match=reason):
+        peer.call(b"x")
+    (last,) = peer.send(response_frames(1, b"m"))
+    assert isinstance(last, GoAwayFrame)
+    assert peer.replies[0].payload == b"m"
+    assert peer.client.is_closed
+
+
+def test_goaway_text_is_in_the_close_reason() -> None:
+    peer = ShardPeer()
+    peer.send(frames.goaway(0, ErrorCode.ENHANCE_YOUR_CALM, "too many resets"))
+    assert peer.client.is_closed
+    assert peer.client.reason == "the shard closes the connection with code 11: too many resets"
+
+
+def test_lost_connection_fails_all_calls() -> None:
+    peer = ShardPeer((frames.SETTINGS_MAX_CONCURRENT_STREAMS, 1))
+    peer.call(b"x")
+    peer.call(b"x")
+    peer.client.close("gone")
+    assert peer.replies == {0: lost("gone"), 1: lost("gone")}
+    assert peer.changes[-1] == (True, True, True)
+    peer.send(response_frames(1, b"m"))
+
+
+def test_pings_are_acknowledged() -> None:
+    peer = ShardPeer()
+    sent = peer.send(frames.ping(b"12345678"), frames.ping(b"12345678", frames.ACK))
+    assert [(type(one), one.flags.__contains__("ACK")) for one in sent] == [(PingFrame, True)]
+
+
+def test_client_drains_when_stream_ids_run_out() -> None:
+    peer = ShardPeer()
+    peer.client.next_id = 2**31 - 1
+    peer.call(b"x")
+    assert peer.client.is_draining
+    assert not peer.client.is_closed
+    peer.send(response_frames(2**31 - 1, b"m"))
+    assert peer.replies[0].payload == b"m"
+    assert peer.client.is_closed
+
+
+VIOLATIONS = {
+    "SETTINGS are missing": (frames.ping(b"12345678"), False),
+    "SETTINGS as acknowledgement": (frames.SETTINGS_ACK, False),
+    "a long frame": (frames.head(1 << 21, 0, 0, 1), True),
+    "long headers": (frames.head(1 << 17, 1, 0, 1), True),
+    "PUSH_PROMISE": (frames.head(4, 5, 4, 1) + b"\0\0\0\2", True),
+    "HEADERS of no call": (headers(3, RESPONSE_HEADERS), True),
+    "HEADERS of an even stream": (headers(2, RESPONSE_HEADERS), True),
+    "DATA of no call": (data(5, b"x"), True),
+    "DATA of stream 0": (data(0, b"x"), True),
+    "RST_STREAM of no call": (frames.rst_stream(9, 1), True),
+    "WINDOW_UPDATE of no call": (frames.window_update(9, 1), True),
+    "WINDOW_UPDATE of 0": (frames.window_update(0, 0), True),
+    "a window over the limit": (frames.window_update(0, 2**31 - 1), True),
+    "SETTINGS of a stream": (frames.head(0, 4, 0, 1), True),
+    "SETTINGS of 5 bytes": (frames.head(5, 4, 0, 0) + b"\0" * 5, True),
+    "a bad setting": (frames.settings((frames.SETTINGS_MAX_FRAME_SIZE, 1)), True),
+    "PING of 7 bytes": (frames.head(7, 6, 0, 0) + b"\0" * 7, True),
+    "GOAWAY of 7 bytes": (frames.head(7, 7, 0, 0) + b"\0" * 7, True),
+    "CONTINUATION alone": (frames.head(1, 9, 4, 1) + b"\0", True),
+    "a frame within a block": (headers(1, RESPONSE_HEADERS, 0) + frames.ping(b"12345678"), True),
+    "a bad header block": (frames.head(2, 1, 4, 1) + b"\xff\xff", True),
+    "empty padded DATA": (data(1, b"", PADDED), True),
+    "empty CONTINUATION": (headers(1, RESPONSE_HEADERS, 0) + frames.head(0, 9, 0, 1), True),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_protocol_violations_close_the_connection(name: str) -> None:
+    sent, is_begun = VIOLATIONS[name]
+    peer = ShardPeer(is_begun=is_begun)
+    if is_begun:
+        peer.call(b"x")
+        peer.take_frames()
+    sent_frames: list[Frame] = peer.send(sent)
+    assert isinstance(sent_frames[-1], GoAwayFrame)
+    assert peer.client.is_closed
+    assert peer.client.reason.startswith("the shard violates HTTP/2: ")
+    assert all(reply.is_lost for reply in peer.replies.values())
+    assert len(peer.replies) == peer.calls
+
+
+def test_stream_error_fails_only_its_call() -> None:
+    peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 10))
+    peer.call(b"x" * 100)
+    peer.call(b"y")
+    sent = peer.send(frames.window_update(1, 0), response_frames(3, b"m"))
+    assert [one.stream_id for one in only(sent, RstStreamFrame)] == [1]
+    assert [peer.replies[0].status, peer.replies[1].status] == [INTERNAL, 0]

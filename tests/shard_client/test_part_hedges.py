@@ -1,0 +1,156 @@
+"""Tests of hedged calls and hung replicas of a part, with fake shards and a fake clock."""
+
+from __future__ import annotations
+
+from shard_client.fake_shards import Bench
+
+from embedserve.shard_client.part_client import PartOptions
+from embedserve.shard_client.share_budget import BURST
+
+# Hedges
+
+
+def test_slow_call_is_hedged_and_the_loser_cancelled() -> None:
+    bench = Bench()
+    bench.join("a", "b")
+    bench.add_latencies(0.002)
+    bench.look_up()
+    (first,) = bench.calls
+    bench.time.advance(0.0035)
+    assert bench.calls == [first]
+    bench.time.advance(0.003)
+    (second,) = [call for call in bench.calls if call is not first]
+    assert second.connection is not first.connection
+    second.answer()
+    assert first.is_cancelled
+    assert bench.replies[0].status == 0
+    assert bench.part.stats.hedges == 1
+    bench.time.advance(1)
+
+
+def test_call_is_not_hedged_within_a_millisecond() -> None:
+    bench = Bench()
+    bench.join("a", "b")
+    bench.add_latencies(20e-6)
+    bench.look_up()
+    bench.time.advance(0.00095)
+    assert len(bench.calls) == 1
+    bench.time.advance(0.0011)
+    assert len(bench.calls) == 2
+
+
+def test_hedges_stay_within_their_share() -> None:
+    bench = Bench(PartOptions(hedge_share=0.1))
+    bench.join("a", "b")
+    for _ in range(300):
+        bench.add_latencies(0.002)
+        bench.look_up()
+        bench.time.advance(0.006)
+        for call in bench.calls:
+            if not call.is_cancelled:
+                call.answer()
+        bench.answer_polls()
+    assert 30 <= bench.part.stats.hedges <= 300 * 0.1 + 10
+    assert len(bench.replies) == 300
+
+
+def test_no_hedges_with_a_share_of_zero() -> None:
+    bench = Bench(PartOptions(hedge_share=0))
+    bench.join("a", "b")
+    bench.look_up()
+    bench.time.advance(0.04)
+    assert len(bench.calls) == 1
+
+
+# Hung replicas
+
+
+def test_silent_replica_is_avoided_until_it_responds() -> None:
+    bench = Bench(PartOptions(hedge_share=0))
+    bench.join("a", "b")
+    bench.add_latencies(0.001)
+    for _ in range(40):
+        bench.look_up()
+    bench.time.advance(0.001)
+    for call in bench.connections["b"].calls[:]:
+        call.answer()
+    hung = len(bench.connections["a"].calls)
+    assert hung > 5
+    bench.time.advance(0.055)
+    assert len(bench.connections["b"].calls) == hung, "all are asked elsewhere, without a budget"
+    assert bench.connections["a"].pings == 1
+    assert bench.part.stats.hung == hung
+    for call in bench.connections["b"].calls[:]:
+        call.answer()
+    assert len(bench.replies) == 40
+    assert bench.connections["a"].calls == []
+    for _ in range(20):
+        bench.look_up()
+    assert {call.host for call in bench.calls} == {"b"}
+    bench.connections["a"].last_received_s = bench.time.now_s + 1e-9
+    for _ in range(20):
+        bench.look_up()
+    assert {call.host for call in bench.calls} == {"a", "b"}
+
+
+def test_hung_replica_is_used_if_it_is_the_only_one() -> None:
+    bench = Bench()
+    bench.join("a", "b")
+    bench.add_latencies(0.001)
+    bench.look_up()
+    hung = bench.calls[0].connection
+    other = next(one for one in bench.connections.values() if one is not hung)
+    bench.time.advance(0.2)
+    other.lose()
+    assert 0 not in bench.replies
+    bench.look_up()
+    assert [call.connection for call in bench.calls] == [hung, hung]
+
+
+def test_repeated_calls_of_silent_replicas_stay_within_a_budget() -> None:
+    bench = Bench(PartOptions(hedge_share=0))
+    bench.join("a", "b")
+    bench.add_latencies(0.001)
+    for _ in range(200):
+        bench.look_up()
+    bench.time.advance(0.4)
+    assert {call.host for call in bench.calls} == {"a", "b"}
+    assert 200 < bench.part.stats.attempts <= 200 * 1.1 + BURST + 2
+    for call in bench.calls[:]:
+        if not call.is_cancelled:
+            call.answer()
+    assert len(bench.replies) == 200
+
+
+def test_busy_event_loop_does_not_mark_replicas_as_hung() -> None:
+    """Checks replies that have arrived, but that the event loop has not read yet."""
+    bench = Bench()
+    bench.join("a", "b")
+    bench.add_latencies(0.001)
+    for _ in range(10):
+        bench.look_up()
+    bench.time.now_s += 0.4
+    bench.time.advance(0)
+    for call in bench.calls[:]:
+        call.answer()
+    bench.time.advance(1)
+    stats = bench.part.stats
+    assert (stats.attempts, stats.hung, stats.hedges, bench.outcomes["ok"]) == (10, 0, 0, 10)
+
+
+def test_slow_replica_that_responds_to_other_calls_is_not_hung() -> None:
+    bench = Bench(PartOptions(hedge_share=0))
+    bench.join("a", "b")
+    bench.add_latencies(0.001)
+    attempts = 0
+    for _ in range(100):
+        bench.look_up()
+        (call,) = bench.calls
+        bench.time.advance(0.04)
+        call.connection.last_received_s = bench.time.now_s
+        bench.time.advance(0.03)
+        attempts += len(bench.calls)
+        bench.calls[0].answer()
+        bench.answer_polls()
+    assert bench.part.stats.hung == 0
+    assert 100 < attempts <= 100 + 20, "within the budget of retries"
