@@ -43,6 +43,28 @@ def test_rates_and_quantiles_between_two_metric_readings(page: Page, demo: Demo)
     assert metrics["anew"] == 4  # a counter that was reset
 
 
+SPLIT_WORDS = """
+import("/console/ids.js").then(({ wordsOf, textOf }) => {
+  const words = ["Sci-Fi", "Crosby, Stills", 'the "Boss"', " outer ", ""];
+  return {
+    strings: wordsOf('a b, "c, d" , "e', true),
+    integers: wordsOf("1 2,3"),
+    typed: textOf(words),
+    again: JSON.stringify(wordsOf(textOf(words), true)) === JSON.stringify(words),
+  };
+})
+"""
+
+
+def test_string_ids_with_commas_are_typed_in_double_quotes(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    words = page.value(SPLIT_WORDS)
+    assert words["strings"] == ["a b", "c, d", '"e']
+    assert words["integers"] == ["1", "2", "3"]
+    assert words["typed"] == r'''Sci-Fi, "Crosby, Stills", "the \"Boss\"", " outer ", ""'''
+    assert words["again"]
+
+
 NEAREST = """
 import("/console/neighbours.js").then(async ({ nearest }) => {
   const { models } = await fetch("models").then((answer) => answer.json());

@@ -1,7 +1,7 @@
 // The lookup form: a field for each feature, and the request as a curl command.
 
 import { byId, element, fill, say } from "./page.js";
-import { idAsJson, tableOf, weightAsJson, wordsOf } from "./ids.js";
+import { idAsJson, tableOf, textOf, weightAsJson, wordsOf } from "./ids.js";
 import { ask, hasToken, inPath, Refused } from "./server.js";
 import { labelsOfModel } from "./neighbours.js";
 import { nameOf, titleOf } from "./models.js";
@@ -70,9 +70,9 @@ function formOf(model) {
 
 /** Creates the fields of a model. Features that it had before keep what was typed, and the focus. */
 function createFields(model, labels) {
-  const textOf = (id) => byId(id)?.value ?? "";
+  const valueOf = (id) => byId(id)?.value ?? "";
   const before = asked?.model === model.model ? asked.features : []; // ids of another model mean others
-  const typed = new Map(before.map((feature, at) => [feature, [`ids-${at}`, `weights-${at}`].map(textOf)]));
+  const typed = new Map(before.map((feature, at) => [feature, [`ids-${at}`, `weights-${at}`].map(valueOf)]));
   const [, kind, place] = /^(ids|weights|label)-(\d+)$/.exec(document.activeElement?.id) ?? [];
   [asked, named] = [model, labels];
   fill("ask-features", ...model.features.map((feature, at) => fieldsOf(feature, at, typed.get(feature))));
@@ -100,7 +100,7 @@ function fieldsOf(feature, at, [idsTyped, weightsTyped] = ["", ""]) {
 function hintOf(table) {
   const { rule, id_type: type, examples, entries } = table.ids;
   const count = (value) => value.toLocaleString("en");
-  if (rule === "map" && type === "string") return `${count(entries)} strings, such as ${examples.join(", ")}`;
+  if (rule === "map" && type === "string") return `${count(entries)} strings, such as ${textOf(examples)}`;
   if (rule === "map") return `${count(entries)} ids of 64 bits; table ${table.name}`;
   if (rule === "modulo") return `any integers; table ${table.name}`;
   return `rows 0 to ${count(table.num_embeddings - 1)} of table ${table.name}`;
@@ -119,7 +119,7 @@ function labelPicker(table, feature, at) {
   picker.addEventListener("change", () => {
     const found = [...named.get(table)].find(([, label]) => label === picker.value);
     if (!found) return;
-    byId(`ids-${at}`).value = [...idWords(at), found[0]].join(", ");
+    byId(`ids-${at}`).value = textOf([...idWords(at), found[0]]);
     picker.value = "";
     showCurl();
   });
@@ -171,7 +171,7 @@ async function copyCurl() {
 function fillInExample() {
   if (!asked) return;
   asked.features.forEach((feature, at) => {
-    byId(`ids-${at}`).value = exampleIds(tableOf(asked, feature)).join(", ");
+    byId(`ids-${at}`).value = textOf(exampleIds(tableOf(asked, feature)));
   });
   showCurl();
 }

@@ -1,11 +1,24 @@
 // Converts typed ids and weights to JSON.
 
-/** Splits text at commas and spaces; string ids may contain spaces and are split at commas only. */
+/** Splits text at commas, and at spaces unless ids are strings. A string in double quotes is JSON, and may have commas. */
 export function wordsOf(text, isString = false) {
-  return text
-    .split(isString ? "," : /[\s,]+/)
-    .map((word) => word.trim())
-    .filter((word) => word !== "");
+  if (!isString) return text.split(/[\s,]+/).filter((word) => word !== "");
+  const words = text.match(/\s*"(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]+/g) ?? [];
+  return words.map((word) => word.trim()).filter((word) => word !== "").map(unquoted);
+}
+
+function unquoted(word) {
+  if (!/^".*"$/s.test(word)) return word;
+  try {
+    return JSON.parse(word);
+  } catch {
+    return word;
+  }
+}
+
+/** Returns words as text that wordsOf splits into the same words. Only strings have commas, quotes or outer spaces. */
+export function textOf(words) {
+  return words.map((word) => (/[,"]|^\s|\s$|^$/.test(word) ? JSON.stringify(word) : word)).join(", ");
 }
 
 /** Returns an id as JSON. Integers are copied as text, because JavaScript would round long ones. */
