@@ -174,6 +174,21 @@ def test_each_call_ends_at_the_call_timeout() -> None:
     assert bench.replies[0] == Reply(DEADLINE_EXCEEDED, text)
 
 
+def test_late_replica_counts_before_a_lost_one() -> None:
+    for is_lost_first in (False, True):
+        bench = Bench(PartOptions(call_timeout_s=0.02, hedge_share=0))
+        bench.join("a", "b")
+        bench.look_up(1)
+        if is_lost_first:
+            bench.calls[0].connection.lose()
+        bench.time.advance(0.022)
+        if not is_lost_first:
+            bench.calls[0].connection.lose()
+        assert bench.calls == []
+        text = "part 1 of 4: no response within 0.02 s"
+        assert bench.replies == {0: Reply(DEADLINE_EXCEEDED, text)}
+
+
 # Counts
 
 

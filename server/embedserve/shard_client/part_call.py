@@ -321,7 +321,9 @@ def outcome_of(reply: Reply) -> str:
 
 def _outranks(reply: Reply, former: Reply | None) -> bool:
     """Returns whether the caller gets ``reply`` rather than a former failure: a rejection with the
-    longest retry-after comes first, then the latest failure."""
-    if former is None or former.status != RESOURCE_EXHAUSTED:
+    longest retry-after comes first, then the latest failure of a replica that is not lost."""
+    if former is None:
         return True
+    if former.status != RESOURCE_EXHAUSTED:
+        return former.is_lost or not reply.is_lost
     return reply.status == RESOURCE_EXHAUSTED and reply.retry_after_s > former.retry_after_s
