@@ -1,8 +1,9 @@
 """Access counts of a version's tables: ids by feature, and reads of row-wise tables by rank.
 
-Every id is counted. The ranks of the rows of row-wise tables are found for a sample of the batches,
-within a bounded share of the event loop's time, and the counted reads are divided in the sampled
-proportions. All other counts by table and rank follow from the plan. Bytes follow from lookups.
+Every id is counted, and each id without a row. The ranks of the rows of row-wise tables are found
+for a sample of the batches, within a bounded share of the event loop's time, and the counted reads
+are divided in the sampled proportions. All other counts by table and rank follow from the plan.
+Bytes follow from lookups.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import random
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,15 +39,11 @@ counted by rank."""
 
 def lookup_cells(columns_max: int) -> int:
     """Returns the number of cells needed for a version with up to ``columns_max`` features."""
-    return columns_max + DIVIDED_CELLS
+    return 2 * columns_max + DIVIDED_CELLS
 
 
 class LookupMetrics:
-    """Access counts of one version.
-
-    Attributes:
-        requested_ids: int64 [F], by feature, counted by this process.
-    """
+    """Access counts of one version."""
 
     def __init__(
         self,
@@ -56,22 +52,23 @@ class LookupMetrics:
         columns_max: int,
         sampling_share: float = SAMPLING_SHARE,
     ) -> None:
-        self.requested_ids = np.zeros(len(model.features), np.int64)
         self._model = model
+        self._features = len(model.features)
         self._sampling_share = sampling_share
         self._requested = counters.allocate(columns_max)
+        self._unknown = counters.allocate(columns_max)
         self._per_rank = counters.allocate(DIVIDED_CELLS)
-        self._flushed = self.requested_ids.copy()
         # A skipped id reads no row, except in an unpooled model, where it is read and zeroed.
         self._is_left_out = model.skips_unknown & model.is_pooled
         self._index = _RowToRank(model)
-        self._attributed = np.zeros(len(self._index.tables))
         self._next_sample_s = 0.0  # time at which the next batch is sampled
 
     def observe(self, batch: Batch) -> None:
         """Counts the ids of a batch that is looked up, and samples its rows when a sample is
         due."""
-        self.requested_ids += batch.ids_per_feature
+        self._requested.own[: self._features] += batch.ids_per_feature
+        if batch.unknown_counts is not None:
+            self._unknown.own[: self._features] += batch.unknown_counts.sum(axis=0)
         is_indexed = self._index.tables and batch.ids.size
         if is_indexed and (start_s := perf_counter()) >= self._next_sample_s:
             self._index.sample(batch)
@@ -81,35 +78,35 @@ class LookupMetrics:
             pause_s = (end_s - start_s) / self._sampling_share * (0.5 + random())
             self._next_sample_s = end_s + pause_s
 
-    def flush(self, unknown_ids: NDArray[np.int64]) -> None:
-        """Writes the counts to shared memory; ``unknown_ids`` [F] are this process's ids without a
-        row."""
-        self._requested.own[: self.requested_ids.size] += self.requested_ids - self._flushed
-        self._flushed[:] = self.requested_ids
-        if self._index.tables:
-            self._divide(self._read(self.requested_ids.astype(np.float64), unknown_ids))
-
-    def _divide(self, read: Cells) -> None:
-        """Divides the reads since the last flush among the ranks in the sampled proportions. A
+    def flush(self) -> None:
+        """Divides the reads since the last flush among the ranks, in the sampled proportions. A
         table without samples is left for a later flush."""
+        if not self._index.tables:
+            return
         sampled = self._index.take_samples()
         total = sampled.sum(axis=1)
         has_samples = total > 0
-        of_tables = self._index.sum_by_table(read)
-        more = (of_tables - self._attributed)[has_samples, None] * sampled[has_samples]
         own = self._per_rank.own[: sampled.size].reshape(sampled.shape)
+        read = self._index.sum_by_table(self._reads(self._requested.own, self._unknown.own))
+        # Rounding must not make a counter smaller, which would look like a restart.
+        more = np.maximum(read - own.sum(axis=1), 0.0)[has_samples, None] * sampled[has_samples]
         own[has_samples] += more / total[has_samples, None]
-        self._attributed[has_samples] = of_tables[has_samples]
 
-    def _read(self, requested: Cells, unknown_ids: NDArray[np.number[Any]]) -> Cells:
-        read: Cells = requested - np.where(self._is_left_out, unknown_ids, 0.0)
+    def _reads(self, requested: Cells, unknown: Cells) -> Cells:
+        """Returns the rows read, [F], for the cells of requested ids and of ids without a row."""
+        count = self._features
+        read: Cells = requested[:count] - np.where(self._is_left_out, unknown[:count], 0.0)
         return read
 
-    def reads(self, unknown_ids: Cells) -> AccessCounts:
-        """Returns the rows read by all workers; ``unknown_ids`` [F] are their ids without a
-        row."""
+    def unknown_ids(self) -> Cells:
+        """Returns float64 [F], ids without a row, over all workers that serve this version. During
+        a switch the workers change at slightly different moments."""
+        return self._unknown.total()[: self._features]
+
+    def reads(self) -> AccessCounts:
+        """Returns the rows read by all workers."""
         model, ranks = self._model, self._model.plan.world_size
-        read = self._read(self._requested.total()[: self.requested_ids.size], unknown_ids).tolist()
+        read = self._reads(self._requested.total(), self._unknown.total()).tolist()
         by_feature = dict(zip(model.features, read, strict=True))
         per_rank = self._per_rank.total()[: self._index.cells].reshape(-1, ranks)
         names = [table.name for table in self._index.tables]
@@ -121,9 +118,12 @@ class LookupMetrics:
             by_rank=dict(zip(names, per_rank.tolist(), strict=True)),
         )
 
-    def samples(self, labels: Sequence[str], unknown_ids: Cells) -> Iterator[Sample]:
-        """Yields the samples of a version with ``labels``; ``unknown_ids`` are as in ``reads``."""
-        model, plan, reads = self._model, self._model.plan, self.reads(unknown_ids)
+    def samples(self, labels: Sequence[str]) -> Iterator[Sample]:
+        """Yields the samples of a version with ``labels``."""
+        model, plan, reads = self._model, self._model.plan, self.reads()
+        unknown_ids = self.unknown_ids()
+        for i in np.flatnonzero(~model.rejects_unknown):
+            yield "embedserve_unknown_ids", [*labels, model.features[i]], float(unknown_ids[i])
         for feature, count in zip(model.features, self._requested.total().tolist(), strict=False):
             yield "embedserve_feature_ids", [*labels, feature], count
         for table in model.tables:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from time import perf_counter
 
-import numpy as np
-
 from embedserve.lookup_types import Batch
 from embedserve.metrics.delta_metrics import delta_samples
 from embedserve.metrics.families import Sample
@@ -24,7 +22,6 @@ from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
 from embedserve.metrics.shared_counters import (
     KEY_CELLS,
-    Cells,
     KeyedCounters,
     WorkerCounters,
     single_worker_counters,
@@ -81,7 +78,7 @@ def version_cells(columns_max: int) -> int:
     """Returns the number of cells of one version, without its key."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
     shadow = KEY_CELLS + shadow_cells(columns_max)
-    of_rows = columns_max + PARTS_COUNTED_MAX + lookup_cells(columns_max)
+    of_rows = PARTS_COUNTED_MAX + lookup_cells(columns_max)
     return of_rows + shadow + REQUEST_CELLS + buckets
 
 
@@ -96,9 +93,6 @@ class VersionMetrics:
 
     Attributes:
         model: the version.
-        unknown_ids: int64 [F], ids without a row, counted by this process.
-        missing_parts: int64 [parts], batches that a router answered without a part, counted by this
-            process.
         lookups: access counts of the version's tables.
         shadow: comparison with another version, if this version runs as its shadow.
         requests: requests routed to this version, by outcome, and their latencies.
@@ -108,13 +102,8 @@ class VersionMetrics:
         """Continues from the values in the cells if they belong to the same version; zeroes them
         otherwise."""
         self.model = model
-        self.unknown_ids = np.zeros(len(model.features), np.int64)
         counters.claim(model.version)
-        self._unknown = counters.allocate(columns_max)
-        self._unknown_before = self._unknown.own[: len(model.features)].copy()
-        self.missing_parts = np.zeros(_parts_of(model), np.int64)
-        self._missing = counters.allocate(PARTS_COUNTED_MAX)
-        self._missing_before = self._missing.own[: self.missing_parts.size].copy()
+        self._missing_parts = counters.allocate(PARTS_COUNTED_MAX)
         self.lookups = LookupMetrics(model, counters, columns_max)
         self.shadow = ShadowMetrics(model, counters, columns_max)
         self.requests = RequestMetrics(counters)
@@ -131,14 +120,12 @@ class VersionMetrics:
         self.batch_examples.observe(batch.batch_size)
         self.batch_ids.observe(batch.ids.size)
         self.lookups.observe(batch)
-        if batch.unknown_counts is not None:
-            self.unknown_ids += batch.unknown_counts.sum(axis=0)
 
     def count_missing(self, parts: Iterable[int]) -> None:
-        """Counts a batch that was answered without ``parts``."""
+        """Counts a batch that a router answered without ``parts``."""
         for part in parts:
-            if part < self.missing_parts.size:
-                self.missing_parts[part] += 1
+            if part < PARTS_COUNTED_MAX:
+                self._missing_parts.own[part] += 1
 
     def bound(self) -> None:
         """Flushes what is pending once it is much; called for every batch that is taken.
@@ -153,33 +140,24 @@ class VersionMetrics:
                 one.flush()
 
     def flush(self) -> None:
-        self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
-        self._missing.own[: self.missing_parts.size] = self._missing_before + self.missing_parts
-        self.lookups.flush(self.unknown_ids)
+        self.lookups.flush()
         self.requests.flush()
         for one in self._histograms.values():
             one.flush()
 
-    def total_unknown_ids(self) -> Cells:
-        """Returns float64 [F], ids without a row, over all workers that serve this version. During
-        a switch the workers change at slightly different moments."""
-        return self._unknown.total()[: self.unknown_ids.size]
-
     def samples(self) -> Iterator[Sample]:
         """Yields the samples over all workers that serve this version."""
-        model, unknown_ids = self.model, self.total_unknown_ids()
+        model = self.model
         labels = [model.name, model.tag, str(model.version)]
         yield from self.requests.samples("embedserve_model", labels, always="OK")
         for family, histogram in self._histograms.items():
             yield family, labels, histogram.samples()
-        for i in np.flatnonzero(~model.rejects_unknown):
-            yield "embedserve_unknown_ids", [*labels, model.features[i]], float(unknown_ids[i])
-        if parts := self.missing_parts.size:
-            for part, batches in enumerate(self._missing.total()[:parts].tolist()):
-                yield "embedserve_missing_parts", [*labels, str(part)], batches
+        missing = self._missing_parts.total()[: _parts_of(model)]
+        for part, batches in enumerate(missing.tolist()):
+            yield "embedserve_missing_parts", [*labels, str(part)], batches
         for rank, nbytes in enumerate(model.bytes_per_rank):
             yield "embedserve_table_bytes", [*labels, str(rank)], nbytes
-        yield from self.lookups.samples(labels, unknown_ids)
+        yield from self.lookups.samples(labels)
         yield from self.shadow.samples(labels)
 
 

@@ -1,11 +1,14 @@
-"""Reads families and samples from the text of /metrics."""
+"""Reads families and samples from the text of /metrics, and counts ids without a row."""
 
 from __future__ import annotations
 
+import numpy as np
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from embedserve.lookup_types import Batch
 from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.model_metrics import VersionMetrics
 
 
 def parse_families(text: str) -> dict[str, Metric]:
@@ -26,3 +29,11 @@ def sample_value(families: dict[str, Metric], sample_name: str, **labels: str) -
 
 def families_of(metrics: Metrics) -> dict[str, Metric]:
     return parse_families(generate_latest(metrics.registry()).decode())
+
+
+def count_unknown_ids(version: VersionMetrics, count: int) -> None:
+    """Counts a batch with ``count`` ids without a row of each feature."""
+    counts = np.full(len(version.model.features), count)
+    batch = Batch(np.empty(0, np.int64), np.empty(0, np.int32), None, [1], 1)
+    batch.ids_per_feature, batch.unknown_counts = counts, counts[None]
+    version.lookups.observe(batch)

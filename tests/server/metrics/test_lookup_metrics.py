@@ -153,7 +153,6 @@ def test_counts_of_one_batch_equal_a_count_by_hand() -> None:
     metrics = Metrics([MODEL])
     other: Bags = {"x": [[7, 11]], "few": [[1]]}  # 11 is no row of rows: left out
     metrics.models["shop"].version.lookups.observe(joined(BAGS, other))
-    metrics.models["shop"].version.unknown_ids[MODEL.features.index("x")] += 1
     counted = exported(metrics)
     assert counted == counted_by_hand(BAGS, other)
     assert counted["rank_lookups"]["0"] == 3 + 1 + 3 + 2 + 1  # rows, again, columns, copied, few
@@ -173,13 +172,12 @@ requests = st.fixed_dictionaries(
 def test_counts_are_exact_if_every_batch_is_sampled(batches: list[list[Bags]]) -> None:
     slot = single_worker_counters(lookup_cells(COLUMNS_MIN))
     lookups = LookupMetrics(MODEL, slot, COLUMNS_MIN, sampling_share=np.inf)
-    no_ids = np.zeros(len(MODEL.features), np.int64)
     for i, requests in enumerate(batches):
         lookups.observe(joined(*requests))
         if i:
-            lookups.flush(no_ids)
-    lookups.flush(no_ids)
-    reads = lookups.reads(no_ids.astype(np.float64))
+            lookups.flush()
+    lookups.flush()
+    reads = lookups.reads()
     expected = counted_by_hand(*(bags for requests in batches for bags in requests))
     assert {t: n for t, n in reads.by_table.items() if n} == expected["table_lookups"]
     per_rank = [

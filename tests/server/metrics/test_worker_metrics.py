@@ -7,7 +7,7 @@ from itertools import repeat
 
 import pytest
 from server.fake_engine import model_info
-from server.metrics.metric_samples import families_of, sample_value
+from server.metrics.metric_samples import count_unknown_ids, families_of, sample_value
 
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
@@ -40,7 +40,7 @@ def test_every_worker_exports_sums_over_all_workers() -> None:
             metrics.protocols["rest"].count_answered(0.02, 100)
         metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.5)
         metrics.models["shop"].count_queue = repeat((count, 10 * count)).__next__
-        metrics.models["shop"].version.unknown_ids += 1
+        count_unknown_ids(metrics.models["shop"].version, 1)
         metrics.models["shop"].version.batch_ids.observe_many([5.0] * count)
         metrics.flush()
     one, other = map(families_of, workers)
@@ -64,7 +64,7 @@ def test_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
     slots, (one, other) = two_workers()
     other.protocols["rest"].count_answered(0.02, 100)
     other.models["shop"].count_queue = lambda: (7, 7)
-    other.models["shop"].version.unknown_ids += 2
+    count_unknown_ids(other.models["shop"].version, 2)
     other.flush()
     cpu_s = sample_value(families_of(one), "process_cpu_seconds_total")
     slots.set_ready(1, False)
@@ -78,19 +78,19 @@ def test_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
 def test_replacement_worker_continues_the_counts() -> None:
     slots, (one, other) = two_workers()
     other.protocols["rest"].count_answered(0.02, 100)
-    other.models["shop"].version.unknown_ids += 2
+    count_unknown_ids(other.models["shop"].version, 2)
     other.flush()
     cpu_s = sample_value(families_of(one), "process_cpu_seconds_total")
     replacement = Metrics([other.models["shop"].model], WorkerCounters(slots, 1))
     replacement.protocols["rest"].count_answered(0.02, 50)
-    replacement.models["shop"].version.unknown_ids += 1
+    count_unknown_ids(replacement.models["shop"].version, 1)
     replacement.flush()
     families = families_of(one)
     assert sample_value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 2
     assert sample_value(families, "embedserve_request_seconds_count", protocol="rest") == 2
     assert sample_value(families, "embedserve_response_bytes_total", protocol="rest") == 150
     shop = one.models["shop"]
-    assert shop.version.total_unknown_ids().tolist() == [3] * len(shop.model.features)
+    assert shop.version.lookups.unknown_ids().tolist() == [3] * len(shop.model.features)
     assert sample_value(families, "process_cpu_seconds_total") >= cpu_s
 
 
@@ -100,20 +100,20 @@ def test_next_version_counts_from_zero_under_its_own_number() -> None:
     for metrics in workers:
         shop = metrics.models["shop"]
         before = shop.version
-        before.unknown_ids += 2
+        count_unknown_ids(before, 2)
         before.batch_ids.observe(5.0)
         metrics.flush()
         shop.switch(later, 1.5)
         # A batch of the previous version counts these, and ends after the switch.
-        before.unknown_ids += 7
+        count_unknown_ids(before, 7)
         before.batch_ids.observe(50.0)
         before.flush()
-        shop.version.unknown_ids += 1
+        count_unknown_ids(shop.version, 1)
         shop.version.batch_ids.observe(3.0)
         shop.wanted_version = 8
     for metrics in workers:
         metrics.flush()
-    assert workers[0].models["shop"].version.total_unknown_ids().tolist() == [2, 2]
+    assert workers[0].models["shop"].version.lookups.unknown_ids().tolist() == [2, 2]
     for families in map(families_of, workers):
         sums = {
             sample.labels["version"]: sample.value
