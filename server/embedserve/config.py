@@ -83,7 +83,7 @@ class Limits:
         1024 * MIB, "Bytes of all registered regions; one token may register half."
     )
     delay_ms_max: float = limit(
-        0.0, "Milliseconds that a request on GPUs waits for others to join its batch. 0: none."
+        0.0, "Milliseconds that a request waits for others to join its batch. 0: none."
     )
     inline_bytes_max: int = limit(
         8 * MIB,

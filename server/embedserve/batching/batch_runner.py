@@ -143,7 +143,7 @@ class BatchRunner:
                 view.end()
             queue.end_batch()
             late = DeadlineExceededError("the deadline passed while its batch was joined")
-            self._fail(valid, late.of(self._model))
+            self._fail(valid, late.of(self._model))  # `valid` is empty if no request was valid
             self._on_ended(loop)
         else:
             self._counts.observe_batch(batch)
@@ -190,8 +190,8 @@ class BatchRunner:
     ) -> None:
         requests = [pending.request for pending in taken]
         values = [one for one, _ in looked_up if isinstance(one, np.ndarray)]
-        is_slow = is_large and len(values) == len(looked_up)
-        if not is_slow or self._lookups.is_split_quick(requests):
+        may_split_in_thread = is_large and len(values) == len(looked_up)
+        if not may_split_in_thread or self._lookups.is_split_quick(requests):
             queue.end_batch()
             self._finish(taken, batch, looked_up)
             self._on_ended(loop)

@@ -22,12 +22,12 @@ def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.n
     """Returns the engine's values for ``batch`` in request order.
 
     Args:
-        values: float32. For a pooled model [B, sum(length_per_key)], already in request order. For
-            an unpooled model [n, dim]: for each key the ids of its feature in batch order. Rows of
-            skipped ids are zeroed in place.
+        values: float32, or float16 if all requests of the batch want it. For a pooled model
+            [B, sum(length_per_key)], already in request order. For an unpooled model [n, dim]: for
+            each key the ids of its feature in batch order. Rows of skipped ids are zeroed in place.
 
     Returns:
-        ``values``, or float32 [n, dim]: for each request and key its ids in the order sent.
+        ``values``, or [n, dim]: for each request and key its ids in the order sent.
     """
     if model.is_pooled:
         return values
@@ -64,7 +64,7 @@ def split(
     requests: Sequence[LookupRequest],
     model: ModelInfo,
 ) -> list[LookupResult]:
-    """Returns the results of ``requests``, float32, from their values in request order.
+    """Returns the results of ``requests`` from their values in request order, in their dtype.
 
     Args:
         pieces: the engine's values; several chunks where a pooled batch was split by examples.
@@ -192,7 +192,7 @@ def _piece(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarr
 
     The ids of feature f run from starts[f] to ends[f].
     """
-    slices = [slice(*ends) for ends in zip(starts.tolist(), ends.tolist(), strict=True)]
+    slices = [slice(*one) for one in zip(starts.tolist(), ends.tolist(), strict=True)]
     weights = batch.weights
     return Batch(
         ids=np.concatenate([batch.ids[one] for one in slices]),

@@ -1,7 +1,7 @@
 """Registry of the served model versions by name, each with its batcher.
 
-The registry admits a decoded request: it checks the model, the features and the sizes. It then
-passes the request to the model's batcher, which checks ids and weights of a whole batch together.
+The registry admits a decoded request: it chooses the version, and checks sizes and ``min_seq``. The
+version's batcher checks features, and for a whole batch together ids and weights.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ModelRegistry:
         before = self._batchers.get(name)
         if self._on_batch_done is not None:
             batcher.runner.on_batch_done = self._on_batch_done
-        batcher.on_full, batcher.on_room = self._update_flags, self._on_room_again
+        batcher.on_full, batcher.on_room = self._update_flags, self._on_queue_reopened
         self._batchers[name] = batcher
         self.since[name] = now_iso()
         self.pending_versions.pop(name, None)
@@ -123,7 +123,7 @@ class ModelRegistry:
         batchers = tuple(self._batchers.values())
         self._only = batchers[0] if len(batchers) == 1 else None
         self._assign_shadows()
-        self._on_room_again()
+        self._on_queue_reopened()
 
     def set_share(self, name: str, percent: float) -> None:
         """Sets the percentage of requests for ``name``'s model without a version that it serves."""
@@ -215,7 +215,7 @@ class ModelRegistry:
             raise
 
     def check_queue_for_body(
-        self, model: str, body: bytes, peek: RequestEstimator, *, is_quick: bool = False
+        self, model: str, body: bytes, estimator: RequestEstimator, *, is_quick: bool = False
     ) -> None:
         """Raises OverloadedError while the queue that a request would wait in is full.
 
@@ -223,17 +223,17 @@ class ModelRegistry:
 
         Args:
             model: model in the URL; "" if the URL names none.
-            peek: estimator, called with ``body`` only where the result depends on it.
+            estimator: called with ``body`` only where the result depends on it.
             is_quick: whether to skip the size estimate for bodies above QUICK_BYTES_MAX.
         """
         batchers = self._possible(model or self.default_model)
-        if not model and self._only is None and (named := peek.peek_model(body)):
+        if not model and self._only is None and (named := estimator.peek_model(body)):
             batchers = self._possible(named) or batchers
         if not batchers or not all(batcher.has_full_queue for batcher in batchers):
             return
         _check_any_passes(batchers, lambda batcher: batcher.check_unsized_queue())
         if not is_quick or len(body) <= QUICK_BYTES_MAX:
-            bags, ids = peek.estimate_size(body)
+            bags, ids = estimator.estimate_size(body)
             _check_any_passes(batchers, lambda batcher: batcher.check_queue_for(bags, ids))
 
     def check_unsized_queue(self, model: str) -> None:
@@ -268,7 +268,7 @@ class ModelRegistry:
         self.has_full_queue = any(batcher.has_full_queue for batcher in batchers)
         self.has_full_unsized_queue = any(batcher.has_full_unsized_queue for batcher in batchers)
 
-    def _on_room_again(self) -> None:
+    def _on_queue_reopened(self) -> None:
         self._update_flags()
         if self._on_room is not None:
             self._on_room()

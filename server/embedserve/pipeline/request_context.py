@@ -158,7 +158,7 @@ class RequestContext(PendingRequest):
             self._write_observed(chunks, nbytes, encoded_s, headers or [])
         else:
             quota = self.quota
-            if quota is not None:
+            if quota is not None:  # as in `_leave`, which would cost each request a call
                 quota.active -= 1
                 quota.answered_count += 1
                 self.quota = None

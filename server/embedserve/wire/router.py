@@ -30,7 +30,7 @@ PROBE_PATHS = frozenset({"/health/live", "/health/ready", "/v2/health/live", "/v
 server that does not respond for some seconds."""
 PROBES_PER_ITERATION = 8
 """Probes begun in an event-loop iteration. One takes less than half a millisecond."""
-_NO_TARGET = re.compile(rb"[^!-~]")
+_INVALID_TARGET_BYTE = re.compile(rb"[^!-~]")
 
 
 class Router:
@@ -107,13 +107,13 @@ def wrong_target(target: bytes) -> InvalidRequestError | None:
     Other characters must be percent-encoded (RFC 3986, section 2). HTTP/1 rejects such targets,
     too.
     """
-    found = _NO_TARGET.search(target)
+    found = _INVALID_TARGET_BYTE.search(target)
     if found is None:
         return None
     start = max(0, found.start() - TARGET_BYTES_SHOWN)
     shown = target[start : found.end()].decode("latin-1")
-    said = f"the path and query have the byte 0x{found[0].hex()} after {shown[:-1]!a}"
-    return InvalidRequestError(f"{said}: percent-encode it", "path")
+    problem = f"the path and query have the byte 0x{found[0].hex()} after {shown[:-1]!a}"
+    return InvalidRequestError(f"{problem}: percent-encode it", "path")
 
 
 def _with_continue(make: MakeHandler) -> MakeHandler:

@@ -64,7 +64,7 @@ class StoreWatcher:
         self._resolver = resolver
         self._version_manager = version_manager
         self._send = send
-        self._polls_requested = self._unreported = 0
+        self._polls_requested = self._poll_to_report = 0
         self._poll_requested = asyncio.Event()
         self._reading = asyncio.Lock()  # reports go out in the order in which the store was read
         self._watching: asyncio.Task[None] | None = None
@@ -117,7 +117,7 @@ class StoreWatcher:
             elif not self._is_loading(name):
                 self._resolver.forget(name)
         if is_all:
-            self._unreported = request
+            self._poll_to_report = request
         self._report_poll()
         if self._held is not None:
             self._is_update_due = True
@@ -130,9 +130,9 @@ class StoreWatcher:
 
     def _report_poll(self) -> None:
         """Reports the end of a requested poll, once the versions that it found were opened."""
-        if self._unreported and not self._openings:
-            self._send(StoreReport({}, self._unreported))
-            self._unreported = 0
+        if self._poll_to_report and not self._openings:
+            self._send(StoreReport({}, self._poll_to_report))
+            self._poll_to_report = 0
 
     def _is_new(self, name: str, entry: StoreEntry) -> bool:
         if entry.wanted not in (0, self._version_manager.number(name)):

@@ -338,14 +338,14 @@ class VersionManager:
 def _release_in_background(held: list[object]) -> None:
     """Drops the last references in ``held``, in a background thread, because unmapping is slow.
     Drops them here if no thread can be started."""
-    thread = Thread(target=_empty, args=(held,), name="let go", daemon=True)
+    thread = Thread(target=_release, args=(held,), name="release", daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        _empty(held)
+        _release(held)
 
 
-def _empty(held: list[object]) -> None:
+def _release(held: list[object]) -> None:
     while held:
         one = held.pop()
         if isinstance(one, ModelVersion):

@@ -128,14 +128,14 @@ class GrpcService:
     def resolve(self, request: HttpRequest) -> MakeCall:
         """Returns the handler factory for calls with the headers of ``request``."""
         encoding = b"identity"
-        wanted_s = None
+        timeout_s = None
         try:
             check_once(request.headers, ONCE_METADATA)
             for name, value in request.headers:
                 if name == b"grpc-encoding":
                     encoding = value
                 elif name == b"grpc-timeout":
-                    wanted_s = parse_timeout(value)
+                    timeout_s = parse_timeout(value)
             method = self._methods.get(request.target)
             if method is None:
                 shown = request.target.decode("latin-1")
@@ -144,7 +144,7 @@ class GrpcService:
             has_id = REQUEST_ID in headers
 
             def make_options(codec: Codec) -> RequestOptions:
-                return RequestOptions("", codec, codec, wanted_s, self._metrics, has_id)
+                return RequestOptions("", codec, codec, timeout_s, self._metrics, has_id)
 
             return method(encoding, make_options, headers)
         except (WireError, InvalidRequestError) as error:

@@ -131,7 +131,7 @@ def read_headers(
         UnsupportedEncodingError: the body is compressed.
     """
     content_type = accept = json_length = b""
-    wanted_s = None
+    timeout_s = None
     check_once(headers, ONCE_HEADERS)
     has_id = False
     for name, value in headers:
@@ -140,7 +140,7 @@ def read_headers(
         elif name == b"accept":
             accept += b"," + value.lower()
         elif name == b"x-timeout-ms":
-            wanted_s = parse_timeout_ms(value)
+            timeout_s = parse_timeout_ms(value)
         elif name == JSON_LENGTH:
             json_length = value
         elif name == REQUEST_ID:
@@ -152,13 +152,13 @@ def read_headers(
             )
     if route.is_infer:
         codec = infer_codec(codecs, json_length) if json_length else codecs.infer
-        return RequestOptions(route.model, codec, codecs.infer, wanted_s, metrics, has_id)
+        return RequestOptions(route.model, codec, codecs.infer, timeout_s, metrics, has_id)
     codec = codec_of(codecs, content_type)
     # Each range is searched by itself: one pattern for the whole list takes quadratic time.
     accept = b",".join([one for one in accept.split(b",") if not NO_WEIGHT.search(one)])
     accepted = (one for one in codecs.formats if one.content_type in accept)
     response_codec = next(accepted, codec)
-    return RequestOptions(route.model, codec, response_codec, wanted_s, metrics, has_id)
+    return RequestOptions(route.model, codec, response_codec, timeout_s, metrics, has_id)
 
 
 def check_once(headers: Headers, once: Container[bytes]) -> None:

@@ -91,11 +91,11 @@ async def test_replaced_version_is_released_even_if_no_thread_can_start(
 ) -> None:
     engine = weakref.ref(process.engines[7])
     await process.prepare_and_wait(8)
-    refuse_thread(monkeypatch, "let go")
+    refuse_thread(monkeypatch, "release")
     process.activate()
     assert process.state() == NameStatus(8)
     await process.prepare_and_wait(9)
-    refuse_thread(monkeypatch, "let go")
+    refuse_thread(monkeypatch, "release")
     process.desire(version=8, generation=0, phase=TargetPhase.SERVE)  # 9 is no longer desired
     assert process.state() == NameStatus(8)
     del process.engines[7]
