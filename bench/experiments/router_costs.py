@@ -39,7 +39,7 @@ from embedserve_store import LocalTables, ModelStore, publish
 
 TABLES, ROWS, DIM, USERS, IDS_MAX = 8, 100_000, 64, 25, 8
 SMALL_ROWS = 1000
-AT_ONCE = 16
+BATCHES_PER_REPLICA = 16
 LOCAL_BYTES = 64 << 20
 
 
@@ -99,7 +99,7 @@ def time_one(server: Running, count: int, small: int) -> np.ndarray:
 
 
 async def time_many(server: Running, seconds: float, small: int) -> float:
-    """Returns batches/s with AT_ONCE in flight."""
+    """Returns batches/s with BATCHES_PER_REPLICA in flight."""
     batches = [features_of(*make_batch(seed, small=small)) for seed in range(16)]
     end_s, done = perf_counter() + seconds, 0
 
@@ -110,7 +110,7 @@ async def time_many(server: Running, seconds: float, small: int) -> float:
             done += 1
 
     async with AsyncGrpcEmbedClient(server.grpc) as client:
-        await asyncio.gather(*(ask(client, i) for i in range(AT_ONCE)))
+        await asyncio.gather(*(ask(client, i) for i in range(BATCHES_PER_REPLICA)))
     return done / seconds
 
 

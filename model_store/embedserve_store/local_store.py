@@ -83,8 +83,7 @@ class LocalStore:
         Raises:
             StoreError: the version does not exist. Or one of its files is missing, damaged, of
                 another format version, or contradicts another file. Or it does not have the parts
-                that the store was opened with. Rows are not read, except for the goldens of a part:
-                see verification.py.
+                that the store was opened with. Rows are not read: see verification.py.
         """
         chosen = self._find(model, version)
         return _load(self.path / model / str(chosen), model, chosen, self._holding)

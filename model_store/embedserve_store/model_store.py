@@ -201,7 +201,7 @@ class ModelStore:
             StoreError: the version does not exist. Or one of its files is missing, damaged, of
                 another format version, or contradicts another file. Or the cache cannot be written,
                 or the version does not have the part that the store was opened with. Rows are not
-                read, except for the goldens of a part: see verification.py.
+                read: see verification.py.
         """
         alias = self.alias_named(model, version)
         if alias is not None:

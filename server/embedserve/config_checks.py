@@ -72,8 +72,8 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
     """Returns why the served versions cannot change while the server runs; "" if they can."""
     if device_type == "cuda":
         return (
-            "the tables go to GPUs, where a version that comes would have to fit beside the one "
-            "that answers, which is not supported yet: use none"
+            "the tables go to GPUs, where the next version would have to fit beside the one that "
+            "is served, which is not supported yet"
         )
     if settings.is_supervised and settings.tables == "resident":
         way_out = "" if settings.deltas != "none" else ", or --workers 1"
@@ -236,13 +236,15 @@ def _check_unix_sockets(settings: ServeSettings) -> None:
 
 
 def check_device(settings: ServeSettings, device_type: str) -> None:
-    """Raises ValueError for settings that contradict tables on ``device_type``, "cpu" or "cuda"."""
+    """Raises ValueError for settings that contradict tables on ``device_type``: "cpu", "cuda", or
+    ``devices`` before it is resolved."""
     # An alias also says which deltas its version may have, which may change anywhere. Another
     # version stays out, with the reason.
     only_deltas = settings.follow == "alias" and settings.deltas != "none"
     is_followed = settings.follow != "none" and not only_deltas
     if is_followed and (why := why_fixed(settings, device_type)):
-        raise ValueError(f"follow is {settings.follow!r}, but {why}")
+        way_out = ": use none" if device_type == "cuda" else ""
+        raise ValueError(f"follow is {settings.follow!r}, but {why}{way_out}")
     if device_type != "cuda":
         return
     if settings.workers > 1:

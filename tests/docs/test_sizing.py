@@ -7,7 +7,7 @@ import re
 import pytest
 from documents import ROOT
 
-from embedserve.batching.batcher import AT_ONCE
+from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_figures
 from embedserve.config import DEFAULT_LIMITS, ServeSettings
 from embedserve.processes.memory_bounds import Rows, memory_parts, server_memory
@@ -63,7 +63,7 @@ def test_further_features_take_what_the_page_says() -> None:
 
 def test_a_batch_on_a_gpu_takes_what_the_page_says() -> None:
     parts = memory_parts(DEFAULT_LIMITS, gpus=1)
-    each = parts["its batches that are looked up"] // AT_ONCE
+    each = parts["its batches that are looked up"] // BATCHES_PER_REPLICA
     assert f"two batches per GPU, {each >> 20} MiB each by the default limits" in SIZING
 
 

@@ -14,6 +14,7 @@ from embedserve.config_checks import (
     check_device,
     check_settings,
     delta_poll_s,
+    why_fixed,
 )
 
 PLAIN = ServeSettings(store="store")
@@ -80,6 +81,15 @@ def test_resident_tables_of_several_workers_cannot_follow() -> None:
     check_settings(replace(resident, workers=2, tables="mapped"))
     with pytest.raises(ValueError, match=r"^follow is 'alias', but a version that comes while"):
         check_settings(replace(resident, workers=2))
+
+
+def test_versions_on_gpus_cannot_change() -> None:
+    with pytest.raises(
+        ValueError, match=r"^follow is 'latest', but .* not supported yet: use none$"
+    ):
+        check_device(replace(PLAIN, follow="latest"), "cuda")
+    assert why_fixed(PLAIN, "cuda").endswith("which is not supported yet")
+    assert why_fixed(PLAIN, "cpu") == ""
 
 
 @pytest.mark.parametrize(

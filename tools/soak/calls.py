@@ -30,7 +30,7 @@ GREETING = (
 """Settings without a header table: a header block then has the same meaning on every connection."""
 WINDOW = 65_535
 REFUSED, UNAVAILABLE = 8, 14
-AT_ONCE = 8
+BATCHES_PER_REPLICA = 8
 
 
 @dataclass
@@ -252,7 +252,7 @@ async def call_in_turn(
             line = await GrpcConnection.open(site)
             continue
         line.end_late()
-        if len(line.calls) < AT_ONCE:
+        if len(line.calls) < BATCHES_PER_REPLICA:
             line.ask(line.begin(kind, is_stream=False), site.random.choice(asks))
         await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
     await asyncio.gather(*leaving, *([line.finish()] if line else []))
@@ -271,7 +271,7 @@ async def stream_in_turn(
             line.end_late()
             if stream not in line.calls:
                 stream = line.begin(kind, is_stream=True)
-            if len(line.calls[stream].waiting) < AT_ONCE:
+            if len(line.calls[stream].waiting) < BATCHES_PER_REPLICA:
                 line.ask(stream, site.random.choice(asks))
             await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
         line.end(stream)

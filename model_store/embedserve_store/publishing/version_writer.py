@@ -133,7 +133,8 @@ def finish_version(
     skipped: tuple[str, ...],
     previous: Manifest | None = None,
 ) -> PublishedVersion:
-    """Writes manifest.json over the other files in ``staging``, and renames it to the next version.
+    """Writes manifest.json, with the checksums of the other files in ``staging``, and renames
+    ``staging`` to the next version.
 
     Args:
         previous: version that is returned instead, if it has the same content; None for none.

@@ -22,7 +22,7 @@ from embedserve.batching.pending_request import PendingRequest
 from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import Shadow, ShadowExecutor
 from embedserve.batching.split import errors_by_request
-from embedserve.deltas.rows_reader import BatchView
+from embedserve.deltas.rows_reader import BatchView, end_view
 from embedserve.errors import DeadlineExceededError, EmbedServeError, EngineError
 from embedserve.lookup_types import Batch, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -77,8 +77,7 @@ class BatchRunner:
             change = None if view is None else view.id_overrides()
             batch, errors = join_valid(requests, self._model, change)
         except Exception:
-            if view is not None:
-                view.end()
+            end_view(view)
             self._lookups.log_failure(f"joining {len(taken)} requests")
             self._fail(taken, EngineError(FAILED))
             return
@@ -86,8 +85,7 @@ class BatchRunner:
             self._reject(taken, errors)
             taken = [pending for i, pending in enumerate(taken) if i not in errors]
         if batch is None:
-            if view is not None:
-                view.end()
+            end_view(view)
             self.on_batch_done()
             return
         batch.view = view  # ends with the lookup
@@ -110,8 +108,7 @@ class BatchRunner:
             requests = [pending.request for pending in taken]
             joining = self._lookups.join_in_thread(loop, requests, view)
         except Exception:  # the executor has been shut down
-            if view is not None:
-                view.end()
+            end_view(view)
             self._drop(loop, queue, taken, "joining")
         else:
             joining.add_done_callback(partial(self._on_joined, loop, queue, taken, view))
@@ -129,8 +126,7 @@ class BatchRunner:
         try:
             batch, requests, errors, pieces = joining.result()
         except Exception:
-            if view is not None:
-                view.end()
+            end_view(view)
             self._drop(loop, queue, taken, "joining")
             return
         self._reject(taken, errors)
@@ -139,8 +135,7 @@ class BatchRunner:
         valid = [taken[i] for i in requests]
         now_s = perf_counter()
         if batch is None or not any(one.is_waiting and now_s < one.deadline_s for one in valid):
-            if view is not None:
-                view.end()
+            end_view(view)
             queue.end_batch()
             late = DeadlineExceededError("the deadline passed while its batch was joined")
             self._fail(valid, late.of(self._model))  # `valid` is empty if no request was valid

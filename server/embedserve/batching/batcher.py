@@ -27,7 +27,7 @@ from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
 
-AT_ONCE = 2
+BATCHES_PER_REPLICA = 2
 """Maximum number of batches in flight for each replica of an engine that waits for its device. With
 two, one batch can be copied to or from the device while the other is looked up."""
 BAG_BYTES = 16
@@ -79,11 +79,12 @@ class Batcher:
         self._work_bytes = partial(work_bytes, self._work_per_example, self._work_per_id)
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
-        at_once = AT_ONCE * engine.replicas if waits else 1
-        at_once = at_once if remote is None else remote.batches_max
+        in_flight_max = BATCHES_PER_REPLICA * engine.replicas if waits else 1
+        if remote is not None:
+            in_flight_max = remote.batches_max
         # On GPUs and in routers nothing is looked up inline, and all requests are in `_large`.
-        self._small = RequestQueue(queue, model, limits, self._work_bytes, at_once)
-        self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
+        self._small = RequestQueue(queue, model, limits, self._work_bytes, in_flight_max)
+        self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, in_flight_max)
         self._queues = (self._small, self._large)
         # The queue of requests whose size is not known yet: the small one, where it is used.
         self._unsized_queue = self._small if self._inline_bytes_max else self._large

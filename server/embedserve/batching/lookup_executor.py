@@ -24,7 +24,7 @@ from embedserve.batching.split import (
     split,
     split_by_examples,
 )
-from embedserve.deltas.rows_reader import BatchView
+from embedserve.deltas.rows_reader import BatchView, end_view
 from embedserve.errors import EmbedServeError, EngineError, InvalidRequestError
 from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
@@ -160,8 +160,7 @@ class LookupExecutor:
             return
 
         def end(done: asyncio.Future[list[LookedUp]]) -> None:
-            if batch.view is not None:
-                batch.view.end()
+            end_view(batch.view)
             finish(done.result())
 
         try:
@@ -172,8 +171,7 @@ class LookupExecutor:
                 )
             )
         except Exception:
-            if batch.view is not None:
-                batch.view.end()
+            end_view(batch.view)
             raise
         looking_up.add_done_callback(end)
 

@@ -46,10 +46,10 @@ class RequestQueue:
     """
 
     __slots__ = (
-        "_at_once",
         "_backlog",
         "_examples_max",
         "_ids_max",
+        "_in_flight_max",
         "_limits",
         "_model",
         "_name",
@@ -74,13 +74,13 @@ class RequestQueue:
         model: ModelInfo,
         limits: Limits,
         work_bytes: Callable[[int, int], int],
-        at_once: int = 1,
+        in_flight_max: int = 1,
     ) -> None:
         """
         Args:
             name: name of the queue in rejection messages.
             work_bytes: function from (examples, ids) to work in bytes, which sources share fairly.
-            at_once: maximum number of batches off the event loop at once.
+            in_flight_max: maximum number of batches off the event loop.
         """
         self._name = name
         self._model = model
@@ -91,7 +91,7 @@ class RequestQueue:
         self.is_full = False
         self.in_flight = 0
         self.is_saturated = False
-        self._at_once = at_once
+        self._in_flight_max = in_flight_max
         self.pending: deque[PendingRequest] = deque()
         # Earlier requests, by source: they did not fit into a batch, or a share had to be checked.
         self._backlog = FairQueue()
@@ -177,7 +177,7 @@ class RequestQueue:
     def begin_batch(self) -> None:
         """Records that a batch leaves the event loop; ``end_batch`` records its end."""
         self.in_flight += 1
-        self.is_saturated = self.in_flight >= self._at_once
+        self.is_saturated = self.in_flight >= self._in_flight_max
 
     def end_batch(self) -> None:
         self.in_flight -= 1

@@ -19,7 +19,7 @@ import numpy as np
 from embedserve.batching.join import adapt_and_join
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import in_request_order
-from embedserve.deltas.rows_reader import BatchView
+from embedserve.deltas.rows_reader import BatchView, end_view
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
@@ -168,8 +168,7 @@ def compare(
             batch.view = view
             ours = engine.lookup(batch.newest_rows(), batch.lengths, batch.weights)
     finally:
-        if view is not None:
-            view.end()
+        end_view(view)
     sums = np.zeros((len(KEY_SUMS), len(keys)))
     if batch is not None:
         ours = in_request_order(ours, batch, model)

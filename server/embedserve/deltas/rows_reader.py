@@ -240,6 +240,12 @@ class BatchView:
         self._reader.end(self._number)
 
 
+def end_view(view: BatchView | None) -> None:
+    """Ends the use of ``view``; does nothing for None, the view of rows that never change."""
+    if view is not None:
+        view.end()
+
+
 def _blocks(plan: Plan, spare: SpareRows) -> tuple[int, int]:
     """Returns the number of ranks that have rows of a group's tables, and the rows of each.
 

@@ -100,19 +100,19 @@ class RequestPipeline:
         except Exception:
             context.fail()
 
-    def submit_unread(
-        self, context: RequestContext, nbytes: int, read_body: Callable[[], bytes]
+    def submit_compressed(
+        self, context: RequestContext, nbytes: int, decompress: Callable[[], bytes]
     ) -> None:
-        """Submits a request whose body must be read in the codec thread first. Never raises.
+        """Submits a request whose body is decompressed in the codec thread first. Never raises.
 
         Args:
-            nbytes: bytes held until the body is read.
-            read_body: returns the body, or raises EmbedServeError.
+            nbytes: bytes held until the body is decompressed.
+            decompress: returns the body, or raises EmbedServeError.
         """
         try:
             if context.deadline_s != NEVER:
                 _check_deadline(context)
-            self._decode_later(context, nbytes, read_body)
+            self._decode_later(context, nbytes, decompress)
         except EmbedServeError as error:
             context.reject(error)
         except Exception:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from embedserve.batching.batcher import AT_ONCE
+from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.config import Limits, ServeSettings
 from embedserve.fanout.values_budget import (
     BATCHES_MAX,
@@ -86,7 +86,7 @@ def memory_parts(
         batches = max(VALUES_BYTES_MAX, largest) + versions * BATCHES_MAX * SMALL_BYTES_MAX
         batches += versions * (lone + batch + (BATCHES_MAX - 1) * max(lone, batch))
     elif gpus:
-        batches = versions * gpus * AT_ONCE * max(lone, batch)
+        batches = versions * gpus * BATCHES_PER_REPLICA * max(lone, batch)
     else:
         batches = versions * (lone + batch)
     queue = (ID_BYTES + STRING_BYTES) * limits.queue_ids_max

@@ -21,7 +21,7 @@ from embedserve.access.client_address import ClientAddresses
 from embedserve.api.admin import AdminOperations
 from embedserve.api.console.labels import read_labels
 from embedserve.api.management import health_app, management_app
-from embedserve.batching.batcher import AT_ONCE, Batcher
+from embedserve.batching.batcher import BATCHES_PER_REPLICA, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
 from embedserve.deltas.status import SharedDeltaState
@@ -83,7 +83,7 @@ def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -
     """Returns the size of the executor that the batchers of all ``engines`` share. It has room for
     the chunks of a large batch and for as many small batches; on GPUs at least for all batches that
     may be in flight."""
-    at_once = sum(AT_ONCE * one.replicas for one in engines if one.waits_for_device)
+    at_once = sum(BATCHES_PER_REPLICA * one.replicas for one in engines if one.waits_for_device)
     return max(2 * lookup_threads(settings), at_once)
 
 

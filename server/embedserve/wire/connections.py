@@ -37,7 +37,7 @@ class Connection(Protocol):
     def held_bytes(self) -> int:
         """Bytes of incomplete requests, cached header blocks and small unsent responses."""
 
-    def unread(self) -> dict[int, int]:
+    def unsent_memory(self) -> dict[int, int]:
         """Returns the bytes of memory kept alive by large unsent responses, by id() of the owner.
 
         The owner is a batch's output array, which several connections may share.
@@ -135,7 +135,7 @@ class ProtocolDetector(asyncio.Protocol):
     def held_bytes(self) -> int:
         return len(self._data)
 
-    def unread(self) -> dict[int, int]:
+    def unsent_memory(self) -> dict[int, int]:
         return {}
 
     def check_time(self, now_s: float) -> None:
@@ -176,16 +176,16 @@ class ReadProgress:
         self._unread_bytes = 0  # when the client last counted as reading
         self._since_s = 0.0
 
-    def has_stalled(self, unread_bytes: int, now_s: float) -> bool:
+    def has_stalled(self, unsent_bytes: int, now_s: float) -> bool:
         """Returns whether the client has read less than READ_BYTES_MIN for UNREAD_S_MAX.
 
         Args:
-            unread_bytes: bytes in the write buffer.
+            unsent_bytes: bytes in the write buffer.
             now_s: perf_counter seconds.
         """
-        if 0 < self._unread_bytes < unread_bytes + READ_BYTES_MIN:
+        if 0 < self._unread_bytes < unsent_bytes + READ_BYTES_MIN:
             return now_s - self._since_s > UNREAD_S_MAX
-        self._unread_bytes, self._since_s = unread_bytes, now_s
+        self._unread_bytes, self._since_s = unsent_bytes, now_s
         return False
 
     def restart(self) -> None:
@@ -238,14 +238,14 @@ class LingeringClose(asyncio.Protocol):
     def held_bytes(self) -> int:
         return self._connection.held_bytes
 
-    def unread(self) -> dict[int, int]:
-        return self._connection.unread()
+    def unsent_memory(self) -> dict[int, int]:
+        return self._connection.unsent_memory()
 
     def check_time(self, now_s: float) -> None:
-        unread_bytes = self._transport.get_write_buffer_size()
-        if unread_bytes:
+        unsent_bytes = self._transport.get_write_buffer_size()
+        if unsent_bytes:
             self._unread_s = now_s
-            is_over = self._progress.has_stalled(unread_bytes, now_s)
+            is_over = self._progress.has_stalled(unsent_bytes, now_s)
         else:
             is_over = now_s - self._unread_s > LINGER_S_MAX
         if is_over:

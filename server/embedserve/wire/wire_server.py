@@ -219,7 +219,7 @@ class WireServer:
         """
         self._grown_bytes = 0
         limit = self._limits.connection_bytes_max
-        held = [(one.held_bytes, one.unread(), one) for one in self._connections]
+        held = [(one.held_bytes, one.unsent_memory(), one) for one in self._connections]
         sizes: dict[int, int] = {}  # of batches kept by unsent responses, which may share them
         users: Counter[int] = Counter()
         for _, unread, _ in held:

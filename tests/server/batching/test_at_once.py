@@ -13,7 +13,7 @@ from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import Waiting, submit
 from server.waiting import until
 
-from embedserve.batching.batcher import AT_ONCE, Batcher
+from embedserve.batching.batcher import BATCHES_PER_REPLICA, Batcher
 from embedserve.batching.lookup_engine import RemoteLookups
 from embedserve.batching.shadow import ShadowExecutor
 from embedserve.config import Limits
@@ -26,7 +26,7 @@ USER: Bags = {"user": [[1, 2, 3]]}
 @pytest.fixture
 def batcher(engine: FakeEngine) -> Iterator[Batcher]:
     engine.waits_for_device = True
-    with ThreadPoolExecutor(AT_ONCE + 1) as executor:
+    with ThreadPoolExecutor(BATCHES_PER_REPLICA + 1) as executor:
         yield Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
         engine.release()
 
@@ -35,7 +35,7 @@ async def fill(batcher: Batcher, engine: FakeEngine) -> list[Waiting]:
     """Submits as many requests as may be looked up concurrently, each in a batch that is held."""
     engine.hold()
     running: list[Waiting] = []
-    while len(running) < AT_ONCE:
+    while len(running) < BATCHES_PER_REPLICA:
         running.append(submit(batcher, engine.request(USER)))
         await until(lambda: len(engine.lookups) == len(running))
     return running
@@ -47,12 +47,12 @@ async def test_requests_queued_while_the_device_is_full_form_one_batch(
     running = await fill(batcher, engine)
     waiting = [submit(batcher, engine.request(USER)) for _ in range(5)]
     await asyncio.sleep(0.02)
-    assert [lookup.batch_size for lookup in engine.lookups] == [1] * AT_ONCE
+    assert [lookup.batch_size for lookup in engine.lookups] == [1] * BATCHES_PER_REPLICA
     assert not any(lookup.is_inline for lookup in engine.lookups)
     engine.release()
     for answer in [*running, *waiting]:
         assert np.array_equal((await answer).values, engine.expected(USER))
-    assert [lookup.batch_size for lookup in engine.lookups] == [*[1] * AT_ONCE, 5]
+    assert [lookup.batch_size for lookup in engine.lookups] == [*[1] * BATCHES_PER_REPLICA, 5]
 
 
 class OnTwoGpus:
@@ -72,7 +72,7 @@ class OnTwoGpus:
 async def test_each_replica_has_the_maximum_of_batches_in_flight(engine: FakeEngine) -> None:
     each = [engine, FakeEngine(engine.model)]
     both = OnTwoGpus(each)
-    batches_max = AT_ONCE * len(each)
+    batches_max = BATCHES_PER_REPLICA * len(each)
     for one in each:
         one.hold()
     with ThreadPoolExecutor(batches_max) as executor:
@@ -82,10 +82,10 @@ async def test_each_replica_has_the_maximum_of_batches_in_flight(engine: FakeEng
             while len(running) < batches_max:
                 running.append(submit(batcher, engine.request(USER)))
                 await until(lambda: sum(len(one.lookups) for one in each) == len(running))
-            assert [len(one.lookups) for one in each] == [AT_ONCE] * len(each)
+            assert [len(one.lookups) for one in each] == [BATCHES_PER_REPLICA] * len(each)
             waiting = [submit(batcher, engine.request(USER)) for _ in range(3)]
             await asyncio.sleep(0.02)
-            assert [len(one.lookups) for one in each] == [AT_ONCE] * len(each)
+            assert [len(one.lookups) for one in each] == [BATCHES_PER_REPLICA] * len(each)
         finally:
             for one in each:
                 one.release()

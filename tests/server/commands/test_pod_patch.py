@@ -17,7 +17,7 @@ import yaml
 from documents import ROOT
 from typer.testing import CliRunner, Result
 
-from embedserve.batching.batcher import AT_ONCE
+from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.commands.cli import app
 from embedserve.commands.planning.pod_patch import (
     BASE,
@@ -158,7 +158,7 @@ def test_pod_on_gpus_requests_gpus_and_host_memory() -> None:
     figures = needed(LARGE, gpus=8)
     assert figures["requests"]["memory"] == PROCESS_BYTES + WORK_BYTES + CUDA_BYTES
     # values, and values in order
-    bytes_per_gpu = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max
+    bytes_per_gpu = BATCHES_PER_REPLICA * 2 * DEFAULT_LIMITS.request_output_bytes_max
     limit_of_one_gpu = needed(LARGE, gpus=1)["limits"]["memory"]
     assert figures["limits"]["memory"] > limit_of_one_gpu + 7 * bytes_per_gpu
     for_two_aliases = needed(replace(LARGE, aliases=2), gpus=8)

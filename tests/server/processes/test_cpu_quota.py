@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from server.fake_engine import FakeEngine
 
-from embedserve.batching.batcher import AT_ONCE
+from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.config import ServeSettings
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.server import executor_threads, lookup_threads
@@ -93,4 +93,4 @@ def test_executor_has_a_thread_for_each_concurrent_gpu_batch() -> None:
     on_gpus = FakeEngine(on_cpu.model)
     on_gpus.waits_for_device, on_gpus.replicas = True, 500
     assert executor_threads(settings, [on_cpu]) == 2 * lookup_threads(settings)
-    assert executor_threads(settings, [on_cpu, on_gpus, on_gpus]) == 2 * 500 * AT_ONCE
+    assert executor_threads(settings, [on_cpu, on_gpus, on_gpus]) == 2 * 500 * BATCHES_PER_REPLICA

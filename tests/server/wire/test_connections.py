@@ -141,15 +141,15 @@ async def test_one_that_ends_its_side_and_reads_nothing_is_cut(
 
 
 class UnreadTransport(asyncio.Transport):
-    """A transport whose client has ``unread_bytes`` still to read."""
+    """A transport whose client has ``unsent_bytes`` still to read."""
 
-    def __init__(self, unread_bytes: int) -> None:
+    def __init__(self, unsent_bytes: int) -> None:
         super().__init__()
-        self.unread_bytes = unread_bytes
+        self.unsent_bytes = unsent_bytes
         self._protocol: asyncio.BaseProtocol
 
     def get_write_buffer_size(self) -> int:
-        return self.unread_bytes
+        return self.unsent_bytes
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
@@ -183,11 +183,11 @@ async def test_a_last_answer_that_is_read_steadily_is_not_cut(server: OurServer)
         connection.check_time(now_s)
         now_s += UNREAD_S_MAX - 1
         connection.check_time(now_s)
-        transport.unread_bytes -= READ_BYTES_MIN
+        transport.unsent_bytes -= READ_BYTES_MIN
         now_s += 2
     assert server.wire.connections
     connection.check_time(now_s)
-    transport.unread_bytes -= READ_BYTES_MIN - 1
+    transport.unsent_bytes -= READ_BYTES_MIN - 1
     connection.check_time(now_s + UNREAD_S_MAX)
     assert server.wire.connections
     connection.check_time(now_s + UNREAD_S_MAX + 1)
@@ -205,7 +205,7 @@ async def test_a_last_answer_counts_whole_until_its_client_has_read_it(server: O
     (connection,) = server.wire.connections
     assert connection.held_bytes == len(body)
     connection.check_time(perf_counter())
-    transport.unread_bytes = 0
+    transport.unsent_bytes = 0
     assert connection.held_bytes == 0
 
 
@@ -215,7 +215,7 @@ async def test_a_client_may_close_its_side_after_it_has_read_a_last_answer(
     transport = UnreadTransport(READ_BYTES_MIN)
     connection, now_s = lingering(server, transport), perf_counter()
     connection.check_time(now_s + UNREAD_S_MAX)
-    transport.unread_bytes = 0
+    transport.unsent_bytes = 0
     connection.check_time(now_s + UNREAD_S_MAX + LINGER_S_MAX)
     assert server.wire.connections
     connection.check_time(now_s + UNREAD_S_MAX + LINGER_S_MAX + 1)

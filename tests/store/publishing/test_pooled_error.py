@@ -34,7 +34,7 @@ def table_of(rows: torch.Tensor, pooling: str = "sum", dtype: str = "float32") -
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
-def test_rows_a_tenth_too_long_are_off_by_a_tenth(tmp_path: Path, pooling: str) -> None:
+def test_rows_scaled_by_1_1_have_relative_l2_error_of_0_1(tmp_path: Path, pooling: str) -> None:
     rows = torch.rand(50, 8)
     error = error_of(table_of(rows, pooling), rows, rows * 1.1, tmp_path / "t")
     assert error.relative_l2 == pytest.approx(0.1, rel=1e-4)
@@ -42,7 +42,7 @@ def test_rows_a_tenth_too_long_are_off_by_a_tenth(tmp_path: Path, pooling: str) 
     assert error.bytes_saved == 0
 
 
-def test_the_lowest_cosine_is_that_of_the_worst_bag(tmp_path: Path) -> None:
+def test_cosine_min_is_the_cosine_of_the_worst_bag(tmp_path: Path) -> None:
     rows = torch.rand(3, 4) + 0.1
     turned = rows.clone()
     turned[1] = -turned[1]
@@ -53,9 +53,7 @@ def test_the_lowest_cosine_is_that_of_the_worst_bag(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("t", "u"), ("u", "t")])
-def test_an_error_that_is_not_a_number_is_not_within_the_limit(
-    tmp_path: Path, names: tuple[str, str]
-) -> None:
+def test_nan_error_exceeds_the_limit(tmp_path: Path, names: tuple[str, str]) -> None:
     """Sums of rows overflow float32, though each row is finite."""
     large = torch.full((50, 8), 3e38)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -68,26 +66,26 @@ def test_an_error_that_is_not_a_number_is_not_within_the_limit(
         check_errors({one: error if one == "t" else exact for one in names}, manifest, 0.5)
 
 
-def test_rows_of_zeros_are_exact(tmp_path: Path) -> None:
+def test_zero_rows_have_no_error(tmp_path: Path) -> None:
     zeros = torch.zeros(9, 4)
     assert error_of(table_of(zeros), zeros, zeros, tmp_path / "t") == PooledError(
         0.0, 1.0, 1.0, 0.0, 0
     )
 
 
-def test_bytes_saved_are_against_float32(tmp_path: Path) -> None:
+def test_bytes_saved_are_relative_to_float32(tmp_path: Path) -> None:
     rows = torch.rand(10, 64)
     assert error_of(table_of(rows, dtype="int8"), rows, rows, tmp_path / "a").bytes_saved == 1880
     assert error_of(table_of(rows, dtype="int4"), rows, rows, tmp_path / "b").bytes_saved == 2200
 
 
-def test_cosines_of_zeros() -> None:
+def test_cosine_of_zero_vectors_is_one_and_of_one_zero_vector_zero() -> None:
     a = np.array([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
     b = np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
     assert cosines(a, b).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_larger_error_than_allowed_is_not_published(
+def test_error_above_max_error_is_not_published(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     message = r"table 'tag': stored as int4, its pooled answers have a relative L2 error of 0\.\d+"

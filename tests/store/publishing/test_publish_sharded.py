@@ -21,14 +21,12 @@ def outcomes(folder: Path, case: str) -> list[str]:
 
 
 @pytest.mark.parametrize("late", ["publishing", "saving"])
-def test_ranks_wait_for_one_another_beyond_the_limit_of_their_group(
-    tmp_path: Path, late: str
-) -> None:
+def test_ranks_wait_longer_than_the_process_group_timeout(tmp_path: Path, late: str) -> None:
     assert outcomes(tmp_path, late) == ["1", "none"]
     assert LocalStore(tmp_path / "store").versions("m") == [1]
 
 
-def test_all_ranks_raise_if_the_store_is_writable_on_some_only(tmp_path: Path) -> None:
-    refused = "StoreError: cannot be written on rank 1"
-    assert outcomes(tmp_path, "unwritable") == [refused, refused]
+def test_all_ranks_raise_if_one_rank_cannot_write_the_store(tmp_path: Path) -> None:
+    rejection = "StoreError: cannot be written on rank 1"
+    assert outcomes(tmp_path, "unwritable") == [rejection, rejection]
     assert not (tmp_path / "store").exists()

@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_an_alias_means_what_it_was_moved_to_last(store: Path) -> None:
+def test_alias_resolves_to_its_latest_version(store: Path) -> None:
     models = ModelStore(store)
     assert (models.aliases("m"), models.alias_history("m", "stable")) == ({}, [])
     first = set_alias(store, "m", "stable", 1, why="the first")
@@ -67,7 +67,7 @@ def with_deltas(store: Path) -> Path:
     return store
 
 
-def test_an_alias_names_a_delta(with_deltas: Path) -> None:
+def test_alias_can_pin_a_delta(with_deltas: Path) -> None:
     models = ModelStore(with_deltas)
     set_alias(with_deltas, "m", "stable", 1, at_seq=2, why="the last good one")
     assert (models.alias("m", "stable").version, models.alias("m", "stable").at_seq) == (1, 2)
@@ -93,7 +93,7 @@ def test_an_alias_names_a_delta(with_deltas: Path) -> None:
         (None, 1, "at_seq is 1: an alias that is removed has no delta$"),
     ],
 )
-def test_a_delta_that_cannot_be_named_changes_nothing(
+def test_alias_of_an_invalid_delta_is_rejected_without_change(
     with_deltas: Path, version: int | None, at_seq: int, reason: str
 ) -> None:
     before = set_alias(with_deltas, "m", "stable", 1)
@@ -102,7 +102,7 @@ def test_a_delta_that_cannot_be_named_changes_nothing(
     assert ModelStore(with_deltas).alias("m", "stable") == before
 
 
-def test_a_rollback_keeps_the_delta_that_a_version_had(with_deltas: Path) -> None:
+def test_rollback_restores_the_pinned_delta_of_the_version(with_deltas: Path) -> None:
     models = ModelStore(with_deltas)
     set_alias(with_deltas, "m", "stable", 1, at_seq=2)
     set_alias(with_deltas, "m", "stable", 2)
@@ -122,7 +122,7 @@ def test_a_rollback_keeps_the_delta_that_a_version_had(with_deltas: Path) -> Non
     assert "canary" in models.aliases("m")
 
 
-def test_an_alias_of_an_alias_has_its_delta(with_deltas: Path) -> None:
+def test_alias_set_from_an_alias_copies_its_delta(with_deltas: Path) -> None:
     set_alias(with_deltas, "m", "canary", 1, at_seq=2)
     assert set_alias(with_deltas, "m", "stable", "canary").at_seq == 2
     assert set_alias(with_deltas, "m", "stable", "canary", at_seq=1).at_seq == 1
@@ -131,7 +131,7 @@ def test_an_alias_of_an_alias_has_its_delta(with_deltas: Path) -> None:
 
 
 @pytest.mark.parametrize("at_seq", [-1, 2**32, 2**70, "2", True, 1.5])
-def test_a_delta_that_no_file_can_name_is_refused(store: Path, at_seq: object) -> None:
+def test_invalid_at_seq_in_an_alias_file_is_rejected(store: Path, at_seq: object) -> None:
     path = store / "m/aliases/stable/1.json"
     set_alias(store, "m", "stable", 1)
     data = json.loads(path.read_bytes()) | {"at_seq": at_seq}
@@ -141,7 +141,7 @@ def test_a_delta_that_no_file_can_name_is_refused(store: Path, at_seq: object) -
         ModelStore(store).alias("m", "stable")
 
 
-def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:
+def test_removed_alias_is_unset_and_keeps_its_history(store: Path) -> None:
     set_alias(store, "m", "stable", 1)
     set_alias(store, "m", "stable", None, why="over")
     models = ModelStore(store)
@@ -156,7 +156,7 @@ def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:
     assert set_alias(store, "m", "stable", 2).change_number == 3
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing(store: Path) -> None:
+def test_invalid_set_alias_arguments_leave_the_store_unchanged(store: Path) -> None:
     before = everything_under(store)
     for model, name, version, message in (
         ("m", "stable", 3, r"m: version 3 does not exist; versions are 1, 2"),
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(store: Path) -> None:
     assert everything_under(store) == before
 
 
-def test_what_else_lies_there_is_no_alias(store: Path) -> None:
+def test_other_files_in_the_alias_folder_are_ignored(store: Path) -> None:
     set_alias(store, "m", "stable", 1)
     folder = store / "m" / "aliases"
     (folder / "stable" / ".new-0123").write_text("{")
@@ -190,7 +190,7 @@ def test_what_else_lies_there_is_no_alias(store: Path) -> None:
     assert set_alias(store, "m", "stable", 2).change_number == 2
 
 
-def test_a_damaged_one_is_refused_by_its_file(store: Path) -> None:
+def test_damaged_alias_is_rejected_with_its_file_name(store: Path) -> None:
     set_alias(store, "m", "stable", 1)
     path = store / "m" / "aliases" / "stable" / "1.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
@@ -199,7 +199,7 @@ def test_a_damaged_one_is_refused_by_its_file(store: Path) -> None:
     assert ModelStore(store).load("m", 1).manifest.version == 1
 
 
-def test_a_damaged_one_stands_in_no_others_way(store: Path) -> None:
+def test_damaged_alias_does_not_affect_other_aliases(store: Path) -> None:
     set_alias(store, "m", "stable", 1)
     set_alias(store, "m", "canary", 2)
     (store / "m" / "aliases" / "canary" / "2.json").touch()
@@ -212,7 +212,7 @@ def test_a_damaged_one_stands_in_no_others_way(store: Path) -> None:
     assert models.manifest("m", "canary").version == 1
 
 
-def test_a_version_that_is_removed_meanwhile_is_said(
+def test_set_alias_reports_a_concurrently_removed_version(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = os.link
@@ -227,7 +227,7 @@ def test_a_version_that_is_removed_meanwhile_is_said(
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_of_many_writers_each_has_its_turn(store: Path, scheme: str) -> None:
+def test_concurrent_set_alias_calls_all_succeed(store: Path, scheme: str) -> None:
     where = f"{scheme}{store}"
     with ThreadPoolExecutor(8) as pool:
         moved = [pool.submit(set_alias, where, "m", "stable", 1 + i % 2) for i in range(24)]
@@ -239,26 +239,26 @@ def test_of_many_writers_each_has_its_turn(store: Path, scheme: str) -> None:
     assert [name for name in names if name.startswith(".")] == []
 
 
-def test_a_file_system_without_hard_links(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_set_alias_works_without_hard_links(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", reject)
     assert [set_alias(store, "m", "stable", version).change_number for version in (1, 2)] == [1, 2]
     assert ModelStore(store).aliases("m")["stable"].version == 2
 
 
-def test_a_store_that_cannot_be_written(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_set_alias_on_a_read_only_store_fails(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", reject)
     with pytest.raises(StoreError, match=r"stable/1\.json: cannot be written: Read-only file sys"):
         set_alias(store, "m", "stable", 1)
     assert ModelStore(store).aliases("m") == {}
 
 
-def test_killed_at_any_step_a_publish_and_an_alias_leave_what_a_reader_reads_right(
+def test_store_is_consistent_when_publish_or_set_alias_is_killed(
     tmp_path: Path,
 ) -> None:
     script = Path(__file__).with_name("killed_at_each_step.py")
@@ -269,7 +269,7 @@ def test_killed_at_any_step_a_publish_and_an_alias_leave_what_a_reader_reads_rig
     assert int(steps["alias"]) > 5
 
 
-def test_a_rollback_goes_back_and_takes_away_what_other_versions_answer(tmp_path: Path) -> None:
+def test_rollback_restores_previous_version_and_removes_traffic_aliases(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for _ in range(4):
         publish(STATE, store, model="m", tables=TABLES)
@@ -296,14 +296,14 @@ def test_a_rollback_goes_back_and_takes_away_what_other_versions_answer(tmp_path
     assert roll_back(store, "m", to="named").after.version == 4
 
 
-def test_a_rollback_that_cannot_be_changes_nothing(store: Path) -> None:
+def test_impossible_rollback_leaves_the_store_unchanged(store: Path) -> None:
     set_alias(store, "m", "stable", 1)
     set_alias(store, "m", "stable", 2)
     set_alias(store, "m", "canary", 2, share=10.0)
     remove_version(store, "m", 1)
     before = everything_under(store)
-    said = "stable was version 1 before, which does not exist any more; versions are 2$"
-    with pytest.raises(StoreError, match=said):
+    expected_error = "stable was version 1 before, which does not exist any more; versions are 2$"
+    with pytest.raises(StoreError, match=expected_error):
         roll_back(store, "m")
     with pytest.raises(StoreError, match="no alias 'stble', aliases are canary, stable"):
         roll_back(store, "m", "stble")
@@ -312,7 +312,7 @@ def test_a_rollback_that_cannot_be_changes_nothing(store: Path) -> None:
     assert everything_under(store) == before
 
 
-def test_a_rollback_that_fails_half_way_can_be_made_again(
+def test_rollback_that_fails_midway_can_be_retried(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version in (1, 2):
@@ -332,7 +332,7 @@ def test_a_rollback_that_fails_half_way_can_be_made_again(
 
 
 @pytest.mark.parametrize("moved", ["stable", "canary"])
-def test_what_killed_writers_left_is_removed(store: Path, moved: str) -> None:
+def test_temporary_files_of_killed_writers_are_removed(store: Path, moved: str) -> None:
     """Removes an hour-old file whichever alias changes next. A new file stays, because its writer
     may still link it."""
     set_alias(store, "m", "stable", 1)

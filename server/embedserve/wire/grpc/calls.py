@@ -106,7 +106,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
             self._fail_framing(context, error)
             return
         if isinstance(message, LargeMessage):
-            context.pipeline.submit_unread(context, message.nbytes, message.whole)
+            context.pipeline.submit_compressed(context, message.nbytes, message.whole)
         elif message is not None:
             context.pipeline.submit(context, message)
 

@@ -147,7 +147,7 @@ class EmbedStream(BidiCall):
         assert context is not None
         if authenticator is None or authenticator.admit(context, self._authorization):
             if isinstance(message, LargeMessage):
-                self.pipeline.submit_unread(context, message.nbytes, message.whole)
+                self.pipeline.submit_compressed(context, message.nbytes, message.whole)
             else:
                 self.pipeline.submit(context, message)
         self.reserve(response)

@@ -268,26 +268,26 @@ class Http1Connection(asyncio.Protocol):
         LingeringClose(self.transport, self, self._manager)
 
     @property
-    def unread_bytes(self) -> int:
+    def unsent_bytes(self) -> int:
         """Bytes of responses in the transport's write buffer."""
         return self.transport.get_write_buffer_size()
 
     @property
     def held_bytes(self) -> int:
-        nbytes = self.unread_bytes + self._parser.held_bytes + sum(map(len, self._held))
-        if self._unread is not None and self.unread_bytes:
-            nbytes += self._unread.own_bytes - self.unread_bytes
+        nbytes = self.unsent_bytes + self._parser.held_bytes + sum(map(len, self._held))
+        if self._unread is not None and self.unsent_bytes:
+            nbytes += self._unread.own_bytes - self.unsent_bytes
         return nbytes
 
-    def unread(self) -> dict[int, int]:
-        if not self.unread_bytes:
+    def unsent_memory(self) -> dict[int, int]:
+        if not self.unsent_bytes:
             self._unread = None
         return {} if self._unread is None else self._unread.batches()
 
     def check_time(self, now_s: float) -> None:
         """Closes a connection that is idle, sends or reads for too long; called every CHECK_S."""
         if self.is_write_paused or self.transport.is_closing():
-            if self._progress.has_stalled(self.unread_bytes, now_s):
+            if self._progress.has_stalled(self.unsent_bytes, now_s):
                 self.transport.abort()
             return
         self._progress.restart()

@@ -131,7 +131,7 @@ class Http1Stream:
 
     @property
     def unsent_bytes(self) -> int:
-        return self.connection.unread_bytes if self.connection.is_write_paused else 0
+        return self.connection.unsent_bytes if self.connection.is_write_paused else 0
 
     def respond(
         self, status: int, headers: Headers, chunks: Sequence[bytes | memoryview], nbytes: int

@@ -192,7 +192,7 @@ class Http2Protocol(asyncio.Protocol):
         blocks.forget()
         return nbytes
 
-    def unread(self) -> dict[int, int]:
+    def unsent_memory(self) -> dict[int, int]:
         connection = self._connection
         if not connection.frame_writer.unsent_bytes:
             return {}

@@ -185,7 +185,7 @@ class Handshake(asyncio.Protocol):
     def held_bytes(self) -> int:
         return HANDSHAKE_BYTES + self._came_bytes + len(self._pending)
 
-    def unread(self) -> dict[int, int]:
+    def unsent_memory(self) -> dict[int, int]:
         return {}
 
     def check_time(self, now_s: float) -> None:

@@ -295,9 +295,9 @@ async def test_connection_with_an_unread_response_is_closed_after_the_timeout(
     connection, start_s = server.connection, perf_counter()
     connection.check_time(start_s)
     connection.check_time(start_s + UNREAD_S_MAX - 1)
-    before = connection.unread_bytes
+    before = connection.unsent_bytes
     await reader.readexactly(2 * READ_BYTES_MIN)
-    await until(lambda: connection.unread_bytes <= before - READ_BYTES_MIN)
+    await until(lambda: connection.unsent_bytes <= before - READ_BYTES_MIN)
     connection.check_time(start_s + UNREAD_S_MAX + 1)  # it has read some bytes since
     connection.check_time(start_s + 2 * UNREAD_S_MAX)
     assert connection.is_write_paused
@@ -314,10 +314,10 @@ async def test_whole_response_counts_as_held_until_the_client_has_read_it(
     writer.write(post(LARGE))
     await until(lambda: server.http1() and server.connection.is_write_paused)
     connection = server.connection
-    whole, before = connection.held_bytes, connection.unread_bytes
+    whole, before = connection.held_bytes, connection.unsent_bytes
     assert whole > before
     received = await reader.readexactly(2 * READ_BYTES_MIN)
-    await until(lambda: connection.unread_bytes < before)
+    await until(lambda: connection.unsent_bytes < before)
     assert connection.held_bytes == whole
     received += await reader.readexactly(whole - len(received))
     await until(lambda: not connection.held_bytes)

@@ -74,7 +74,7 @@ async def test_unread_response_waits_unencrypted_and_is_counted(
     reader, writer = await server.open(client)
     transport_of(writer).pause_reading()
     writer.write(post(LARGE, LARGE_ANSWER))
-    await until(lambda: server.http1() and server.connection.unread_bytes)
+    await until(lambda: server.http1() and server.connection.unsent_bytes)
     connection = server.connection
     transport = connection.transport
     assert isinstance(transport, TlsTransport)
@@ -82,10 +82,10 @@ async def test_unread_response_waits_unencrypted_and_is_counted(
     raw_bytes = transport._raw.get_write_buffer_size()
     assert raw_bytes < 350_000
     assert transport.get_write_buffer_size() > raw_bytes + 100_000
-    assert connection.held_bytes + sum(connection.unread().values()) > EXAMPLES * 32
+    assert connection.held_bytes + sum(connection.unsent_memory().values()) > EXAMPLES * 32
     transport_of(writer).resume_reading()
     assert len((await read_answer(reader))[2]) > EXAMPLES * 32
-    await until(lambda: not connection.unread_bytes and not connection.unread())
+    await until(lambda: not connection.unsent_bytes and not connection.unsent_memory())
     assert not connection.is_write_paused
 
 
@@ -100,7 +100,7 @@ async def test_connections_over_the_held_bytes_limit_are_closed(
         connections.append((reader, writer))
     await until(lambda: sum(server.outcomes().values()) == 12)
     server.wire._cut_largest()
-    held = sum(one.held_bytes + sum(one.unread().values()) for one in server.http1())
+    held = sum(one.held_bytes + sum(one.unsent_memory().values()) for one in server.http1())
     assert held <= BYTES_MAX
     ends = [await _end_of(*connection) for connection in connections]
     assert "cut" in ends
