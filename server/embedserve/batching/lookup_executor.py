@@ -123,7 +123,8 @@ class LookupExecutor:
         return Joined(batch, valid, errors, self._divide(batch))
 
     def _divide(self, batch: Batch) -> list[Batch]:
-        """Returns the pieces of ``batch``, without a view: their ids are the newest rows in its.
+        """Returns the pieces of ``batch``. Their ids are the newest rows of its view already, so
+        that they have no view.
 
         The batch itself keeps the published rows, as metrics count those.
         """
@@ -154,6 +155,7 @@ class LookupExecutor:
         """
 
         if (remote := self.engine.remote) is not None:
+            assert batch.view is None  # rows of a model in parts never change
             remote.begin(
                 batch, deadline_s, partial(self._end_remote, batch, finish, perf_counter())
             )

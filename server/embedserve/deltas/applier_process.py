@@ -210,8 +210,8 @@ class PollSchedule:
             return self._follower.poll_once()
         except Exception as error:
             logger.exception("deltas cannot be applied")
-            self._follower = self._make()
             self._status.stall(f"{type(error).__name__}: {error}")
+            self._follower = self._make()  # reads the status
             return False
 
 

@@ -164,7 +164,8 @@ class DeltaStatus:
         return msgspec.msgpack.decode(record[_NUMBER_BYTES:], type=DeltaState)
 
     def stall(self, reason: str) -> None:
-        """Writes that no delta is applied, and why. Called while no applier runs."""
+        """Writes that no delta is applied, and why. Called by the applier after an unexpected
+        error, and by the supervisor while no applier runs."""
         now = self.read()
         since = now.waiting_since or time.time()
         self.write(replace(now, state=STALLED, reason=reason, waiting_since=since))

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve_store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +33,14 @@ def uploading(readers: Sequence[RowsReader | None]) -> Iterator[None]:
 
 
 def _upload(readers: Sequence[RowsReader], ended: threading.Event) -> None:
-    reason = ""
+    reasons = [""] * len(readers)
     while not ended.wait(POLL_S):
-        try:
-            for one in readers:
-                one.advance()
-            reason = ""
-        except (StoreError, RuntimeError) as error:  # RuntimeError is torch's, for CUDA
-            if str(error) != reason:
-                reason = str(error)
-                logger.error("changed rows do not reach the GPU: %s", reason)
+        for i, reader in enumerate(readers):
+            try:
+                reader.advance()
+                reasons[i] = ""
+            except Exception as error:  # such as torch's RuntimeError, for CUDA
+                reason = str(error) or type(error).__name__
+                if reason != reasons[i]:
+                    reasons[i] = reason
+                    logger.error("changed rows do not reach the GPU: %s", reason)

@@ -178,7 +178,7 @@ class Supervisor:
         waits = [worker.restarts.at_s - now_s for worker in self._workers if not worker.pid]
         if self._applier is not None and not self._applier.pid:
             waits.append(self._applier.restarts.at_s - now_s)
-        return max(0.0, min(POLL_S, *waits, POLL_S))
+        return max(0.0, min([POLL_S, *waits]))
 
     def _check_heartbeats(self) -> None:
         """Ends workers, and the applier, that have sent no heartbeat for too long.

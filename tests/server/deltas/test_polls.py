@@ -38,6 +38,8 @@ def schedule_of(poll: Callable[[DeltaStatus], bool]) -> tuple[PollSchedule, Delt
 
     def make() -> DeltaFollower:
         made[0] += 1
+        # A successor reads why nothing was applied, so that it can log the end of that.
+        assert (status.read().state == STALLED) == (made[0] > 1)
         return cast(DeltaFollower, FakeFollower(lambda: poll(status)))
 
     return PollSchedule(make, status, POLL_S), status, made

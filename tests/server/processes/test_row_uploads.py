@@ -15,7 +15,7 @@ WAIT_S = 60
 
 
 class Reader:
-    """Stands for a RowsReader; fails in its first three uploads."""
+    """Stands for a RowsReader; fails in its first four uploads."""
 
     def __init__(self, *, is_uploaded: bool) -> None:
         self.is_uploaded = is_uploaded
@@ -28,7 +28,17 @@ class Reader:
             raise StoreError("no memory")
         if self.calls == 3:
             raise RuntimeError("CUDA error")
+        if self.calls == 4:
+            raise ValueError
         self.is_over.set()
+
+
+class BrokenReader(Reader):
+    """Fails in each upload."""
+
+    def advance(self) -> None:
+        self.calls += 1
+        raise StoreError("another model")
 
 
 def readers(*of: Reader | None) -> list[RowsReader | None]:
@@ -37,13 +47,13 @@ def readers(*of: Reader | None) -> list[RowsReader | None]:
 
 def test_uploads_continue_after_errors(caplog: pytest.LogCaptureFixture) -> None:
     reader, on_cpu = Reader(is_uploaded=True), Reader(is_uploaded=False)
-    with uploading(readers(None, on_cpu, reader)):
+    broken = BrokenReader(is_uploaded=True)
+    with uploading(readers(None, on_cpu, broken, reader)):
         assert reader.is_over.wait(WAIT_S)
     calls = reader.calls
-    assert caplog.messages == [
-        "changed rows do not reach the GPU: no memory",
-        "changed rows do not reach the GPU: CUDA error",
-    ]
+    reasons = ("another model", "no memory", "CUDA error", "ValueError")
+    assert caplog.messages == [f"changed rows do not reach the GPU: {one}" for one in reasons]
+    assert broken.calls >= 5
     assert on_cpu.calls == 0
     assert not any(one.name == "row-uploads" for one in threading.enumerate())
     assert reader.calls == calls

@@ -43,7 +43,8 @@ CASES = {
         "/v2/models/shop/infer", (("inference-header-content-length", "2"),) * 2, 400, "several"
     ),
     "a slash at the end": Case("/models/", (), 404),
-    "two slashes": Case("/embed/", (), 404),
+    "a slash after a lookup": Case("/embed/", (), 404),
+    "two slashes": Case("//embed", (), 404),
 }
 
 

@@ -188,7 +188,6 @@ def test_goldens_of_a_whole_line_are_not_kept_in_memory(
 def test_goldens_are_stored_in_the_manifest_of_their_delta(
     store: Path, writer: DeltaWriter
 ) -> None:
-    """`deltas verify` reads the goldens."""
     writer.push_rows({}, goldens=(BAGS, version_results(store)))
     writer.push_rows({})
     line = line_of(store)
