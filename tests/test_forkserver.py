@@ -13,7 +13,7 @@ from forkserver import PYTHON, WarmPopen, run_warm
 TIMEOUT_S = 120
 
 
-def test_it_is_a_child_with_its_own_arguments_folder_and_environment(tmp_path: Path) -> None:
+def test_forked_child_has_its_own_arguments_folder_and_environment(tmp_path: Path) -> None:
     code = "import os, sys; print(os.getppid(), os.getcwd(), sys.argv, os.environ, input())"
     pipe = subprocess.PIPE
     environment = {"ONLY": "this"}
@@ -31,7 +31,7 @@ def test_it_is_a_child_with_its_own_arguments_folder_and_environment(tmp_path: P
     assert process.returncode == 0
 
 
-def test_torch_is_imported_and_nothing_runs_beside_it() -> None:
+def test_torch_is_imported_in_a_single_thread() -> None:
     code = (
         "import os, sys; print('torch' in sys.modules, "
         "os.listdir('/proc/self/task') == [str(os.getpid())], len(os.listdir('/proc/self/fd')))"
@@ -50,13 +50,13 @@ def test_torch_is_imported_and_nothing_runs_beside_it() -> None:
         ("import atexit, sys; atexit.register(print, 'end', file=sys.stderr)", 0, "end"),
     ],
 )
-def test_how_it_ends_is_told(code: str, status: int, error: str) -> None:
+def test_exit_status_of_the_child_is_returned(code: str, status: int, error: str) -> None:
     done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S)
     assert done.returncode == status
     assert done.stderr.splitlines()[-1:] == ([error] if error else [])
 
 
-def test_it_gets_signals() -> None:
+def test_child_receives_signals() -> None:
     code = "import time; print('started', flush=True); time.sleep(600)"
     with WarmPopen([*PYTHON, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -76,12 +76,12 @@ def test_modules_and_scripts_run_as_main(tmp_path: Path) -> None:
         assert done.stdout == "__main__ ['x']\n", done.stderr
 
 
-def test_another_python_is_refused() -> None:
+def test_other_python_interpreter_is_rejected() -> None:
     with pytest.raises(ValueError, match="is not run by"):
         run_warm(["python", "-c", "pass"], timeout=TIMEOUT_S)
 
 
-def test_what_it_starts_is_warm_too_where_that_is_asked() -> None:
+def test_processes_started_by_the_child_are_forked_on_request() -> None:
     of_child = "import os, sys; print('torch' in sys.modules, os.getppid(), flush=True)"
     code = (
         "import os, subprocess, sys\n"
@@ -95,7 +95,7 @@ def test_what_it_starts_is_warm_too_where_that_is_asked() -> None:
         assert said == [f"{is_warm} {pid}", "another"], done.stderr
 
 
-def test_it_may_lead_a_session() -> None:
+def test_child_may_lead_a_session() -> None:
     code = "import os; print(os.getsid(0) == os.getpid())"
     for is_session in (True, False):
         command = [*PYTHON, "-c", code]

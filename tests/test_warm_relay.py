@@ -48,7 +48,7 @@ def test_output_and_exit_code_are_those_of_the_server(relay: WarmRelay, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_server_ends_with_the_process(
+def test_server_ends_with_the_relay(
     relay: WarmRelay, tmp_path: Path, number: signal.Signals
 ) -> None:
     with start(relay, tmp_path, "--wait") as process:
@@ -61,7 +61,7 @@ def test_the_server_ends_with_the_process(
     wait_until(lambda: not is_running(relay.servers[process.pid]))
 
 
-def test_the_process_ends_as_a_killed_server_does(relay: WarmRelay, tmp_path: Path) -> None:
+def test_relay_ends_with_the_signal_of_the_server(relay: WarmRelay, tmp_path: Path) -> None:
     with start(relay, tmp_path, "--wait") as process:
         assert process.stderr is not None
         process.stderr.readline()

@@ -17,11 +17,11 @@ def named_paths() -> list[str]:
     return sorted(set(re.findall(r"`([\w/]+(?:/|\.py|\.proto|\.toml))`", text)))
 
 
-def test_the_page_names_paths_of_every_kind() -> None:
+def test_architecture_page_names_paths_of_every_kind() -> None:
     endings = {re.sub(r".*(?=[./])", "", path) for path in named_paths()}
     assert endings == {"/", ".py", ".toml"}
 
 
 @pytest.mark.parametrize("path", named_paths())
-def test_what_the_page_names_is_there(path: str) -> None:
+def test_paths_named_by_the_page_exist(path: str) -> None:
     assert any((root / path).exists() for root in ROOTS)

@@ -42,7 +42,7 @@ def generator() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", generator().MADE)
-def test_what_is_committed_is_current(name: str) -> None:
+def test_generated_files_are_current(name: str) -> None:
     made = generator().MADE[name]()
     assert (ROOT / name).read_text("utf-8") == made, "run make docs and commit the result"
 
@@ -96,7 +96,7 @@ def families_with_samples() -> list[Metric]:
 
 
 @pytest.mark.parametrize("family", families_with_samples(), ids=lambda family: family.name)
-def test_the_page_has_every_metric_with_the_labels_of_its_samples(family: Metric) -> None:
+def test_metrics_page_lists_every_metric_with_its_labels(family: Metric) -> None:
     assert family.samples
     lines = (DOCS / "metrics.md").read_text("utf-8").splitlines()
     suffix = "_total" if family.type == "counter" else ""
@@ -113,7 +113,7 @@ def test_the_page_has_every_metric_with_the_labels_of_its_samples(family: Metric
 @pytest.mark.parametrize(
     "example", [one for examples in generator().COMMANDS.values() for one in examples.values()]
 )
-def test_an_example_of_a_command_is_accepted_by_it(example: str) -> None:
+def test_command_examples_are_accepted_by_their_commands(example: str) -> None:
     typed, _, _ = example.partition(" >> ")
     program, name, *arguments = shlex.split(typed)
     assert program == "embedserve"
@@ -121,7 +121,7 @@ def test_an_example_of_a_command_is_accepted_by_it(example: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/sizing.md"])
-def test_the_pages_name_the_memory_that_clients_can_make_a_server_use(page: str) -> None:
+def test_pages_name_the_memory_bound_of_clients(page: str) -> None:
     said = re.search(r"\[([\d.]+ \w+)\]\([\w/]*settings\.md#memory\)", (ROOT / page).read_text())
     assert said is not None
     assert said[1] == human_bytes(memory_bytes_max(DEFAULT_LIMITS))

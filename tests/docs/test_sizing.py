@@ -36,7 +36,7 @@ def example(aliases: int = 1, hot: float = 1.0) -> tuple[str, str]:
     return gib(figures["requests"]["memory"]), gib(figures["limits"]["memory"])
 
 
-def test_the_example_adds_up() -> None:
+def test_sizing_example_adds_up() -> None:
     request, limit = example()
     assert f"| **sum** of the exact figures | **{request} GiB** | **{limit} GiB** |" in SIZING
     settings = ServeSettings("", workers=4, follow="alias")
@@ -49,25 +49,25 @@ def test_the_example_adds_up() -> None:
     ("aliases", "hot", "words"),
     [(2, 1.0, "queues and batches. The sums are"), (1, 0.3, "`--hot-percent 30` gives")],
 )
-def test_the_example_has_another_alias_or_fewer_hot_rows(
+def test_sizing_example_covers_another_alias_or_fewer_hot_rows(
     aliases: int, hot: float, words: str
 ) -> None:
     request, limit = example(aliases, hot)
     assert re.search(rf"{words} {request} and {limit} GiB", SIZING)
 
 
-def test_further_features_take_what_the_page_says() -> None:
+def test_further_features_take_the_documented_memory() -> None:
     few, many = (sum(memory_parts(DEFAULT_LIMITS, features=count).values()) for count in (100, 200))
     assert f"Each further 100 features of a model take up to {(many - few) >> 20} MiB." in SIZING
 
 
-def test_a_batch_on_a_gpu_takes_what_the_page_says() -> None:
+def test_gpu_batch_takes_the_documented_memory() -> None:
     parts = memory_parts(DEFAULT_LIMITS, gpus=1)
     each = parts["its batches that are looked up"] // BATCHES_PER_REPLICA
     assert f"two batches per GPU, {each >> 20} MiB each by the default limits" in SIZING
 
 
-def test_the_example_overlay_takes_what_the_page_says() -> None:
+def test_example_overlay_takes_the_documented_memory() -> None:
     """The example has two workers that follow two aliases, with the component tls; rows are left
     out."""
     settings = ServeSettings("", workers=2, follow="alias", tls_cert="tls.crt")

@@ -49,11 +49,11 @@ def pattern(message: str) -> re.Pattern[str]:
     return re.compile(".*".join(re.escape(piece) for piece in pieces if piece), re.DOTALL)
 
 
-def test_the_page_quotes_messages() -> None:
+def test_troubleshooting_page_quotes_messages() -> None:
     assert len(quoted()) > 40
 
 
 @pytest.mark.parametrize("message", quoted())
-def test_the_code_says_it(message: str) -> None:
+def test_quoted_messages_exist_in_the_code(message: str) -> None:
     wanted = pattern(message)
     assert any(wanted.search(text) for text in said())

@@ -19,7 +19,7 @@ from running_servers import COMMAND_S_MAX, free_port
         ("two_tower", ("http", "grpc"), "31,245 movies indexed"),
     ],
 )
-def test_an_example_gives_what_its_whole_model_gives(
+def test_example_results_equal_those_of_the_whole_model(
     name: str, ports: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     command: list[str | Path] = [*PYTHON, "-m", f"examples.{name}.run", "--folder", tmp_path]

@@ -18,10 +18,10 @@ MODULES = [
 ]
 
 
-def test_there_are_examples() -> None:
+def test_docstrings_have_examples() -> None:
     assert len(MODULES) >= 5
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_give_what_they_say(name: str) -> None:
+def test_docstring_examples_are_correct(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -50,9 +50,7 @@ def test_versions_are_ordered_as_numbers(version: ModelVersion) -> None:
     assert LocalStore(version.path.parent.parent).versions("m") == [1, 9, 10]
 
 
-def test_the_highest_version_is_loaded_unless_told(
-    ebc: EmbeddingBagCollection, tmp_path: Path
-) -> None:
+def test_highest_version_is_loaded_by_default(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     publish(ebc, tmp_path, model="m")
     publish(ebc, tmp_path, model="m")
     assert LocalStore(tmp_path).load("m").manifest.version == 2
@@ -82,14 +80,14 @@ def test_mapped_rows_are_the_published_rows(
         (".staging-1", None, "is not the name of a model"),
     ],
 )
-def test_what_does_not_exist(
+def test_missing_model_or_version_is_named(
     version: ModelVersion, model: str, number: int | None, message: str
 ) -> None:
     with pytest.raises(StoreError, match=message):
         LocalStore(version.path.parent.parent).load(model, number)
 
 
-def test_a_store_that_does_not_exist(tmp_path: Path) -> None:
+def test_missing_store_is_named(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "none")
     for call in (store.models, lambda: store.versions("m"), lambda: store.load("m")):
         with pytest.raises(StoreError, match="none: the store cannot be read: No such file"):
@@ -134,7 +132,7 @@ def zeros(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [remove, make_folder, empty, halve, drop_last_byte, append, garbage, zeros]
 )
-def test_every_damage_to_every_file_is_refused(
+def test_every_damaged_file_is_rejected(
     version: ModelVersion, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(version.path / name)
@@ -145,7 +143,7 @@ def test_every_damage_to_every_file_is_refused(
 
 
 @pytest.mark.parametrize("name", ["plan.json", "goldens.safetensors"])
-def test_one_changed_byte_of_a_small_file_is_refused(version: ModelVersion, name: str) -> None:
+def test_changed_byte_of_a_small_file_is_rejected(version: ModelVersion, name: str) -> None:
     data = bytearray((version.path / name).read_bytes())
     data[-2] ^= 1
     (version.path / name).write_bytes(data)
@@ -165,7 +163,7 @@ def test_one_changed_byte_of_a_small_file_is_refused(version: ModelVersion, name
         ("files", {"plan.json": "0"}, r"files: goldens\.safetensors is None, expected str"),
     ],
 )
-def test_a_manifest_that_says_something_else(
+def test_edited_manifest_is_rejected(
     version: ModelVersion, edit_json: EditJson, key: str, value: Any, message: str
 ) -> None:
     edit_json(version.path / "manifest.json", lambda data: data.update({key: value}))
@@ -173,7 +171,9 @@ def test_a_manifest_that_says_something_else(
         reload(version)
 
 
-def test_a_manifest_of_other_rows_than_the_plan(version: ModelVersion, edit_json: EditJson) -> None:
+def test_manifest_with_other_rows_than_the_plan_is_rejected(
+    version: ModelVersion, edit_json: EditJson
+) -> None:
     edit_json(
         version.path / "manifest.json",
         lambda data: data["tables"][0].update(num_embeddings=299),
@@ -182,7 +182,7 @@ def test_a_manifest_of_other_rows_than_the_plan(version: ModelVersion, edit_json
         reload(version)
 
 
-def test_a_manifest_of_another_dtype_than_the_file(
+def test_manifest_with_another_dtype_than_the_file_is_rejected(
     version: ModelVersion, edit_json: EditJson
 ) -> None:
     edit_json(
@@ -193,7 +193,7 @@ def test_a_manifest_of_another_dtype_than_the_file(
         reload(version)
 
 
-def test_a_manifest_of_other_features_than_the_goldens(
+def test_manifest_with_other_features_than_the_goldens_is_rejected(
     version: ModelVersion, edit_json: EditJson
 ) -> None:
     edit_json(
@@ -212,7 +212,7 @@ def test_a_manifest_of_other_features_than_the_goldens(
         (lambda data: data.pop("world_size"), "not a sharding plan: KeyError"),
     ],
 )
-def test_a_plan_of_another_model(
+def test_plan_of_another_model_is_rejected(
     version: ModelVersion, edit_json: EditJson, change: Callable[[Any], None], message: str
 ) -> None:
     edit_json(version.path / "plan.json", change)
@@ -220,13 +220,13 @@ def test_a_plan_of_another_model(
         reload(version)
 
 
-def test_json_nested_without_end(version: ModelVersion) -> None:
+def test_deeply_nested_json_is_rejected(version: ModelVersion) -> None:
     (version.path / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(StoreError, match=r"manifest\.json: not JSON"):
         reload(version)
 
 
-def test_a_manifest_larger_than_any(version: ModelVersion) -> None:
+def test_oversized_manifest_is_rejected(version: ModelVersion) -> None:
     with (version.path / "manifest.json").open("r+b") as file:
         file.truncate(1 << 30)
     with pytest.raises(StoreError, match=r"manifest\.json: 1073741824 bytes, the limit is"):
@@ -234,14 +234,14 @@ def test_a_manifest_larger_than_any(version: ModelVersion) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json", "tables.safetensors"])
-def test_a_named_pipe_is_not_waited_for(version: ModelVersion, name: str) -> None:
+def test_named_pipe_does_not_block(version: ModelVersion, name: str) -> None:
     (version.path / name).unlink()
     os.mkfifo(version.path / name)
     with pytest.raises(StoreError, match=rf"{name}: is no regular file"):
         reload(version)
 
 
-def test_a_tables_file_that_was_changed_in_place_is_told(version: ModelVersion) -> None:
+def test_tables_file_changed_in_place_is_detected(version: ModelVersion) -> None:
     tables = LocalStore(version.path.parent.parent).load("m").tables
     tables.check_unchanged()
     path = version.path / "tables.safetensors"
@@ -253,7 +253,7 @@ def test_a_tables_file_that_was_changed_in_place_is_told(version: ModelVersion) 
         tables.check_unchanged()
 
 
-def test_another_tables_file_of_the_same_name_changes_nothing(version: ModelVersion) -> None:
+def test_replaced_tables_file_does_not_affect_a_loaded_version(version: ModelVersion) -> None:
     tables = LocalStore(version.path.parent.parent).load("m").tables
     path = version.path / "tables.safetensors"
     shutil.copy(path, path.with_suffix(".new"))
@@ -263,7 +263,7 @@ def test_another_tables_file_of_the_same_name_changes_nothing(version: ModelVers
     tables.check_unchanged()
 
 
-def test_a_store_moved_elsewhere_loads(version: ModelVersion, tmp_path: Path) -> None:
+def test_moved_store_is_loaded(version: ModelVersion, tmp_path: Path) -> None:
     shutil.copytree(version.path.parent.parent, tmp_path / "moved")
     verify(LocalStore(tmp_path / "moved").load("m"))
     manifest = json.loads((tmp_path / "moved" / "m" / "1" / "manifest.json").read_bytes())

@@ -46,7 +46,7 @@ def test_loading_does_not_import_torch(version: embedserve_store.ModelVersion) -
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_path_is_a_str_or_a_path_everywhere(
+def test_paths_may_be_str_or_path_everywhere(
     kind: type[str] | type[Path], ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     def at(name: str) -> str | Path:
@@ -82,10 +82,10 @@ def test_a_path_is_a_str_or_a_path_everywhere(
         build_demo(at("store"), checkpoint=at("none/demo.pt"))
 
 
-def test_publish_is_the_function_and_not_its_module() -> None:
+def test_publish_is_the_function_not_its_module() -> None:
     assert callable(embedserve_store.publish)
 
 
-def test_all_names_exist() -> None:
+def test_all_public_names_exist() -> None:
     for name in embedserve_store.__all__:
         assert getattr(embedserve_store, name) is not None

@@ -12,20 +12,20 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.user_file import TEXT_BYTES_MAX, parse_user_file
 
 
-def test_text_is_read(tmp_path: Path) -> None:
+def test_text_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tables.yaml"
     path.write_text("tables: [Zürich]", encoding="utf-8")
     assert parse_user_file(path) == ("tables: [Zürich]", {"tables": ["Zürich"]})
 
 
 @pytest.mark.parametrize("name", ["t.yaml", "t.json"])
-def test_a_byte_order_mark_is_skipped(tmp_path: Path, name: str) -> None:
+def test_byte_order_mark_is_skipped(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text('{"x": 1}', encoding="utf-8-sig")
     assert parse_user_file(path) == ('{"x": 1}', {"x": 1})
 
 
-def test_a_file_larger_than_anyone_writes(tmp_path: Path) -> None:
+def test_oversized_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -33,13 +33,13 @@ def test_a_file_larger_than_anyone_writes(tmp_path: Path) -> None:
         parse_user_file(path)
 
 
-def test_a_file_as_large_as_may_be(tmp_path: Path) -> None:
+def test_largest_allowed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tables.json"
     path.write_text("{}" + " " * (TEXT_BYTES_MAX - 2))
     assert parse_user_file(path)[1] == {}
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_binary_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(b"\x80\x02")
     with pytest.raises(InvalidModelError, match="utf-8"):
@@ -93,7 +93,7 @@ JSON = '{"tables": [{"name": "user", "pooling": "sum", "pooling": "mean"}]}'
         "JSON",
     ],
 )
-def test_a_repeated_key_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_repeated_key_is_rejected(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(InvalidModelError, match=rf"/{name}: cannot be parsed: {message}$"):

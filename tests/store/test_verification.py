@@ -63,7 +63,7 @@ def is_found(folder: Path) -> bool:
     "name",
     ["manifest.json", "plan.json", "goldens.safetensors", "tables.safetensors", "ids.safetensors"],
 )
-def test_a_flipped_bit_is_found_in_every_file(folder: Path, name: str) -> None:
+def test_flipped_bit_is_detected_in_every_file(folder: Path, name: str) -> None:
     path = folder / name
     size = path.stat().st_size
     sampled = sorted(random.Random(1).sample(range(size), min(FLIPS, size)))
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_in_every_file(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tables.safetensors", "ids.safetensors"])
-def test_a_flipped_bit_is_found_in_the_padding_of_a_header(folder: Path, name: str) -> None:
+def test_flipped_bit_is_detected_in_header_padding(folder: Path, name: str) -> None:
     path = folder / name
     padding = len(path.read_bytes()[:HEADER_BYTES].rstrip(b" "))
     assert padding < HEADER_BYTES
@@ -81,7 +81,7 @@ def test_a_flipped_bit_is_found_in_the_padding_of_a_header(folder: Path, name: s
     assert [byte for byte in flips(path, positions) if not is_found(folder)] == []
 
 
-def test_spaces_of_a_header_made_tabs_are_found(folder: Path) -> None:
+def test_tabs_in_place_of_header_spaces_are_detected(folder: Path) -> None:
     path = folder / "tables.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: HEADER_BYTES - 1] + b"\t" + data[HEADER_BYTES:])
@@ -90,7 +90,7 @@ def test_spaces_of_a_header_made_tabs_are_found(folder: Path) -> None:
         verify(loaded)
 
 
-def test_a_later_manifest_without_its_seal_is_refused(folder: Path) -> None:
+def test_newer_manifest_without_its_seal_is_rejected(folder: Path) -> None:
     path = folder / "manifest.json"
     data = json.loads(path.read_bytes())
     del data["sha256"]
@@ -99,7 +99,7 @@ def test_a_later_manifest_without_its_seal_is_refused(folder: Path) -> None:
         check(folder)
 
 
-def test_what_changed_after_loading_is_found(folder: Path) -> None:
+def test_changes_after_loading_are_detected(folder: Path) -> None:
     loaded = LocalStore(folder.parent.parent).load("m")
     path = folder / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"user"', b'"uses"'))
@@ -107,7 +107,7 @@ def test_what_changed_after_loading_is_found(folder: Path) -> None:
         verify(loaded)
 
 
-def test_progress_counts_rows_and_bytes_to_the_end(folder: Path) -> None:
+def test_progress_reaches_the_total_rows_and_bytes(folder: Path) -> None:
     loaded = LocalStore(folder.parent.parent).load("m")
     calls: list[tuple[str, int, int, int]] = []
     verify(loaded, lambda *call: calls.append(call))
@@ -119,7 +119,7 @@ def test_progress_counts_rows_and_bytes_to_the_end(folder: Path) -> None:
     assert calls[-1][3] == loaded.manifest.nbytes
 
 
-def test_a_changed_row_is_found_by_verify(version: ModelVersion) -> None:
+def test_changed_row_is_detected_by_verify(version: ModelVersion) -> None:
     path = version.path / "tables.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -137,7 +137,7 @@ def test_verify_reads_every_byte(version: ModelVersion) -> None:
     assert calls[-1][3] == version.manifest.nbytes
 
 
-def test_verify_sees_a_plan_changed_after_loading(version: ModelVersion) -> None:
+def test_verify_detects_a_plan_changed_after_loading(version: ModelVersion) -> None:
     (version.path / "plan.json").write_text("{}")
     with pytest.raises(StoreError, match=r"plan\.json: sha256"):
         verify(version)

@@ -22,7 +22,7 @@ LONG = "This sentence has " + "very " * 40 + "many words."
         (LONG, "has a sentence of 45 words, at most 40"),
     ],
 )
-def test_each_rule(text: str, problem: str) -> None:
+def test_each_prose_rule_finds_its_violations(text: str, problem: str) -> None:
     assert check_prose.problems(text) == [problem]
 
 
@@ -55,7 +55,7 @@ def test_comments_and_docstrings_are_found_with_their_lines(
     assert check_prose.main([str(tmp_path)]) == 0
 
 
-def test_a_single_file_is_checked(tmp_path: Path) -> None:
+def test_single_file_is_checked(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text('"""Of one request."""\n')
     assert check_prose.main([str(module)]) == 1
@@ -63,5 +63,5 @@ def test_a_single_file_is_checked(tmp_path: Path) -> None:
     assert check_prose.main([str(module)]) == 0
 
 
-def test_a_folder_without_modules_is_no_success(tmp_path: Path) -> None:
+def test_folder_without_modules_is_an_error(tmp_path: Path) -> None:
     assert check_prose.main([str(tmp_path)]) == 1

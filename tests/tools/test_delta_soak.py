@@ -31,7 +31,7 @@ class Line:
                 last = to
 
 
-def test_pushed_and_removed_ids_leave_those_that_are_expected() -> None:
+def test_pushed_and_removed_ids_match_the_expected_ids() -> None:
     """Uses a table as DeltaWriter keeps it, where only an existing id can be removed."""
     random, line = Random(3), Line()
     states: list[dict[Any, int]] = [
@@ -61,7 +61,7 @@ def test_pushed_and_removed_ids_leave_those_that_are_expected() -> None:
 
 
 @pytest.mark.parametrize(("last", "undone_max"), [(10 * UNDONE_MAX, UNDONE_MAX), (3, 3)])
-def test_an_undo_counts_the_deltas_that_it_undid(
+def test_undo_returns_the_number_of_undone_deltas(
     last: int, undone_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soak = DeltaSoak.__new__(DeltaSoak)

@@ -19,7 +19,7 @@ INPUTS = 3000
 STORE_INPUTS = 200
 
 
-def test_wrong_requests_harm_nobody(tmp_path: Path) -> None:
+def test_malformed_requests_affect_no_other_request(tmp_path: Path) -> None:
     report = fuzz(tmp_path, seconds=SECONDS, inputs_max=INPUTS, seed=1)
     print_table(report)
     assert report.wrong == []
@@ -29,7 +29,7 @@ def test_wrong_requests_harm_nobody(tmp_path: Path) -> None:
         assert outcomes["200"] + outcomes["grpc 0"]
 
 
-def test_every_changed_byte_of_a_store_is_found(tmp_path: Path) -> None:
+def test_every_changed_byte_of_a_store_is_detected(tmp_path: Path) -> None:
     end_s = time.monotonic() + SECONDS
     changed = fuzz_store(publish(tmp_path), end_s, STORE_INPUTS, Random(1))
     assert set(changed) == {
@@ -37,7 +37,7 @@ def test_every_changed_byte_of_a_store_is_found(tmp_path: Path) -> None:
     }
 
 
-def test_seeds_change_and_are_remade_by_their_number() -> None:
+def test_seed_inputs_are_reproducible_by_number() -> None:
     for kind in kinds(table()):
         for seed in kind.seeds:
             changed = [mutated(Random(i), seed, kind.seeds) for i in range(50)]
@@ -45,13 +45,13 @@ def test_seeds_change_and_are_remade_by_their_number() -> None:
             assert changed == [mutated(Random(i), seed, kind.seeds) for i in range(50)]
 
 
-def test_every_mutation_takes_any_bytes() -> None:
+def test_every_mutation_accepts_any_bytes() -> None:
     for mutation in MUTATIONS:
         for data in (b"x", b"1", bytes(300)):
             assert isinstance(mutation(Random(3), data, [data]), bytes)
 
 
-def test_what_is_expected_is_of_the_ids() -> None:
+def test_expected_results_belong_to_the_ids() -> None:
     rows = table()
     expected = {kind.expected for kind in kinds(rows)}
     assert rows[list(IDS)].astype("<f4").tobytes() in expected

@@ -20,24 +20,24 @@ PROGRAM = Path(__file__).parents[2] / "tools/install_packages.py"
         ("Collecting numpy>=1.26 (from embedserve-client==0.1.0)", ""),
     ],
 )
-def test_a_step_of_pip(line: str, step: str) -> None:
+def test_progress_of_a_pip_step_is_shown(line: str, step: str) -> None:
     assert list(steps(iter([line + "\n"]))) == [step]
 
 
-def test_unpacking_lasts_until_pip_ends() -> None:
+def test_unpacking_is_shown_until_pip_ends() -> None:
     lines = iter(
         ["Installing collected packages: a, b, c\n", "  more\n", "Successfully installed\n"]
     )
     assert list(steps(lines)) == ["unpacking 3 packages", ""]
 
 
-def test_a_file_on_this_host_has_its_size(tmp_path: Path) -> None:
+def test_size_of_a_local_file_is_shown(tmp_path: Path) -> None:
     wheel = tmp_path / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl"
     wheel.write_bytes(bytes(1_500_000))
     assert list(steps(iter([f"Processing {wheel}\n"]))) == ["torch 2.13.0+cpu (1.5 MB, here)"]
 
 
-def test_errors_and_status_are_pips() -> None:
+def test_errors_and_exit_status_of_pip_are_passed_on() -> None:
     command = [sys.executable, str(PROGRAM), "--no-index", "no-such-package-of-embedserve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -31,7 +31,7 @@ KILLED = Fault(KILL, 110.0, True, frozenset({4000}), gone_s=110.1, whole_s=120.0
 
 
 @pytest.mark.soak
-def test_a_short_soak(tmp_path: Path) -> None:
+def test_short_soak_finds_nothing_wrong(tmp_path: Path) -> None:
     report = soak(tmp_path, SECONDS, seed=1, counts=ONE_OF_EACH)
     print_table(report)
     assert report.wrong == []
@@ -61,13 +61,13 @@ def tally_of(*losses: Loss, answered: int = 5) -> Tally:
     return tally
 
 
-def test_what_a_killed_worker_held_may_be_lost(tmp_path: Path) -> None:
+def test_requests_held_by_a_killed_worker_may_be_lost(tmp_path: Path) -> None:
     report = report_of(KILLED, tally=tally_of(LOSS), log=tmp_path / "log")
     assert report.wrong == []
     assert report.faults[0].lost == {"REST, JSON": 1}
 
 
-def test_what_it_did_not_hold_may_not(tmp_path: Path) -> None:
+def test_requests_not_held_by_the_killed_worker_must_not_be_lost(tmp_path: Path) -> None:
     for loss in (
         replace(LOSS, port=4001),  # the other worker's
         replace(LOSS, at_s=105.0),  # before
@@ -81,16 +81,16 @@ def test_what_it_did_not_hold_may_not(tmp_path: Path) -> None:
         assert str(loss) in wrong
 
 
-def test_a_connection_that_was_not_accepted_yet_was_held() -> None:
+def test_unaccepted_connection_counts_as_held() -> None:
     for opened_s in (109.9, 110.11):  # the kernel closes the sockets a moment later
         assert KILLED.explains(replace(LOSS, port=4001, opened_s=opened_s, answered=0))
 
 
-def test_a_restart_loses_nothing() -> None:
+def test_restart_must_lose_no_request() -> None:
     assert not replace(KILLED, kind=RESTART).explains(LOSS)
 
 
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+def test_wrong_results_are_reported(tmp_path: Path) -> None:
     log = tmp_path / "log"
     unaccounted = tally_of()
     unaccounted.sent["REST, JSON"] += 1
@@ -118,7 +118,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
         assert [expected in one for one in report.wrong] == [True], report.wrong
 
 
-def test_what_grows_is_told(tmp_path: Path) -> None:
+def test_growing_memory_and_latency_are_reported(tmp_path: Path) -> None:
     report = report_of(tally=tally_of(), log=tmp_path / "log")
     for number in range(400):
         sample = Sample({1: 20.0, 2: 300.0 + number, 3: 300.0 + number}, [float(number * number)])
@@ -130,7 +130,7 @@ def test_what_grows_is_told(tmp_path: Path) -> None:
     assert sum("p99 rose" in one for one in report.wrong) == 1
 
 
-def test_samples_near_faults_and_between_phases_do_not_count() -> None:
+def test_samples_near_faults_and_between_phases_are_ignored() -> None:
     watch = Watch(None, PHASES)  # type: ignore[arg-type]
     watch.samples = [Sample(waits_ms=[float(number)]) for number in range(10)]
     calm = watch.of_phase(False, [(103.0, 104.5)])
@@ -139,12 +139,12 @@ def test_samples_near_faults_and_between_phases_do_not_count() -> None:
     assert [sample.p99_ms for sample in watch.of_phase(True, [])] == [5.0, 6.0, 7.0, 8.0]
 
 
-def test_drift() -> None:
+def test_drift_compares_the_first_and_last_quarter() -> None:
     assert drift([1.0] * (SAMPLES_MIN - 1)) is None
     assert drift([float(one // 10) for one in range(40)]) == (1.0, 3.0)
 
 
-def test_a_plan_has_both_kinds_of_phases() -> None:
+def test_fault_plan_covers_calm_and_overload() -> None:
     plan = planned(Random(3), {KILL: 2, HANG: 2, RESTART: 2}, PHASES, seconds=60.0)
     assert plan == planned(Random(3), {KILL: 2, HANG: 2, RESTART: 2}, PHASES, seconds=60.0)
     assert Counter((kind, PHASES.is_overload(at_s)) for at_s, kind in plan) == {
@@ -155,7 +155,7 @@ def test_a_plan_has_both_kinds_of_phases() -> None:
     assert an_hours_share(1) == ONE_OF_EACH
 
 
-def test_ports_of_the_connections_that_a_process_has() -> None:
+def test_held_ports_include_accepted_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = listening.getsockname()
         with socket.create_connection(address) as client:
@@ -164,7 +164,7 @@ def test_ports_of_the_connections_that_a_process_has() -> None:
                 assert client.getsockname()[1] in held_ports(os.getpid())
 
 
-def test_answers_are_compared_exactly() -> None:
+def test_responses_are_compared_exactly() -> None:
     one: EmbedCase = asks(Random(1), table(), LIGHT, 1)[0]
     right = b'{"values":%b}' % str(one.values.tolist()).encode()
     assert one.is_answer(right)

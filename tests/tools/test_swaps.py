@@ -51,7 +51,7 @@ def triton_answer(version: int, values: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("codec", "answer"), [(CODEC, embedserve_answer), (TritonServer.rest, triton_answer)]
 )
-def test_answers_are_compared_with_the_version_that_they_name(
+def test_responses_are_compared_with_the_version_that_they_name(
     codec: Codec, answer: Callable[[int, bytes], bytes]
 ) -> None:
     request = Request.of(Random(1), ROWS, codec)
@@ -62,7 +62,7 @@ def test_answers_are_compared_with_the_version_that_they_name(
         assert request.version_of(answer(4, sums(request, 4))) == 4
 
 
-def test_memory_is_of_all_processes_below_whichever_thread_started_them() -> None:
+def test_memory_includes_descendants_started_by_any_thread() -> None:
     script = "import subprocess, threading\n" + (
         "run = lambda: subprocess.run(['sh', '-c', 'echo; read x; exit'])\n"
         "one = threading.Thread(target=run); one.start(); one.join()"
@@ -87,7 +87,7 @@ def test_memory_is_of_all_processes_below_whichever_thread_started_them() -> Non
         (TritonServer, 1, 0),
     ],
 )
-def test_a_few_swaps(
+def test_few_swaps_find_nothing_wrong(
     tmp_path: Path,
     server: Callable[[Path, argparse.Namespace], SwapServer],
     workers: int,

@@ -97,7 +97,7 @@ def tokens(tmp_path: Path) -> Tokens:
     return Tokens(tmp_path)
 
 
-async def test_who_may_ask_for_vectors_now(tokens: Tokens) -> None:
+async def test_only_active_callers_with_the_embed_role_may_embed(tokens: Tokens) -> None:
     await tokens.add("ranker")
     await tokens.add("lost", revoked=True)
     await tokens.add("late", expires="2020-01-01")
@@ -108,7 +108,7 @@ async def test_who_may_ask_for_vectors_now(tokens: Tokens) -> None:
     assert not tokens.access.may_embed("ranker")
 
 
-async def test_each_wrong_token_has_its_answer(tokens: Tokens) -> None:
+async def test_each_kind_of_invalid_token_has_its_own_error(tokens: Tokens) -> None:
     right = await tokens.add("right")
     expired = await tokens.add("late", expires="2020-01-01")
     revoked = await tokens.add("lost", revoked=True)
@@ -132,7 +132,7 @@ async def test_each_wrong_token_has_its_answer(tokens: Tokens) -> None:
     assert tokens.refusal(f"Bearer {admin}") == "403 'boss' may not embed"
 
 
-async def test_what_expires_ends_within_a_look_and_a_jump_of_the_clock_ends_nothing(
+async def test_token_expires_on_time_despite_a_clock_jump(
     tokens: Tokens,
 ) -> None:
     token = await tokens.add("x", expires="2027-01-15T08:01:40Z")  # 100 s after the start
@@ -146,7 +146,7 @@ async def test_what_expires_ends_within_a_look_and_a_jump_of_the_clock_ends_noth
     assert "expired" in tokens.refusal(f"Bearer {token}")
 
 
-async def test_a_line_that_goes_is_refused_at_once_and_others_go_on(tokens: Tokens) -> None:
+async def test_removed_token_is_rejected_immediately(tokens: Tokens) -> None:
     first, second = await tokens.add("first"), await tokens.add("second")
     for one in (first, second):
         tokens.admit(one)
@@ -156,7 +156,7 @@ async def test_a_line_that_goes_is_refused_at_once_and_others_go_on(tokens: Toke
     tokens.admit(second)
 
 
-async def test_a_bad_line_leaves_what_was_before_and_is_named_once(
+async def test_invalid_line_keeps_the_previous_tokens_and_is_logged_once(
     tokens: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -176,7 +176,7 @@ async def test_a_bad_line_leaves_what_was_before_and_is_named_once(
 
 
 @pytest.mark.parametrize("text", ["", "# the lines follow\n\n"])
-async def test_a_file_without_a_caller_leaves_what_was_before(
+async def test_file_without_callers_keeps_the_previous_tokens(
     tokens: Tokens, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     """Covers a program that truncates the file before it writes."""
@@ -190,7 +190,7 @@ async def test_a_file_without_a_caller_leaves_what_was_before(
     assert tokens.admit(token).quota is client
 
 
-async def test_requests_under_way_are_limited_through_a_reload(tokens: Tokens) -> None:
+async def test_concurrency_limit_survives_a_reload(tokens: Tokens) -> None:
     token = await tokens.add("x", concurrent=2)
     first, _ = tokens.admit(token), tokens.admit(token)
     await tokens.add("y")
@@ -202,7 +202,7 @@ async def test_requests_under_way_are_limited_through_a_reload(tokens: Tokens) -
     tokens.admit(token)
 
 
-async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
+async def test_rate_limit_allows_a_burst_of_one_second(
     tokens: Tokens,
 ) -> None:
     slow = await tokens.add("slow", requests_per_second=0.01)
@@ -219,7 +219,7 @@ async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
 
 
 @pytest.mark.parametrize("raised_to", [1000.0, NEVER])
-def test_a_raised_rate_holds_at_once(raised_to: float) -> None:
+def test_raised_rate_applies_immediately(raised_to: float) -> None:
     """Checks that a higher rate keeps no debt from charges at the old rate."""
     client = CallerQuota(Grant("x", requests_per_second=0.001))
     client.refresh_expiry(NOW_S)
@@ -230,7 +230,7 @@ def test_a_raised_rate_holds_at_once(raised_to: float) -> None:
     assert client.admission_error(perf_counter() + 0.01) is None
 
 
-async def test_refusals_wait_once_they_are_very_many(tokens: Tokens) -> None:
+async def test_frequent_rejections_are_delayed(tokens: Tokens) -> None:
     client = tokens.admit(await tokens.add("x", requests_per_second=1)).quota
     assert client is not None
     at_once = int(REFUSALS_BURST_S * REFUSALS_PER_S)
@@ -242,7 +242,7 @@ async def test_refusals_wait_once_they_are_very_many(tokens: Tokens) -> None:
     assert client.rejection_wait_s(1010.0) == 0.0
 
 
-async def test_models(tokens: Tokens) -> None:
+async def test_tokens_may_be_limited_to_models(tokens: Tokens) -> None:
     client = tokens.admit(await tokens.add("x", models=["shop"])).quota
     assert client is not None
     for asked, default in (("shop", "films"), ("shop@3", ""), ("", "shop"), ("@old", "shop@3")):
@@ -252,7 +252,7 @@ async def test_models(tokens: Tokens) -> None:
             client.check_model(asked, default)
 
 
-async def test_certificates_are_names(tokens: Tokens) -> None:
+async def test_certificate_names_identify_callers(tokens: Tokens) -> None:
     await tokens.write('{"name": "ranker", "certificate": "spiffe://cluster/ranker"}\n')
     right = Certificate(("any", "spiffe://cluster/ranker"), NOW_S + 10)
     asking = FakeTarget(None, right)
@@ -267,7 +267,7 @@ async def test_certificates_are_names(tokens: Tokens) -> None:
     assert tokens.refusal(None, right) == "401 the client's certificate has expired"
 
 
-def test_the_names_of_a_certificate() -> None:
+def test_names_of_a_certificate_are_read() -> None:
     found = {
         "subject": ((("organizationName", "x"),), (("commonName", "ranker"),)),
         "subjectAltName": (("DNS", "a.b"), ("IP Address", "1.2.3.4"), ("URI", "spiffe://x")),
@@ -278,7 +278,7 @@ def test_the_names_of_a_certificate() -> None:
     assert certificate_of(None, 5.0) is None
 
 
-async def test_what_is_remembered_is_bounded(tokens: Tokens) -> None:
+async def test_credential_cache_is_bounded(tokens: Tokens) -> None:
     token = await tokens.add("x")
     for spaces in range(2 * CACHED_MAX):
         tokens.ask(FakeTarget("Bearer " + " " * spaces + token))
@@ -289,7 +289,7 @@ async def test_what_is_remembered_is_bounded(tokens: Tokens) -> None:
     assert len(tokens.access._cached) <= CACHED_MAX
 
 
-async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
+async def test_requests_are_counted_by_caller(tokens: Tokens) -> None:
     token, late = await tokens.add("x", concurrent=1), await tokens.add("late", revoked=True)
     asking = tokens.admit(token)
     tokens.refusal(f"Bearer {token}")  # a request is in flight
@@ -307,7 +307,7 @@ async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
     assert tokens.access.names() == {"x", "late", "y", UNKNOWN}
 
 
-async def test_callers_that_sent_nothing_cost_no_counter(tokens: Tokens) -> None:
+async def test_idle_callers_cost_no_counter(tokens: Tokens) -> None:
     """Guards against a cost per name: a token file may have thousands, and the counts are taken
     twice a second."""
     asking = tokens.admit(await tokens.add("x"))
@@ -319,7 +319,7 @@ async def test_callers_that_sent_nothing_cost_no_counter(tokens: Tokens) -> None
     assert tokens.access.take_counts() == [("x", {"OK": 1})]
 
 
-async def test_the_names_are_the_same_object_until_the_file_is_read_again(tokens: Tokens) -> None:
+async def test_caller_names_are_cached_until_the_file_is_reloaded(tokens: Tokens) -> None:
     await tokens.add("x")
     names = tokens.access.names()
     assert tokens.access.names() is names
@@ -327,7 +327,7 @@ async def test_the_names_are_the_same_object_until_the_file_is_read_again(tokens
     assert tokens.access.names() == {*names, "y"}
 
 
-def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: Path) -> None:
+def test_caller_keeps_its_limits_when_its_token_is_replaced(tmp_path: Path) -> None:
     """Checks that both tokens of a caller, while the caller has two, share one rate."""
     (old, old_hash), (new, new_hash), path = new_token(), new_token(), tmp_path / "tokens"
     limits = {"name": "ranker", "requests_per_second": 0.01}
@@ -355,14 +355,14 @@ def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: P
             access.check(authorization, None, frozenset({"embed"}))
 
 
-def test_a_wrong_line_is_named_by_its_file_once(tmp_path: Path) -> None:
+def test_invalid_line_is_named_with_its_file_once(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("{}")
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 1: name is missing$"):
         Authenticator(str(path))
 
 
-def test_repeated_headers_are_empty_and_lines_of_lists_are_joined() -> None:
+def test_repeated_single_headers_are_dropped_and_list_headers_joined() -> None:
     headers = [(b"a", b"1"), (X_FORWARDED_FOR, b"x"), (b"b", b"2"), (b"a", b"1"), (b"a", b"3")]
     assert headers_by_name(headers) == {b"a": b"", X_FORWARDED_FOR: b"x", b"b": b"2"}
     headers += [(X_FORWARDED_FOR, b"y, z"), (b"forwarded", b"for=u"), (X_FORWARDED_FOR, b"")]
@@ -370,7 +370,7 @@ def test_repeated_headers_are_empty_and_lines_of_lists_are_joined() -> None:
     assert headers_by_name(headers) == expected
 
 
-def test_very_many_lines_of_a_list_are_joined_once() -> None:
+def test_lines_of_a_list_header_are_joined_once() -> None:
     """Guards against joining each line to all lines before it, which takes quadratic time."""
     lines = [b"%d" % i for i in range(1300)]
     built: list[object] = [None]

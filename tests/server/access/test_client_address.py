@@ -44,7 +44,7 @@ def found(peer: str = PROXY, **headers: str) -> str:
         ("evil\nline", PROXY),
     ],
 )
-def test_what_a_trusted_proxy_says(value: str, address: str) -> None:
+def test_x_forwarded_for_of_a_trusted_proxy_is_used(value: str, address: str) -> None:
     assert found(x_forwarded_for=value) == address
     assert found(peer="203.0.113.5", x_forwarded_for=value) == "203.0.113.5"
     assert ClientAddresses().find(PROXY, {X_FORWARDED_FOR: value.encode()}.get) == PROXY
@@ -63,7 +63,7 @@ def test_what_a_trusted_proxy_says(value: str, address: str) -> None:
         ("", PROXY),
     ],
 )
-def test_what_a_trusted_proxy_says_by_forwarded(value: str, address: str) -> None:
+def test_forwarded_header_of_a_trusted_proxy_is_used(value: str, address: str) -> None:
     assert found(forwarded=value) == address
     assert found(peer="203.0.113.5", forwarded=value) == "203.0.113.5"
 
@@ -80,18 +80,18 @@ def test_what_a_trusted_proxy_says_by_forwarded(value: str, address: str) -> Non
         ("for=192.0.2.7", "", PROXY),
     ],
 )
-def test_headers_that_differ_are_not_believed(
+def test_contradicting_forwarded_headers_are_ignored(
     forwarded: str, x_forwarded_for: str, address: str
 ) -> None:
     """Rejects both headers: the proxy wrote one of them, and the client perhaps the other."""
     assert found(forwarded=forwarded, x_forwarded_for=x_forwarded_for) == address
 
 
-def test_a_unix_socket_is_no_trusted_proxy() -> None:
+def test_unix_socket_peer_is_no_trusted_proxy() -> None:
     assert found(peer="a Unix socket", x_forwarded_for="192.0.2.7") == "a Unix socket"
 
 
-def test_a_long_header_is_read_from_its_end_within_a_moment() -> None:
+def test_long_forwarded_header_is_parsed_quickly_from_its_end() -> None:
     ours = "192.0.2.7"
     assert found(x_forwarded_for="198.51.100.9," * 100_000 + ours) == ours
     assert found(x_forwarded_for="9" * 1_000_000) == PROXY

@@ -10,7 +10,7 @@ from embedserve.access.clock import LASTS_S
 START_S = 1_800_000_000.0
 
 
-def test_it_follows_a_clock_that_drifts() -> None:
+def test_clock_follows_a_drifting_host_clock() -> None:
     clocks = Clocks()
     for _ in range(100):
         clocks.pass_s(1)
@@ -20,7 +20,7 @@ def test_it_follows_a_clock_that_drifts() -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-86400.0, 86400.0, 30.0])
-def test_a_jump_is_named_and_believed_when_it_has_lasted(
+def test_clock_jump_is_logged_and_adopted_once_it_lasts(
     jump_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     clocks = Clocks()
@@ -37,7 +37,7 @@ def test_a_jump_is_named_and_believed_when_it_has_lasted(
     assert "goes by it" in caplog.records[-1].getMessage()
 
 
-def test_a_jump_there_and_back_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_reverted_clock_jump_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     clocks = Clocks()
     for jump_s in (3600, -3600):
         clocks.wall_s += jump_s

@@ -20,7 +20,7 @@ def grants(folder: Path, *lines: dict[str, Any] | str) -> list[Grant]:
     return read_grants(str(path))
 
 
-def test_every_key(tmp_path: Path) -> None:
+def test_every_key_of_a_grant_is_read(tmp_path: Path) -> None:
     full = {
         "name": "ranker",
         "sha256": SHA,
@@ -83,7 +83,7 @@ SECRET = "es_what-nobody-may-see"
         ({"name": "second", "sha256": "f" * 64}, "the same name or token as line 1"),
     ],
 )
-def test_a_wrong_line_is_named_and_not_quoted(tmp_path: Path, line: Any, said: str) -> None:
+def test_invalid_line_is_named_but_not_quoted(tmp_path: Path, line: Any, said: str) -> None:
     first = {"name": "first", "sha256": "f" * 64}
     with pytest.raises(ValueError, match=r"^\S*/tokens, line 2: ") as raised:
         grants(tmp_path, first, line)
@@ -91,7 +91,7 @@ def test_a_wrong_line_is_named_and_not_quoted(tmp_path: Path, line: Any, said: s
     assert "nobody-may-see" not in str(raised.value)
 
 
-def test_a_file_of_bytes_or_of_none_or_of_too_many(tmp_path: Path) -> None:
+def test_binary_empty_or_oversized_token_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is no text"):
@@ -103,7 +103,7 @@ def test_a_file_of_bytes_or_of_none_or_of_too_many(tmp_path: Path) -> None:
         grants(tmp_path, *many)
 
 
-def test_tokens_are_long_and_never_the_same() -> None:
+def test_new_tokens_are_long_and_unique() -> None:
     tokens = {new_token()[0] for _ in range(1000)}
     assert len(tokens) == 1000
     assert all(len(one) == 46 and one.startswith("es_") for one in tokens)

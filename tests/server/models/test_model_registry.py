@@ -37,7 +37,7 @@ def other() -> FakeEngine:
     return FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
 
 
-async def test_a_request_is_answered_by_the_model_that_it_names(
+async def test_request_is_served_by_the_named_model(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     models = make_pipeline(engine, other, executor=executor).models
@@ -50,7 +50,7 @@ async def test_a_request_is_answered_by_the_model_that_it_names(
     assert models.model("") is engine.model
 
 
-async def test_an_unknown_model_is_named_with_those_that_there_are(
+async def test_unknown_model_error_lists_the_served_models(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     models = make_pipeline(engine, other, executor=executor).models
@@ -60,7 +60,7 @@ async def test_an_unknown_model_is_named_with_those_that_there_are(
         models.model("shoes")
 
 
-async def test_without_a_default_a_request_must_name_a_model(
+async def test_request_must_name_a_model_without_a_default(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     models = make_pipeline(engine, other, executor=executor, default_model="").models
@@ -82,7 +82,7 @@ async def test_without_a_default_a_request_must_name_a_model(
         ),
     ],
 )
-async def test_a_request_past_a_limit_is_refused_with_both_numbers_and_the_setting(
+async def test_limit_error_names_both_numbers_and_the_setting(
     engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits, message: str
 ) -> None:
     models = make_pipeline(engine, executor=executor, limits=limits).models
@@ -93,7 +93,7 @@ async def test_a_request_past_a_limit_is_refused_with_both_numbers_and_the_setti
     await submit_to(models, make_request({"user": [[1], [2]]}))
 
 
-async def test_of_an_unpooled_model_the_limit_is_on_a_row_for_each_id_and_table(
+async def test_unpooled_limit_counts_a_row_for_each_id_and_table(
     executor: ThreadPoolExecutor,
 ) -> None:
     engine = FakeEngine(unpooled_info())
@@ -110,7 +110,7 @@ async def test_of_an_unpooled_model_the_limit_is_on_a_row_for_each_id_and_table(
         submit_to(models, make_request({"item": [[1]]}, {"item": [[1.0]]}))
 
 
-async def test_an_unknown_feature_is_refused_before_the_queue(
+async def test_unknown_feature_is_rejected_before_queueing(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
@@ -119,7 +119,7 @@ async def test_an_unknown_feature_is_refused_before_the_queue(
     assert pipeline.metrics.models["shop"].count_queue()[0] == 0
 
 
-async def test_while_draining_requests_are_answered_but_readiness_is_not(
+async def test_draining_server_serves_requests_but_is_not_ready(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     models = make_pipeline(engine, executor=executor).models
@@ -131,7 +131,7 @@ async def test_while_draining_requests_are_answered_but_readiness_is_not(
     assert np.array_equal(result.values, engine.expected(USER))
 
 
-async def test_a_model_whose_rows_have_changed_is_not_ready_and_answers_on(
+async def test_damaged_model_is_not_ready_but_keeps_serving(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
@@ -156,7 +156,7 @@ async def test_a_model_whose_rows_have_changed_is_not_ready_and_answers_on(
     assert np.array_equal(result.values, engine.expected(USER))
 
 
-async def test_a_look_that_fails_is_logged_and_is_no_damage(
+async def test_failed_integrity_check_is_logged_and_no_damage(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = make_pipeline(engine, executor=executor).models
@@ -167,7 +167,7 @@ async def test_a_look_that_fails_is_logged_and_is_no_damage(
     assert "RuntimeError: no memory" in caplog.text
 
 
-async def test_a_version_that_is_retired_while_others_are_checked_is_left_out(
+async def test_version_retired_during_the_check_is_skipped(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     """Checks that the periodic check continues. If it ended, later damage would stay undetected."""
@@ -229,7 +229,7 @@ class Peek:
 NEVER_ASKED = Peek()
 
 
-async def test_a_full_model_is_refused_and_no_other(full: ModelRegistry) -> None:
+async def test_full_queue_rejects_requests_of_its_model_only(full: ModelRegistry) -> None:
     assert full.has_full_queue
     assert full.has_full_unsized_queue
     for model in ("", "shop"):
@@ -239,7 +239,7 @@ async def test_a_full_model_is_refused_and_no_other(full: ModelRegistry) -> None
     full.check_queue_for_body("nobody", b"", NEVER_ASKED)
 
 
-async def test_the_body_is_asked_only_where_its_model_matters(full: ModelRegistry) -> None:
+async def test_body_is_inspected_only_if_its_model_matters(full: ModelRegistry) -> None:
     full.check_queue_for_body("", b"", Peek("films"))
     for named in ("shop", "", "nobody"):  # an unknown model is rejected like the default one
         with pytest.raises(OverloadedError):
@@ -248,7 +248,7 @@ async def test_the_body_is_asked_only_where_its_model_matters(full: ModelRegistr
         full.check_queue_for_body("shop", b"", NEVER_ASKED)
 
 
-async def test_a_lone_model_is_full_whatever_the_body_names(
+async def test_full_queue_of_the_only_model_rejects_every_body(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=1)
@@ -269,7 +269,7 @@ async def test_a_lone_model_is_full_whatever_the_body_names(
     await asyncio.gather(running, waiting)
 
 
-async def test_while_the_queue_for_large_requests_is_full_small_ones_are_let_in(
+async def test_full_queue_for_large_requests_admits_small_ones(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     large: Bags = {"user": [[1, 2, 3]]}
@@ -299,7 +299,7 @@ async def test_while_the_queue_for_large_requests_is_full_small_ones_are_let_in(
     assert not models.has_full_queue
 
 
-async def test_where_none_is_the_default_the_model_that_is_named_decides(
+async def test_named_model_decides_about_overload_without_a_default(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=1)
@@ -318,7 +318,7 @@ async def test_where_none_is_the_default_the_model_that_is_named_decides(
     await asyncio.gather(*answers)
 
 
-async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
+async def test_only_requests_that_name_a_full_model_are_rejected_before_the_body(
     full: ModelRegistry,
 ) -> None:
     with pytest.raises(OverloadedError):
@@ -337,7 +337,7 @@ def next_batcher(
     return Batcher(engine, engine.model, pipeline.limits, metrics, executor)
 
 
-async def test_the_next_version_answers_what_comes_and_the_one_before_what_waits(
+async def test_new_version_serves_new_requests_and_old_version_queued_ones(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor, limits=Limits(inline_bytes_max=0))
@@ -363,7 +363,7 @@ async def test_the_next_version_answers_what_comes_and_the_one_before_what_waits
     await retired.wait()
 
 
-async def test_a_next_version_has_an_empty_queue_and_its_rows_are_as_published(
+async def test_next_version_starts_with_an_empty_queue_and_no_damage(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=2)

@@ -50,7 +50,7 @@ async def answered_by(models: ModelRegistry, name: str = "", routing_key: bytes 
         ("@6", 6),
     ],
 )
-async def test_a_version_is_named_by_its_number_or_its_alias(
+async def test_version_is_named_by_number_or_alias(
     models: ModelRegistry, name: str, version: int
 ) -> None:
     assert await answered_by(models, name) == version
@@ -58,7 +58,9 @@ async def test_a_version_is_named_by_its_number_or_its_alias(
 
 
 @pytest.mark.parametrize("name", ["shop@9", "shop@none", "@9", "shop@7@8", "films@7", "shop@"])
-async def test_what_is_not_served_is_refused_with_what_is(models: ModelRegistry, name: str) -> None:
+async def test_unserved_version_error_lists_the_served_ones(
+    models: ModelRegistry, name: str
+) -> None:
     with pytest.raises(UnknownModelError) as caught:
         await answered_by(models, name)
     error = caught.value
@@ -70,7 +72,7 @@ async def test_what_is_not_served_is_refused_with_what_is(models: ModelRegistry,
         assert error.message.endswith(": the versions of shop are 7 (stable), 8 (canary), 6 (old)")
 
 
-async def test_a_share_goes_to_a_version_of_what_names_none(models: ModelRegistry) -> None:
+async def test_share_applies_to_requests_without_a_version(models: ModelRegistry) -> None:
     models.set_share("shop@canary", 20.0)
     models.set_share("shop@old", 30.0)
     models.set_share("shop@stable", 40.0)  # it gets all requests that the others do not
@@ -86,7 +88,7 @@ async def test_a_share_goes_to_a_version_of_what_names_none(models: ModelRegistr
     assert {await answered_by(models) for _ in range(200)} == {7}
 
 
-async def test_a_routing_key_is_always_answered_by_the_same_version(models: ModelRegistry) -> None:
+async def test_routing_key_is_always_served_by_the_same_version(models: ModelRegistry) -> None:
     models.set_share("shop@canary", 20.0)
     keys = [f"user-{i}".encode() for i in range(1000)]
     first = [await answered_by(models, "", key) for key in keys]
@@ -98,7 +100,7 @@ async def test_a_routing_key_is_always_answered_by_the_same_version(models: Mode
     assert Counter(later)[8] > Counter(first)[8]
 
 
-async def test_shares_past_the_whole_leave_nothing(models: ModelRegistry) -> None:
+async def test_shares_over_100_percent_leave_nothing_for_the_default(models: ModelRegistry) -> None:
     models.set_share("shop@canary", 80.0)
     models.set_share("shop@old", 80.0)
     assert 7 not in {await answered_by(models) for _ in range(300)}
@@ -106,7 +108,7 @@ async def test_shares_past_the_whole_leave_nothing(models: ModelRegistry) -> Non
     assert shares == {"stable": 0.0, "canary": 80.0, "old": 20.0}
 
 
-async def test_a_request_that_a_version_has_room_for_is_not_refused_unread(
+async def test_request_is_admitted_if_one_version_has_room(
     executor: ThreadPoolExecutor,
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=2)

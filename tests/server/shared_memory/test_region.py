@@ -46,7 +46,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         one.close()
 
 
-def test_what_lies_there_is_read_and_written(file: Path, opened: Open) -> None:
+def test_region_bytes_are_read_and_written(file: Path, opened: Open) -> None:
     region = opened()
     assert (region.name, region.key, region.offset, region.byte_size) == ("mine", "/ids", 10, 50)
     assert region.read(5, 20) == BYTES[15:35]
@@ -59,7 +59,7 @@ def test_what_lies_there_is_read_and_written(file: Path, opened: Open) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_values_of_several_pieces_follow_one_another(
+def test_chunks_are_written_consecutively(
     file: Path, opened: Open, dtype: type[np.floating]
 ) -> None:
     place = MemorySlice(opened(), 4, 46)
@@ -69,7 +69,7 @@ def test_values_of_several_pieces_follow_one_another(
     assert file.read_bytes() == BYTES[:14] + values + BYTES[14 + len(values) :]
 
 
-def test_what_was_read_stays_as_it_was(file: Path, opened: Open) -> None:
+def test_read_bytes_are_a_copy(file: Path, opened: Open) -> None:
     read = opened().read(0, 50)
     file.write_bytes(bytes(100))
     assert read == BYTES[10:60]
@@ -79,19 +79,19 @@ def test_what_was_read_stays_as_it_was(file: Path, opened: Open) -> None:
     "key",
     ["", "/", ".", "/.", "..", "/..", "../ids", "a/b", "/a/b", "//ids", "ids/", "i\0ds", "i\nds"],
 )
-def test_a_key_is_the_name_of_a_file(opened: Open, file: Path, key: str) -> None:
+def test_key_must_be_a_file_name(opened: Open, file: Path, key: str) -> None:
     with pytest.raises(InvalidRequestError, match="it is no name of a file in /dev/shm") as caught:
         opened(key)
     assert caught.value.field == "key"
 
 
 @pytest.mark.parametrize("key", ["k" * 256, "/" + "ä" * 128])
-def test_a_key_is_no_longer_than_a_name_may_be(opened: Open, key: str) -> None:
+def test_key_length_is_limited(opened: Open, key: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"^key is '.{64}…': it has over 255 bytes$"):
         opened(key)
 
 
-def test_a_key_begins_as_it_is_to(file: Path) -> None:
+def test_key_must_begin_with_the_prefix(file: Path) -> None:
     folder = str(file.parent)
     for key in ("ids", "/ids"):
         open_region("mine", key, 0, 1, "/id", folder).close()
@@ -116,7 +116,7 @@ def socket_at(path: Path) -> None:
         (lambda path: path.hardlink_to(path.with_name("ids")), "its file has 2 names, not 1"),
     ],
 )
-def test_only_a_regular_file_of_one_name_is_opened(
+def test_only_regular_files_with_one_link_are_opened(
     opened: Open, file: Path, make: Callable[[Path], None], said: str
 ) -> None:
     make(file.with_name("other"))
@@ -125,7 +125,7 @@ def test_only_a_regular_file_of_one_name_is_opened(
     assert not open_below(file.parent)
 
 
-def test_whoever_has_a_lease_of_a_file_is_not_waited_for() -> None:
+def test_open_does_not_wait_for_a_file_lease() -> None:
     """Guards against the kernel's wait for a lease, which takes 45 s."""
     path = Path(FOLDER) / f"embedserve-test-{os.getpid()}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -143,7 +143,7 @@ def test_whoever_has_a_lease_of_a_file_is_not_waited_for() -> None:
         signal.signal(signal.SIGIO, before)
 
 
-def test_a_range_ends_in_the_file(opened: Open, file: Path) -> None:
+def test_range_must_end_within_the_file(opened: Open, file: Path) -> None:
     assert opened("ids", 99, 1).read(0, 1) == BYTES[99:]
     for offset, byte_size in ((0, 101), (100, 1), (2**64, 1)):
         said = f"^offset and byte_size end at {offset + byte_size}, but 'ids' has 100 bytes$"
@@ -151,7 +151,7 @@ def test_a_range_ends_in_the_file(opened: Open, file: Path) -> None:
             opened("ids", offset, byte_size)
 
 
-def test_a_file_that_is_cut_is_an_error_and_no_signal(opened: Open, file: Path) -> None:
+def test_truncated_file_is_an_error_not_a_signal(opened: Open, file: Path) -> None:
     region = opened()
     os.truncate(file, 30)
     assert region.read(0, 20) == BYTES[10:30]
@@ -163,7 +163,7 @@ def test_a_file_that_is_cut_is_an_error_and_no_signal(opened: Open, file: Path) 
     assert file.read_bytes() == BYTES[:30]
 
 
-def test_a_file_that_is_cut_again_and_again_while_it_is_used(opened: Open, file: Path) -> None:
+def test_file_truncated_repeatedly_during_use_is_an_error(opened: Open, file: Path) -> None:
     """Guards against a mapping, whose access to a truncated file would end the process."""
     nbytes = 1 << 20
     file.write_bytes(bytes(nbytes))
@@ -188,7 +188,7 @@ def test_a_file_that_is_cut_again_and_again_while_it_is_used(opened: Open, file:
     assert region.read(0, nbytes) == values
 
 
-def test_a_file_that_was_removed_is_an_error(opened: Open, file: Path) -> None:
+def test_removed_file_is_an_error(opened: Open, file: Path) -> None:
     region = opened()
     before = region.is_unlinked
     file.unlink()
@@ -199,7 +199,7 @@ def test_a_file_that_was_removed_is_an_error(opened: Open, file: Path) -> None:
         region.write(0, memoryview(b"a"))
 
 
-def test_where_there_is_no_room_it_is_said_why(opened: Open, file: Path) -> None:
+def test_write_error_names_its_reason(opened: Open, file: Path) -> None:
     region = opened()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -210,7 +210,7 @@ def test_where_there_is_no_room_it_is_said_why(opened: Open, file: Path) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_it_is_closed_once_nobody_uses_it(opened: Open, file: Path) -> None:
+def test_region_is_closed_after_its_last_use(opened: Open, file: Path) -> None:
     region = opened()
     with region.opened(50) as descriptor:
         region.close()

@@ -36,7 +36,7 @@ def names(shared: RegionRegistry, owner: str = EVERYBODY) -> list[str]:
     return [one.name for one in shared.status(owner)]
 
 
-def test_what_is_registered_is_told_until_it_is_unregistered(shared: RegionRegistry) -> None:
+def test_status_lists_registered_regions(shared: RegionRegistry) -> None:
     shared.register(EVERYBODY, "ids", "/a", 10, 20)
     shared.register(EVERYBODY, "vectors", "a", 30, 40)
     (one,) = shared.status(EVERYBODY, "vectors")
@@ -65,7 +65,7 @@ def test_what_is_registered_is_told_until_it_is_unregistered(shared: RegionRegis
         (("ids", "../a", 0, 1), "key is '../a': it is no name of a file"),
     ],
 )
-def test_what_cannot_be_registered(
+def test_invalid_region_is_rejected(
     shared: RegionRegistry, asked: tuple[str, str, int, int], said: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{said}"):
@@ -73,14 +73,14 @@ def test_what_cannot_be_registered(
     assert names(shared) == []
 
 
-def test_a_name_is_given_once(shared: RegionRegistry) -> None:
+def test_duplicate_region_name_is_rejected(shared: RegionRegistry) -> None:
     shared.register(EVERYBODY, "ids", "a", 0, 100)
     with pytest.raises(RefusedError, match="region 'ids' is registered already: unregister it"):
         shared.register(EVERYBODY, "ids", "b", 0, 100)
     assert shared.status(EVERYBODY)[0].key == "a"
 
 
-def test_there_are_no_more_than_so_many(shared: RegionRegistry) -> None:
+def test_region_count_is_limited(shared: RegionRegistry) -> None:
     for name in FILES[:4]:
         shared.register(EVERYBODY, name, name, 0, 10)
     said = r"^4 regions .* all callers' limit is 4 \(--shared-memory-regions-max\)"
@@ -90,7 +90,7 @@ def test_there_are_no_more_than_so_many(shared: RegionRegistry) -> None:
     shared.register(EVERYBODY, "e", "e", 0, 10)
 
 
-def test_they_have_no_more_bytes_than_so_many(shared: RegionRegistry, folder: Path) -> None:
+def test_region_bytes_are_limited(shared: RegionRegistry, folder: Path) -> None:
     (folder / "large").write_bytes(bytes(301))
     with pytest.raises(RequestTooLargeError, match=r"^byte_size is 301, all callers' limit is 300"):
         shared.register(EVERYBODY, "large", "large", 0, 301)
@@ -102,7 +102,7 @@ def test_they_have_no_more_bytes_than_so_many(shared: RegionRegistry, folder: Pa
     shared.register(EVERYBODY, "large", "large", 0, 100)
 
 
-def test_each_owner_has_its_own(shared: RegionRegistry) -> None:
+def test_regions_are_separate_by_owner(shared: RegionRegistry) -> None:
     shared.register("ranker", "ids", "a", 0, 100)
     assert names(shared, "other") == []
     assert list(shared.of("other")) == []
@@ -117,7 +117,7 @@ def test_each_owner_has_its_own(shared: RegionRegistry) -> None:
     assert [one.key for one in shared.status("other")] == ["b"]
 
 
-def test_one_owner_has_half_of_all(shared: RegionRegistry) -> None:
+def test_one_owner_may_use_half_of_the_limits(shared: RegionRegistry) -> None:
     shared.register("ranker", "a", "a", 0, 50)
     with pytest.raises(
         RequestTooLargeError, match=r"^byte_size is 151, this caller's limit is 150"
@@ -135,7 +135,9 @@ def test_one_owner_has_half_of_all(shared: RegionRegistry) -> None:
 
 
 @pytest.mark.parametrize(("regions_max", "of_one"), [(0, 0), (1, 1), (2, 1), (3, 2)])
-def test_half_of_an_odd_number_is_rounded_up(folder: Path, regions_max: int, of_one: int) -> None:
+def test_owner_share_of_an_odd_limit_is_rounded_up(
+    folder: Path, regions_max: int, of_one: int
+) -> None:
     shared = RegionRegistry("/", Limits(shared_memory_regions_max=regions_max), str(folder))
     for name in FILES[:of_one]:
         shared.register("ranker", name, name, 0, 1)
@@ -145,7 +147,7 @@ def test_half_of_an_odd_number_is_rounded_up(folder: Path, regions_max: int, of_
         shared.register("ranker", "e", "e", 0, 1)
 
 
-def test_those_whose_file_was_removed_go(shared: RegionRegistry, folder: Path) -> None:
+def test_regions_of_removed_files_are_dropped(shared: RegionRegistry, folder: Path) -> None:
     shared.register(EVERYBODY, "ids", "a", 0, 100)
     shared.register(EVERYBODY, "vectors", "b", 0, 100)
     assert len(open_below(folder)) == 2
@@ -162,7 +164,7 @@ def test_those_whose_file_was_removed_go(shared: RegionRegistry, folder: Path) -
     assert not open_below(folder)
 
 
-def test_those_of_owners_who_may_not_ask_go(shared: RegionRegistry) -> None:
+def test_regions_of_unauthorized_owners_are_dropped(shared: RegionRegistry) -> None:
     shared.register("ranker", "ids", "a", 0, 1)
     shared.register("other", "ids", "b", 0, 1)
     shared.drop_stale(lambda owner: owner == "other")

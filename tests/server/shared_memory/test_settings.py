@@ -28,7 +28,7 @@ ELSEWHERE = replace(SHARED, management_port=0, management_host="10.0.0.5", token
         (replace(SHARED, grpc_server="grpcio"), "shared_memory is '/ranker-', but grpc_server is"),
     ],
 )
-def test_where_it_may_not_be(settings: ServeSettings, said: str) -> None:
+def test_invalid_shared_memory_setting_is_rejected(settings: ServeSettings, said: str) -> None:
     check_settings(settings)
     with pytest.raises(ValueError, match=f"^{said}"):
         check_shared_memory(settings)
@@ -36,7 +36,7 @@ def test_where_it_may_not_be(settings: ServeSettings, said: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-def test_where_it_may_be(host: str) -> None:
+def test_valid_shared_memory_setting_is_accepted(host: str) -> None:
     check_shared_memory(replace(SHARED, host=host, grpc_uds="grpc.sock"))
     check_shared_memory(replace(PLAIN, shared_memory="/", host=host))
     check_shared_memory(replace(SHARED, management_port=0, tokens="tokens"))

@@ -113,7 +113,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("where", SLOW)
-def test_an_answer_that_trickles_is_not_waited_for(where: str) -> None:
+def test_slow_response_times_out(where: str) -> None:
     """Covers responses whose single bytes each come within the timeout."""
     with (
         answering(SLOW[where]) as server,
@@ -124,7 +124,7 @@ def test_an_answer_that_trickles_is_not_waited_for(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", LONG)
-def test_an_answer_of_more_bytes_is_not_read(where: str) -> None:
+def test_oversized_response_is_not_read(where: str) -> None:
     with (
         answering(LONG[where]) as server,
         BoundedSession() as session,
@@ -133,7 +133,7 @@ def test_an_answer_of_more_bytes_is_not_read(where: str) -> None:
         session.post(server.url, BODY, timeout=WAIT_S_MAX)
 
 
-def test_the_limits_apply_over_tls(tmp_path: Path) -> None:
+def test_response_limits_apply_over_tls(tmp_path: Path) -> None:
     authority = Authority()
     (tmp_path / "root.pem").write_bytes(authority.root)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -147,7 +147,7 @@ def test_the_limits_apply_over_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"y" * 1000, gzip.compress(bytes(1 << 20))])
-def test_a_short_answer_leaves_its_connection_for_the_next(body: bytes) -> None:
+def test_short_response_keeps_the_connection_open(body: bytes) -> None:
     head = HEAD + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(body)
     with answering([head, body]) as server, BoundedSession() as session:
         for _ in range(3):

@@ -52,7 +52,7 @@ def spans_below(trace: TraceContext, calls: CallTrace) -> tuple[ReadableSpan, li
     return root, [span for span in others if span.kind is SpanKind.CLIENT]
 
 
-def test_each_call_is_a_span_below_the_request() -> None:
+def test_each_shard_call_is_a_child_span_of_the_request() -> None:
     calls = calls_of(FIRST)
     root, spans = spans_below(FIRST, calls)
     assert [span.name for span in spans] == [f"call part {part}" for part in range(3)]
@@ -78,7 +78,7 @@ def test_each_call_is_a_span_below_the_request() -> None:
     ]
 
 
-def test_spans_of_another_request_of_the_batch_link_to_those_that_the_shards_continue() -> None:
+def test_other_requests_of_the_batch_link_to_the_shard_spans() -> None:
     calls = calls_of(FIRST)
     for trace in (SECOND, TraceContext(FIRST.trace_id, SECOND.parent_id, True)):
         root, spans = spans_below(trace, calls)
@@ -118,7 +118,7 @@ class OneCall:
         asyncio.get_running_loop().call_soon(finish, values)
 
 
-async def test_a_request_that_is_sampled_by_share_and_its_calls_are_in_one_trace(
+async def test_sampled_request_and_its_shard_calls_share_one_trace(
     engine: FakeEngine, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp, "STOP_S_MAX", WAIT_S_MAX)  # for the last spans

@@ -88,7 +88,7 @@ def record(number: int = 0) -> RequestRecord:
 
 
 @pytest.mark.parametrize("protocol", ["rest", "grpc"])
-async def test_a_sampled_request_has_a_span_for_each_stage_below_its_callers(
+async def test_sampled_request_has_a_span_for_each_stage(
     engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector, protocol: str
 ) -> None:
     headers = {"traceparent": SAMPLED, "x-request-id": "a7"}
@@ -125,7 +125,7 @@ async def test_a_sampled_request_has_a_span_for_each_stage_below_its_callers(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_what_is_not_sampled_is_not_sent(
+async def test_unsampled_requests_are_not_exported(
     engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector
 ) -> None:
     async with traced(engine, executor, collector.url) as live:
@@ -135,7 +135,7 @@ async def test_what_is_not_sampled_is_not_sent(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_errors_and_who_went_away_are_traced(
+async def test_rejected_and_failed_requests_are_traced(
     engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector
 ) -> None:
     async with traced(engine, executor, collector.url, share_percent=100) as live:
@@ -158,7 +158,7 @@ async def test_errors_and_who_went_away_are_traced(
 @pytest.mark.parametrize(
     "value", ["00-zz", "x" * 5000, "ff" + SAMPLED[2:], SAMPLED + "-more", "00\tx", ""]
 )
-async def test_a_malformed_traceparent_begins_no_trace_and_is_named_once(
+async def test_malformed_traceparent_is_ignored_and_logged_once(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
     collector: Collector,
@@ -178,7 +178,7 @@ async def test_a_malformed_traceparent_begins_no_trace_and_is_named_once(
 
 
 @pytest.mark.parametrize("fault", REASONS)
-async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
+async def test_unavailable_collector_is_logged_once_and_delays_no_request(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
     collector: Collector,
@@ -227,7 +227,7 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
     assert not any(one.name.startswith("opentelemetry") for one in caplog.records)
 
 
-def test_an_exporter_keeps_its_own_lines_alone() -> None:
+def test_exporter_filters_only_log_records_of_its_own_thread() -> None:
     """Checks that an exporter that is still stopping does not take the reason of the next one's
     outage."""
     reason = otlp._Reason()
@@ -240,7 +240,7 @@ def test_an_exporter_keeps_its_own_lines_alone() -> None:
     assert reason.line == "'no access'"
 
 
-def test_what_waits_is_bounded_and_what_is_left_out_is_named(
+def test_trace_queue_is_bounded_and_drops_are_logged(
     collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
@@ -261,7 +261,7 @@ def test_what_waits_is_bounded_and_what_is_left_out_is_named(
 
 
 @pytest.mark.usefixtures("patient")
-def test_what_waits_is_sent_before_the_end(collector: Collector) -> None:
+def test_queued_traces_are_exported_before_the_stop(collector: Collector) -> None:
     traces = OtlpTraces(collector.url, 0)
     traces.start()
     for number in range(3 * SENT_AT_ONCE):
@@ -273,7 +273,7 @@ def test_what_waits_is_sent_before_the_end(collector: Collector) -> None:
     ]
 
 
-def test_the_share_is_of_requests_without_a_traceparent() -> None:
+def test_sampling_share_applies_to_requests_without_traceparent() -> None:
     traces = OtlpTraces("http://localhost:1", 25)
     places = [traces.sampled(None) for _ in range(4000)]
     assert 700 < len([one for one in places if one is not None]) < 1300

@@ -26,7 +26,7 @@ def kept(slow: SlowRequests) -> list[int]:
     return [one["request_id"] for one in slow.fields()]
 
 
-def test_the_slowest_are_kept_and_first(clock: Clock) -> None:
+def test_slowest_requests_are_kept_and_listed_first(clock: Clock) -> None:
     slow = SlowRequests(clock)
     order = list(range(10 * KEPT_MAX))
     random.Random(1).shuffle(order)
@@ -36,7 +36,7 @@ def test_the_slowest_are_kept_and_first(clock: Clock) -> None:
     assert slow.fields()[0]["when"].endswith("+00:00")
 
 
-def test_one_that_is_not_kept_is_not_described(clock: Clock) -> None:
+def test_faster_request_is_not_described(clock: Clock) -> None:
     slow = SlowRequests(clock)
     for one in range(KEPT_MAX):
         slow.add(2.0, lambda one=one: {"request_id": one})  # type: ignore[misc]
@@ -48,7 +48,7 @@ def test_one_that_is_not_kept_is_not_described(clock: Clock) -> None:
     assert kept(slow) == list(range(KEPT_MAX))
 
 
-def test_what_is_old_makes_room(clock: Clock) -> None:
+def test_expired_request_is_replaced(clock: Clock) -> None:
     slow = SlowRequests(clock)
     slow.add(9.0, lambda: {"request_id": 1})
     clock.now_s += KEPT_S - 1

@@ -11,7 +11,7 @@ BEGINS = (10.0, 10.001, 10.003, 10.006, 10.01)
 
 
 @pytest.mark.parametrize("count", range(1, 6))
-def test_stages_add_up_to_the_whole(count: int) -> None:
+def test_stage_timings_add_up_to_the_total(count: int) -> None:
     times = StageTimings(BEGINS[:count], 10.015)
     stages = times.stages()
     assert [name for name, _, _ in stages] == list(STAGES[:count])
@@ -21,7 +21,7 @@ def test_stages_add_up_to_the_whole(count: int) -> None:
     assert sum(lengths) == pytest.approx(total) == pytest.approx(15)
 
 
-def test_server_timing_has_milliseconds() -> None:
+def test_server_timing_is_in_milliseconds() -> None:
     assert StageTimings(BEGINS, 10.015).server_timing() == (
         b"read;dur=1, queue;dur=2, lookup;dur=3, encode;dur=4, write;dur=5, total;dur=15"
     )

@@ -17,12 +17,12 @@ PLACE = (TRACE.decode(), SPAN.decode())
 @pytest.mark.parametrize(
     ("flags", "is_sampled"), [(b"00", False), (b"01", True), (b"02", False), (b"ff", True)]
 )
-def test_the_flags_say_whether_it_is_sampled(flags: bytes, is_sampled: bool) -> None:
+def test_sampled_flag_of_a_traceparent_is_read(flags: bytes, is_sampled: bool) -> None:
     value = b"-".join((b"00", TRACE, SPAN, flags))
     assert read_traceparent(value) == TraceContext(*PLACE, is_sampled)
 
 
-def test_a_later_version_may_say_more() -> None:
+def test_later_traceparent_versions_may_have_more_fields() -> None:
     value = b"-".join((b"cc", TRACE, SPAN, b"01"))
     assert read_traceparent(value + b"-what-comes") == TraceContext(*PLACE, True)
     assert read_traceparent(value + b"what-comes") is None
@@ -44,5 +44,5 @@ def test_a_later_version_may_say_more() -> None:
         b"-".join((b"cc", TRACE, SPAN, b"01", b"x" * TRACEPARENT_BYTES_MAX)),
     ],
 )
-def test_what_is_malformed_is_none(value: bytes | None) -> None:
+def test_malformed_traceparent_is_none(value: bytes | None) -> None:
     assert read_traceparent(value) is None

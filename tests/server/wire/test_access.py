@@ -82,7 +82,7 @@ def line_of(token: str | None) -> list[str]:
     return [] if token is None else [f"Authorization: Bearer {token}"]
 
 
-async def test_metrics_and_the_log_name_who_asked(
+async def test_metrics_and_log_name_the_caller(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
     live.pipeline.metrics.callers.callers = live.pipeline.authenticator
@@ -102,7 +102,7 @@ async def test_metrics_and_the_log_name_who_asked(
     }
 
 
-async def test_a_token_given_twice_is_none(server: OurServer) -> None:
+async def test_duplicate_authorization_header_is_rejected(server: OurServer) -> None:
     for make in MAKES:
         answer = await server.talk(
             make(BODY, *line_of("es_right"), *line_of("es_shop"), "Connection: close")
@@ -122,7 +122,7 @@ async def code_of(call: Any) -> str:
     return "OK"
 
 
-async def test_each_request_of_a_stream_counts_for_the_rate(live: Live) -> None:
+async def test_each_request_of_a_stream_counts_toward_the_rate(live: Live) -> None:
     async with AsyncGrpcEmbedClient(live.grpc_target, token="es_slow") as client:
         answers = client.embed_stream([{"user": [[1]]}] * 3)
         kinds = [type(answer) async for answer in answers]  # opening the stream does not count
@@ -133,7 +133,7 @@ REFUSALS = int(REFUSALS_BURST_S * REFUSALS_PER_S) + 40
 WAITED_S_MIN = 39 / REFUSALS_PER_S
 
 
-async def test_who_is_refused_very_often_is_told_later_over_http1(server: OurServer) -> None:
+async def test_frequent_rejections_are_delayed_over_http1(server: OurServer) -> None:
     """Checks also that the connection is usable after the delay."""
     reader, writer = await server.open()
     start_s = perf_counter()
@@ -147,7 +147,7 @@ async def test_who_is_refused_very_often_is_told_later_over_http1(server: OurSer
     assert (await read_answer(reader))[0] == 200
 
 
-async def test_who_is_refused_very_often_is_told_later_over_http2(server: OurServer) -> None:
+async def test_frequent_rejections_are_delayed_over_http2(server: OurServer) -> None:
     """Checks that a body that arrives during the delay is not looked up."""
     client = Http2Client(*await server.open())
     start_s = perf_counter()
@@ -160,7 +160,7 @@ async def test_who_is_refused_very_often_is_told_later_over_http2(server: OurSer
     assert server.outcomes() == {"OK": 1, "RESOURCE_EXHAUSTED": REFUSALS}
 
 
-async def test_who_is_refused_very_often_is_told_later_over_grpc(live: Live) -> None:
+async def test_frequent_rejections_are_delayed_over_grpc(live: Live) -> None:
     start_s = perf_counter()
     codes = [
         await code_of(live.stub.Embed(REQUEST, metadata=metadata_of("es_slow")))
@@ -171,7 +171,9 @@ async def test_who_is_refused_very_often_is_told_later_over_grpc(live: Live) -> 
     assert live.outcomes("grpc") == {"OK": 1, "RESOURCE_EXHAUSTED": REFUSALS}
 
 
-async def test_clients_that_go_before_they_are_told_are_forgotten(server: OurServer) -> None:
+async def test_disconnected_clients_with_delayed_rejections_are_forgotten(
+    server: OurServer,
+) -> None:
     count = 2 * REFUSALS
     writers = [(await server.open())[1] for _ in range(count)]
     for writer in writers:
@@ -183,7 +185,7 @@ async def test_clients_that_go_before_they_are_told_are_forgotten(server: OurSer
     assert server.outcomes().keys() <= {"OK", "RESOURCE_EXHAUSTED", "CANCELLED"}
 
 
-async def test_management(live: Live) -> None:
+async def test_management_routes_require_the_right_roles(live: Live) -> None:
     wanted = {
         "/health/live": (200, 200, 200),
         "/health/ready": (200, 200, 200),
@@ -204,7 +206,7 @@ async def test_management(live: Live) -> None:
     assert await code_of(check) == "OK"
 
 
-async def test_pipelined_requests_of_strangers_and_friends(server: OurServer) -> None:
+async def test_pipelined_requests_are_authenticated_one_by_one(server: OurServer) -> None:
     reader, writer = await server.open()
     tokens = ["es_right", None, "es_right", "es_unknown", "es_shop"]
     writer.write(b"".join(post(BODY, *line_of(token)) for token in tokens))
@@ -212,7 +214,7 @@ async def test_pipelined_requests_of_strangers_and_friends(server: OurServer) ->
     assert statuses == [200, 401, 200, 401, 200]
 
 
-async def test_a_caller_whose_connection_is_cut_as_it_pipelines_keeps_its_limit(
+async def test_caller_keeps_its_limit_if_its_pipelining_connection_is_cut(
     server: OurServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Makes the connection the largest by the buffered requests behind its first one."""
@@ -235,7 +237,7 @@ async def test_a_caller_whose_connection_is_cut_as_it_pipelines_keeps_its_limit(
     writer.close()
 
 
-async def test_our_clients(live: Live) -> None:
+async def test_python_clients_raise_authentication_errors(live: Live) -> None:
     rest, target = f"127.0.0.1:{live.http_port}", live.grpc_target
     for make, address in ((AsyncEmbedClient, rest), (AsyncGrpcEmbedClient, target)):
         async with make(address, token="es_right", timeout_s=WAIT_S_MAX) as client:
@@ -258,7 +260,7 @@ async def test_our_clients(live: Live) -> None:
         EmbedClient(rest, token="two words")
 
 
-async def test_nothing_that_is_said_has_a_token(
+async def test_no_response_or_log_line_contains_a_token(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
@@ -270,7 +272,7 @@ async def test_nothing_that_is_said_has_a_token(
         assert secret not in shown
 
 
-async def test_the_names_of_certificates(
+async def test_names_of_client_certificates_are_used(
     pipeline: RequestPipeline, executor: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     authority = Authority()
@@ -303,9 +305,7 @@ STATISTICS = {
 
 
 @pytest.mark.parametrize("token", STATISTICS)
-async def test_statistics_are_those_of_the_models_that_a_token_may_ask(
-    live: Live, token: str
-) -> None:
+async def test_statistics_are_limited_to_the_models_of_a_token(live: Live, token: str) -> None:
     headers, names = {"Authorization": f"Bearer {token}"}, STATISTICS[token]
     service = GRPCInferenceServiceStub(live.channel)
     told = (await live.http.get("/v2/models/stats", headers=headers)).json()

@@ -100,7 +100,7 @@ WAYS = {"http1": over_http1, "cut": over_http1, "chunked": over_http1, "http2": 
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-async def test_a_request_has_the_same_status_in_every_way(live: Live, case: Case) -> None:
+async def test_request_has_the_same_status_over_every_framing(live: Live, case: Case) -> None:
     for way, ask in WAYS.items():
         status, body = await ask(live, case.path, list(case.fields), way)
         assert (way, status) == (way, case.status)
@@ -108,7 +108,7 @@ async def test_a_request_has_the_same_status_in_every_way(live: Live, case: Case
         assert b"localhost" not in body
 
 
-async def test_a_routing_key_chooses_the_same_version_in_every_way(live: Live) -> None:
+async def test_routing_key_selects_the_same_version_over_every_framing(live: Live) -> None:
     """Checks that blanks around a value are not part of it, whatever the chunks and the cache."""
     versions = set()
     for key in KEYS:
@@ -129,7 +129,7 @@ async def test_a_routing_key_chooses_the_same_version_in_every_way(live: Live) -
     assert len(versions) == 2
 
 
-async def test_a_redirect_repeats_no_host(live: Live) -> None:
+async def test_redirect_does_not_repeat_the_host(live: Live) -> None:
     response = await live.http.get("/models/", headers={"Host": "evil.example"})
     assert response.status_code == 404
     assert "location" not in response.headers

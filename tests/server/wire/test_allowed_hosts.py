@@ -92,31 +92,31 @@ async def over_http1(port: int | str, host: str | None, target: str, cuts: bool 
 
 
 @pytest.mark.parametrize("host", OURS)
-def test_its_names_are_accepted(host: str) -> None:
+def test_allowed_host_names_are_accepted(host: str) -> None:
     AllowedHosts(["Embed.Example"]).check([(b"host", host.encode())])
 
 
 @pytest.mark.parametrize("host", OTHERS)
-def test_another_name_is_rejected_and_told_with_the_setting(host: str) -> None:
+def test_other_host_name_is_rejected_and_the_error_names_the_setting(host: str) -> None:
     with pytest.raises(PermissionDeniedError, match="--allowed-host") as raised:
         AllowedHosts(["embed.example"]).check([(b"host", host.encode("latin-1"))])
     assert ascii(host) in raised.value.message
     assert raised.value.field == "Host"
 
 
-def test_a_long_name_is_shown_in_part() -> None:
+def test_long_host_name_is_shortened_in_the_error() -> None:
     with pytest.raises(PermissionDeniedError) as raised:
         AllowedHosts().check([(b"host", b"e" * 16_000)])
     assert len(raised.value.message) < 300
 
 
-def test_none_and_all_where_that_is_allowed() -> None:
+def test_missing_and_wildcard_host_are_accepted_if_allowed() -> None:
     AllowedHosts().check([(b"accept", b"*/*")])
     AllowedHosts(["*"]).check([(b"host", b"evil.example")])
 
 
 @pytest.mark.parametrize("target", ["/embed", "/models/shop/embed", "/admin/load", "/health/live"])
-async def test_another_sites_request_is_rejected_on_every_port_and_in_every_protocol(
+async def test_cross_site_request_is_rejected_on_every_port_and_protocol(
     engine: FakeEngine, target: str
 ) -> None:
     async with server(engine, allowed_hosts=(), management_host="127.0.0.1") as live:
@@ -133,7 +133,7 @@ async def test_another_sites_request_is_rejected_on_every_port_and_in_every_prot
         assert live.outcomes("rest")["PERMISSION_DENIED"] == 9
 
 
-async def test_its_own_names_are_answered(engine: FakeEngine) -> None:
+async def test_own_host_names_are_accepted(engine: FakeEngine) -> None:
     async with server(engine, allowed_hosts=("embed.example",)) as live:
         for host in (f"127.0.0.1:{live.http_port}", "localhost", "embed.example", None):
             for cuts in (False, True):
@@ -144,7 +144,7 @@ async def test_its_own_names_are_answered(engine: FakeEngine) -> None:
                 assert (await client.request("POST", "/embed", BODY)).status == 200
 
 
-async def test_grpc_names_its_authority(engine: FakeEngine) -> None:
+async def test_grpc_authority_is_checked(engine: FakeEngine) -> None:
     async with server(engine, allowed_hosts=()) as live:
         await live.stub.ListModels(pb.ListModelsRequest(), timeout=WAIT_S_MAX)
         options = [*OWN_CONNECTION, ("grpc.default_authority", EVIL)]
@@ -156,7 +156,7 @@ async def test_grpc_names_its_authority(engine: FakeEngine) -> None:
         assert EVIL in str(raised.value.details())
 
 
-async def test_a_name_that_was_accepted_lets_no_other_through(engine: FakeEngine) -> None:
+async def test_accepted_host_does_not_admit_another_one(engine: FakeEngine) -> None:
     """Checks that cached header blocks and templates apply to their host only."""
     async with server(engine, allowed_hosts=("same.example",)) as live:
         for _ in range(2):
@@ -165,7 +165,7 @@ async def test_a_name_that_was_accepted_lets_no_other_through(engine: FakeEngine
                 assert response.startswith(f"HTTP/1.1 {status} ")
 
 
-async def test_a_unix_socket_accepts_any(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_unix_socket_accepts_any_host(engine: FakeEngine, tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     async with server(engine, allowed_hosts=(), unix=[path]) as live:
         for cuts in (False, True):
@@ -174,7 +174,7 @@ async def test_a_unix_socket_accepts_any(engine: FakeEngine, tmp_path: Path) -> 
         assert (await over_http1(live.http_port, EVIL, "/embed")).startswith("HTTP/1.1 403 ")
 
 
-async def test_tokens_and_tls_need_no_name(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_no_host_check_with_tokens_or_tls(engine: FakeEngine, tmp_path: Path) -> None:
     """Checks servers that need no --allowed-host: another site has no token and no certificate."""
     tokens = tmp_path / "tokens"
     tokens.write_text(json.dumps({"name": "ranker", "sha256": hash_of(b"es_ranker")}))

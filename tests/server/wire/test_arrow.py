@@ -55,7 +55,7 @@ async def by_protobuf(live: Live, path: str, request: pb.EmbedRequest) -> pb.Emb
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("rows", [1, 3])
-async def test_an_answer_is_that_of_protobuf(
+async def test_arrow_response_equals_the_protobuf_response(
     live: Live, engine: FakeEngine, rows: int, weights: Weights | None
 ) -> None:
     body = stream_of(columns_of(BAGS, weights), rows=rows)
@@ -71,7 +71,7 @@ async def test_an_answer_is_that_of_protobuf(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-async def test_a_column_for_each_of_some_keys(live: Live, engine: FakeEngine, dtype: str) -> None:
+async def test_selected_keys_become_columns(live: Live, engine: FakeEngine, dtype: str) -> None:
     options = {"columns": "keys", "output_keys": '["tag", "user"]', "output_dtype": dtype}
     table = read_answer((await ask(live, stream_of(columns_of(BAGS), options=options))).content)
     assert table.column_names == ["user", "tag"]
@@ -81,7 +81,7 @@ async def test_a_column_for_each_of_some_keys(live: Live, engine: FakeEngine, dt
 
 
 @pytest.mark.parametrize("accept", [JSON, PROTOBUF, ARROW])
-async def test_any_form_of_answer_to_any_form_of_request(
+async def test_any_response_format_works_with_any_request_format(
     live: Live, engine: FakeEngine, accept: str
 ) -> None:
     bodies = {
@@ -104,7 +104,7 @@ async def test_any_form_of_answer_to_any_form_of_request(
         assert np.array_equal(values, engine.expected(BAGS))
 
 
-async def test_it_is_described(live: Live) -> None:
+async def test_arrow_is_described_in_openapi(live: Live) -> None:
     described = (await live.http.get("/openapi.json")).json()
     for path in ("/embed", "/models/{model}/embed"):
         post = described["paths"][path]["post"]

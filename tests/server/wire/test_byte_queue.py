@@ -16,7 +16,7 @@ SIZES = st.one_of(st.integers(0, 8), st.integers(SMALL_BYTES - 2, SMALL_BYTES + 
 @given(
     st.lists(st.tuples(SIZES, st.lists(st.tuples(SIZES, st.integers(0, 6)), max_size=4))),
 )
-def test_what_is_taken_is_what_came(rounds: list[tuple[int, list[tuple[int, int]]]]) -> None:
+def test_taken_bytes_equal_appended_bytes(rounds: list[tuple[int, list[tuple[int, int]]]]) -> None:
     pieces, expected, number = ByteQueue(), b"", 0
     for size, takes in rounds:
         piece = bytes((number + i) % 251 for i in range(size))
@@ -34,7 +34,7 @@ def test_what_is_taken_is_what_came(rounds: list[tuple[int, list[tuple[int, int]
     assert pieces.nbytes == 0
 
 
-def test_a_body_of_single_bytes_takes_little_more_than_itself() -> None:
+def test_body_of_single_bytes_has_little_memory_overhead() -> None:
     pieces, count = ByteQueue(), 100_000
     for _ in range(count):
         pieces.append(b"x")

@@ -26,7 +26,7 @@ FORGED = "198.51.100.9"
 CLIENT = "192.0.2.7"
 
 
-async def test_lines_of_one_header_are_one_list(
+async def test_repeated_header_lines_form_one_list(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Checks two lines of X-Forwarded-For: HAProxy adds its own line after the client's."""
@@ -43,7 +43,7 @@ async def test_lines_of_one_header_are_one_list(
 
 
 @pytest.mark.parametrize("target", ["/embed", "/models", "/metrics"])
-async def test_an_unknown_token_is_logged_with_the_address(
+async def test_unknown_token_is_logged_with_the_address(
     engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -68,7 +68,7 @@ async def test_an_unknown_token_is_logged_with_the_address(
 
 
 @pytest.mark.parametrize("path", [b"/embed HTTP/1.1\r\n\0", b"/\xff HTTP/1.1"])
-async def test_a_request_that_is_none_is_logged_with_the_address(
+async def test_malformed_request_is_logged_with_the_address(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture, path: bytes
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -81,7 +81,7 @@ async def test_a_request_that_is_none_is_logged_with_the_address(
     assert fields["address"] == "127.0.0.1"
 
 
-async def test_a_unix_socket_has_no_address(
+async def test_unix_socket_peer_has_no_address(
     engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -97,7 +97,7 @@ async def test_a_unix_socket_has_no_address(
     assert fields["address"] == "a Unix socket"
 
 
-async def test_a_handshake_that_fails_is_logged_with_the_address(
+async def test_failed_tls_handshake_is_logged_with_the_address(
     engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -150,7 +150,9 @@ def bags(seed: int, examples: int = EXAMPLES) -> dict[str, list[list[int]]]:
     }
 
 
-async def test_vectors_are_those_of_the_model(client: Client, wide: FakeEngine) -> None:
+async def test_vectors_over_shared_memory_equal_those_of_the_model(
+    client: Client, wide: FakeEngine
+) -> None:
     for number in range(4):
         result = await client.embed(bags(number))
         assert np.array_equal(result.values, wide.expected(bags(number)))
@@ -177,7 +179,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-async def test_every_option_is_as_without(
+async def test_every_option_works_as_without_shared_memory(
     live: Live, client: Client, options: dict[str, Any]
 ) -> None:
     plain = Client(live)
@@ -193,7 +195,9 @@ async def test_every_option_is_as_without(
     await plain.close()
 
 
-async def test_a_request_without_a_feature_and_arrays(client: Client, wide: FakeEngine) -> None:
+async def test_request_with_missing_feature_and_arrays_uses_shared_memory(
+    client: Client, wide: FakeEngine
+) -> None:
     tags = np.arange(EXAMPLES) % 5
     for _ in range(2):
         result = await client.embed({"tag": tags})
@@ -202,14 +206,14 @@ async def test_a_request_without_a_feature_and_arrays(client: Client, wide: Fake
     assert client.paths[-1] == INFER
 
 
-async def test_results_stay_while_others_are_asked_for(client: Client, wide: FakeEngine) -> None:
+async def test_results_stay_valid_during_later_requests(client: Client, wide: FakeEngine) -> None:
     held = [await client.embed(bags(number)) for number in range(20)]
     for number, result in enumerate(held):
         assert np.array_equal(result.values, wide.expected(bags(number)))
     assert client.paths.count(INFER) > 2
 
 
-async def test_many_at_once(client: Client, wide: FakeEngine) -> None:
+async def test_many_concurrent_requests(client: Client, wide: FakeEngine) -> None:
     await client.embed(bags(0))
     for _ in range(3):
         results = await asyncio.gather(*(client.embed(bags(number)) for number in range(8)))
@@ -220,7 +224,7 @@ async def test_many_at_once(client: Client, wide: FakeEngine) -> None:
     assert len(files()) <= 8
 
 
-async def test_a_larger_request_has_a_larger_file(client: Client, wide: FakeEngine) -> None:
+async def test_larger_request_gets_a_larger_file(client: Client, wide: FakeEngine) -> None:
     for examples in (EXAMPLES, EXAMPLES, 5 * EXAMPLES, 5 * EXAMPLES, 5 * EXAMPLES):
         result = await client.embed(bags(1, examples))
         assert np.array_equal(result.values, wide.expected(bags(1, examples)))
@@ -229,7 +233,7 @@ async def test_a_larger_request_has_a_larger_file(client: Client, wide: FakeEngi
     assert [one.stat().st_size for one in files()] == [4 << 20]
 
 
-async def test_a_server_that_starts_again_is_told_again(
+async def test_regions_are_registered_again_after_a_server_restart(
     live: Live, client: Client, wide: FakeEngine
 ) -> None:
     await client.embed(bags(0))
@@ -245,7 +249,7 @@ async def test_a_server_that_starts_again_is_told_again(
     assert client.paths == [INFER, EMBED, REGISTER, EMBED, INFER]
 
 
-async def test_errors_are_those_of_embed(live: Live, client: Client) -> None:
+async def test_errors_equal_those_of_embed(live: Live, client: Client) -> None:
     wrong = {"user": [[1]] * EXAMPLES, "tag": [[1]] * (EXAMPLES - 1) + [[5]]}
     await client.embed(bags(0))
     with pytest.raises(InvalidRequest, match="69") as caught:
@@ -260,7 +264,7 @@ async def test_errors_are_those_of_embed(live: Live, client: Client) -> None:
         await client.embed({"user": np.zeros(Limits().request_examples_max + 1, np.int64)})
 
 
-async def test_what_goes_without(live: Live, client: Client) -> None:
+async def test_small_and_string_requests_bypass_shared_memory(live: Live, client: Client) -> None:
     plain = Client(live)
     strings = {"tag": [["drama"], ["映画", "nothing"]] * 3000}
     for options in (
@@ -276,7 +280,7 @@ async def test_what_goes_without(live: Live, client: Client) -> None:
     await plain.close()
 
 
-async def test_rows_of_a_model_that_is_not_pooled(live: Live, client: Client) -> None:
+async def test_unpooled_rows_are_returned(live: Live, client: Client) -> None:
     plain = Client(live)
     items = {"item": [[1, 2], [5, 99], []] * 5000, "last": [[3], [], [4]] * 5000}
     wanted = await plain.embed(items, model="sequence")
@@ -304,7 +308,9 @@ async def test_unknown_ids_are_counted(live: Live, client: Client) -> None:
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-async def test_versions_that_share_a_model(executor: ThreadPoolExecutor, kind: str) -> None:
+async def test_shared_versions_of_a_model_are_served(
+    executor: ThreadPoolExecutor, kind: str
+) -> None:
     """Checks versions of different widths; the result of each has the keys of its version."""
     engines = []
     for alias, number, features in (
@@ -330,7 +336,7 @@ async def test_versions_that_share_a_model(executor: ThreadPoolExecutor, kind: s
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-async def test_a_call_that_is_cancelled_takes_its_region_with_it(
+async def test_cancelled_call_discards_its_region(
     executor: ThreadPoolExecutor, wide: FakeEngine, kind: str
 ) -> None:
     """Checks that the region is discarded, because the server may still write to it."""
@@ -366,7 +372,7 @@ REFUSING: dict[str, Refusing] = {
 
 @pytest.mark.parametrize("kind", ASYNC)
 @pytest.mark.parametrize("of_server", REFUSING)
-async def test_a_server_that_has_none_or_another(
+async def test_missing_or_other_server_prefix_is_an_error(
     executor: ThreadPoolExecutor, wide: FakeEngine, of_server: str, kind: str
 ) -> None:
     make, said = REFUSING[of_server]
@@ -381,7 +387,7 @@ async def test_a_server_that_has_none_or_another(
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-async def test_where_the_server_has_no_room_lookups_go_without(
+async def test_full_region_registry_falls_back_to_plain_requests(
     executor: ThreadPoolExecutor, wide: FakeEngine, kind: str
 ) -> None:
     limits = Limits(shared_memory_bytes_max=(1 << 20) + 1)

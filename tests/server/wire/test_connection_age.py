@@ -50,7 +50,9 @@ async def ask(stub: EmbeddingServiceStub, count: int) -> None:
         assert answer.batch_size == 1
 
 
-async def test_calls_over_several_ages(server: OurServer, stub: EmbeddingServiceStub) -> None:
+async def test_calls_succeed_over_several_connection_ages(
+    server: OurServer, stub: EmbeddingServiceStub
+) -> None:
     """Retires connections at any moment of concurrent calls; grpcio does not retry failed calls."""
     met: set[Connection] = set()
     for _ in range(AGES):
@@ -65,7 +67,7 @@ async def test_calls_over_several_ages(server: OurServer, stub: EmbeddingService
     await until(lambda: not of_kind(server, Http2Protocol) & met)
 
 
-async def test_our_client_over_two_servers_loses_no_call(
+async def test_python_client_with_two_servers_loses_no_call(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     """Lets both servers retire the client's connections, while calls alternate between them."""
@@ -90,7 +92,7 @@ async def test_our_client_over_two_servers_loses_no_call(
     assert min(counts) > CALLS
 
 
-async def test_a_stream_keeps_its_connection_until_its_client_ends_it(
+async def test_stream_keeps_its_connection_until_the_client_ends_it(
     server: OurServer, stub: EmbeddingServiceStub
 ) -> None:
     stream = stub.EmbedStream(timeout=ANSWER_S_MAX)
@@ -112,7 +114,7 @@ async def test_a_stream_keeps_its_connection_until_its_client_ends_it(
 
 
 @pytest.mark.parametrize("path", ["/embed", "/models"])
-async def test_http1_is_told_with_an_answer(server: OurServer, path: str) -> None:
+async def test_http1_connection_is_closed_with_a_response(server: OurServer, path: str) -> None:
     base_url = f"http://127.0.0.1:{server.port}"
     async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_S_MAX, verify=False) as client:
 
@@ -132,7 +134,7 @@ async def test_http1_is_told_with_an_answer(server: OurServer, path: str) -> Non
             await until(lambda: not of_kind(server, Http1Connection))
 
 
-async def test_an_idle_connection_is_not_closed_for_its_age(server: OurServer) -> None:
+async def test_idle_connection_is_not_closed_for_its_age(server: OurServer) -> None:
     """Checks an idle connection: its client may be sending a request.
 
     A client whose request meets a close does not know whether the server handled it.
@@ -146,7 +148,9 @@ async def test_an_idle_connection_is_not_closed_for_its_age(server: OurServer) -
 
 
 @pytest.mark.parametrize("grpc_server", GRPC_SERVERS)
-async def test_the_setting_has_clients_connect_anew(engine: FakeEngine, grpc_server: str) -> None:
+async def test_connection_age_limit_makes_clients_reconnect(
+    engine: FakeEngine, grpc_server: str
+) -> None:
     limits = Limits(connection_age_s_max=0.5)
     async with (
         live_server(engine, limits=limits, grpc_server=grpc_server) as live,

@@ -40,7 +40,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-async def test_connections_over_the_limit_are_closed_and_the_others_served(
+async def test_connections_over_the_limit_are_closed_and_others_served(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     clients = [await server.open() for _ in range(CONNECTIONS_MAX)]
@@ -84,7 +84,7 @@ def http2_body() -> bytes:
     [post(BODY), chunked(BODY)[:-5], http2_body()],
     ids=["a known head", "chunks", "HTTP/2"],
 )
-async def test_bodies_that_have_not_come_whole_are_counted(server: OurServer, begun: bytes) -> None:
+async def test_incomplete_bodies_count_toward_the_limit(server: OurServer, begun: bytes) -> None:
     _, writer = await server.open()
     writer.write(begun[:-1])
     expected = 64_000 - 1 if begun.startswith(PREFACE) else len(BODY) - 1
@@ -106,7 +106,7 @@ async def read_blocks(
     return reader, writer
 
 
-async def test_headers_that_are_cached_are_counted_and_dropped_before_connections_are_cut(
+async def test_cached_headers_are_dropped_before_connections_are_closed(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def held() -> list[int]:
@@ -122,7 +122,7 @@ async def test_headers_that_are_cached_are_counted_and_dropped_before_connection
     assert caplog.text == ""
 
 
-async def test_where_bodies_hold_too_much_the_largest_are_cut(
+async def test_connections_with_the_largest_bodies_are_closed_first(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     small, large = await server.open(), await server.open()
@@ -136,7 +136,7 @@ async def test_where_bodies_hold_too_much_the_largest_are_cut(
     assert (await read_answer(small[0]))[0] == 400  # the body was read; spaces are invalid
 
 
-async def test_it_is_said_that_descriptors_are_out(
+async def test_exhausted_file_descriptors_are_logged(
     server: OurServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulates the kernel's error: a lower limit here would stop other threads of the tests."""

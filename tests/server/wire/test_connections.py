@@ -58,7 +58,9 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(int.from_bytes(head[:3], "big"))
 
 
-async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: FakeEngine) -> None:
+async def test_late_bytes_do_not_discard_the_last_response(
+    server: OurServer, engine: FakeEngine
+) -> None:
     """Sends bytes late: the kernel discards unsent bytes if unread bytes remain at the close."""
     client = asking_client()
     reader, writer = await server.open_held(engine, client.data_to_send())
@@ -80,7 +82,7 @@ async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: F
     await drain
 
 
-async def test_a_client_that_does_not_close_is_closed(server: OurServer) -> None:
+async def test_connection_is_closed_if_the_client_does_not(server: OurServer) -> None:
     client = H2Connection()
     client.initiate_connection()
     reader, writer = await server.open()
@@ -97,7 +99,7 @@ async def test_a_client_that_does_not_close_is_closed(server: OurServer) -> None
     writer.close()
 
 
-async def test_one_that_misbehaves_is_told_and_not_read_for_ever(
+async def test_protocol_violation_is_reported_and_further_input_bounded(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "LINGER_S_MAX", float("inf"))
@@ -116,7 +118,7 @@ async def test_one_that_misbehaves_is_told_and_not_read_for_ever(
 
 
 @pytest.mark.parametrize("protocol", ["HTTP/1.1", "HTTP/2"])
-async def test_one_that_ends_its_side_and_reads_nothing_is_cut(
+async def test_half_closed_connection_without_reads_is_closed(
     server: OurServer, protocol: str
 ) -> None:
     """Leaves fewer unread bytes than the transport's limit, so that it does not pause writing."""
@@ -176,7 +178,7 @@ def lingering(server: OurServer, transport: UnreadTransport) -> Connection:
     return connection
 
 
-async def test_a_last_answer_that_is_read_steadily_is_not_cut(server: OurServer) -> None:
+async def test_steadily_read_last_response_is_not_cut(server: OurServer) -> None:
     transport = UnreadTransport(100 << 20)
     connection, now_s = lingering(server, transport), perf_counter()
     for _ in range(5):
@@ -194,7 +196,7 @@ async def test_a_last_answer_that_is_read_steadily_is_not_cut(server: OurServer)
     assert not server.wire.connections
 
 
-async def test_a_last_answer_counts_whole_until_its_client_has_read_it(server: OurServer) -> None:
+async def test_last_response_counts_completely_until_it_is_read(server: OurServer) -> None:
     """Checks that the whole response counts: uvloop keeps all chunks of a write until the last."""
     body = bytes(1 << 20)
     transport = UnreadTransport(READ_BYTES_MIN)
@@ -209,7 +211,7 @@ async def test_a_last_answer_counts_whole_until_its_client_has_read_it(server: O
     assert connection.held_bytes == 0
 
 
-async def test_a_client_may_close_its_side_after_it_has_read_a_last_answer(
+async def test_client_may_close_after_reading_the_last_response(
     server: OurServer,
 ) -> None:
     transport = UnreadTransport(READ_BYTES_MIN)
@@ -222,7 +224,7 @@ async def test_a_client_may_close_its_side_after_it_has_read_a_last_answer(
     assert not server.wire.connections
 
 
-async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(
+async def test_unexpected_error_while_reading_on_ends_the_connection(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that such an error has the same effect as an error in a call by the transport."""
@@ -249,5 +251,5 @@ async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(
     writer.close()
 
 
-async def test_connections_are_tested_on_the_loop_that_serves() -> None:
+async def test_tests_run_on_uvloop() -> None:
     assert isinstance(asyncio.get_running_loop(), uvloop.Loop)

@@ -58,7 +58,7 @@ def ids_of(router: Router) -> Callable[[Headers], list[bytes]]:
     [(OTHER_METHOD, "rest", "INVALID_ARGUMENT"), (UNKNOWN_CALL, "grpc", "UNIMPLEMENTED")],
     ids=["rest", "grpc"],
 )
-def test_rejections_of_equal_requests_read_the_headers_once_and_count_each(
+def test_rejections_of_equal_requests_parse_headers_once_and_count_each(
     headers: Headers,
     protocol: str,
     code: str,
@@ -79,7 +79,7 @@ def test_rejections_of_equal_requests_read_the_headers_once_and_count_each(
 
 
 @pytest.mark.parametrize("headers", [OTHER_METHOD, UNKNOWN_CALL], ids=["rest", "grpc"])
-def test_a_request_id_is_repeated_if_it_is_usable(
+def test_valid_request_id_is_returned(
     headers: Headers, ids_of: Callable[[Headers], list[bytes]]
 ) -> None:
     assert ids_of([*headers, (b"x-request-id", b"mine")]) == [b"mine"] * NUMBER
@@ -104,9 +104,7 @@ class Received:
         [*UNKNOWN_CALL, *LARGE_HEADERS],
     ],
 )
-def test_a_rejection_keeps_nothing_of_the_frames_that_made_it(
-    headers: Headers, router: Router
-) -> None:
+def test_cached_rejection_holds_no_stack_frames(headers: Headers, router: Router) -> None:
     """Checks that no traceback is kept: it would hold all active frames."""
 
     def resolve() -> tuple[ResolvedRoute | str, weakref.ref[Received]]:

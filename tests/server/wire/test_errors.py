@@ -118,12 +118,12 @@ async def post(rest: httpx.AsyncClient) -> httpx.Response:
     return await rest.post("/embed", content=b'{"features": {"user": [1]}}')
 
 
-def test_the_table_has_every_leaf() -> None:
+def test_error_table_lists_every_leaf_class() -> None:
     assert [leaf.__name__ for leaf in LEAVES] == sorted(STATUSES)
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
-async def test_rest_answers_with_the_status_of_the_leaf(
+async def test_rest_status_is_that_of_the_error_class(
     rest: httpx.AsyncClient, models: FailingModels, metrics: Metrics, leaf: type[EmbedServeError]
 ) -> None:
     models.error = leaf("said to the client", "features.user[0]")
@@ -145,7 +145,7 @@ async def failure(stub: EmbeddingServiceStub) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_grpc_answers_with_the_code_of_the_leaf(live: Live, models: FailingModels) -> None:
+async def test_grpc_code_is_that_of_the_error_class(live: Live, models: FailingModels) -> None:
     for leaf in LEAVES:
         models.error = leaf("said to the client", "features.user[0]")
         status, code = STATUSES[leaf.__name__]
@@ -157,9 +157,7 @@ async def test_grpc_answers_with_the_code_of_the_leaf(live: Live, models: Failin
         assert ("retry-after" in metadata) == (status in (429, 503))
 
 
-async def test_a_stream_answers_with_the_code_of_the_leaf(
-    live: Live, models: FailingModels
-) -> None:
+async def test_stream_code_is_that_of_the_error_class(live: Live, models: FailingModels) -> None:
     for leaf in LEAVES:
         models.error = leaf("said to the client", "features.user[0]")
         answers = [answer async for answer in live.stub.EmbedStream(iter([REQUEST]))]
@@ -172,7 +170,7 @@ async def test_a_stream_answers_with_the_code_of_the_leaf(
     "message", ["it has " + ", ".join(f"feature_{i}" for i in range(2000)), "映" * 5000, "a\nb\x00"]
 )
 @pytest.mark.parametrize("field", ["", "features." + "f" * 9000, "features.映画", "features.a\nb"])
-async def test_no_message_or_field_keeps_grpc_from_answering(
+async def test_grpc_reports_errors_with_any_message_and_field(
     live: Live, models: FailingModels, message: str, field: str
 ) -> None:
     """Checks texts that clients reject: trailers past 8 KiB, and metadata beyond printable
@@ -188,7 +186,7 @@ async def test_no_message_or_field_keeps_grpc_from_answering(
 
 
 @pytest.mark.parametrize("character", ["n", "\0", "映"])
-def test_an_error_is_short_whatever_it_quotes(character: str) -> None:
+def test_error_messages_are_shortened(character: str) -> None:
     """Checks sizes, because whole responses are cached by the message and the field."""
     error = InvalidRequestError(character * 1_000_000, character * 1_000_000)
     assert len(str(error)) == len(error.message) < 5000
@@ -238,7 +236,7 @@ LONG_NAMES = {
 
 
 @pytest.mark.parametrize("name", LONG_NAMES)
-async def test_a_long_name_hides_no_reason(
+async def test_long_name_does_not_hide_the_reason(
     engine: FakeEngine, executor: ThreadPoolExecutor, name: str
 ) -> None:
     (path, content_type, body), reason = LONG_NAMES[name]
@@ -252,7 +250,7 @@ async def test_a_long_name_hides_no_reason(
     )
 
 
-async def test_an_unforeseen_error_is_logged_in_full_and_answered_in_general(
+async def test_unexpected_error_is_logged_but_not_disclosed(
     live: Live, models: FailingModels, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     models.error = ZeroDivisionError("secret of the server")
@@ -267,7 +265,7 @@ async def test_an_unforeseen_error_is_logged_in_full_and_answered_in_general(
     assert outcomes_of(metrics.protocols["grpc"]) == {"INTERNAL": 1}
 
 
-async def test_an_unforeseen_error_of_a_management_route_has_the_same_shape(
+async def test_unexpected_management_error_has_the_common_format(
     rest: httpx.AsyncClient, models: FailingModels, caplog: pytest.LogCaptureFixture
 ) -> None:
     models.error = ZeroDivisionError("secret of the server")
@@ -278,7 +276,7 @@ async def test_an_unforeseen_error_of_a_management_route_has_the_same_shape(
     assert "ZeroDivisionError: secret of the server" in caplog.text
 
 
-async def test_an_unforeseen_error_of_a_management_call_is_answered_in_general(
+async def test_unexpected_management_call_error_is_not_disclosed(
     live: Live, models: FailingModels
 ) -> None:
     models.error = ZeroDivisionError("secret of the server")
@@ -288,7 +286,7 @@ async def test_an_unforeseen_error_of_a_management_call_is_answered_in_general(
     assert caught.value.details() == INTERNAL
 
 
-async def test_an_unforeseen_error_does_not_end_a_stream(live: Live, models: FailingModels) -> None:
+async def test_unexpected_error_does_not_end_a_stream(live: Live, models: FailingModels) -> None:
     models.error = ZeroDivisionError("secret of the server")
     answers = [answer async for answer in live.stub.EmbedStream(iter([REQUEST, REQUEST]))]
     assert [answer.error.code for answer in answers] == ["INTERNAL"] * 2
@@ -305,13 +303,13 @@ def test_openapi_lists_every_status_of_the_embed_routes(path: str) -> None:
     assert again == ["429", "503"]
 
 
-def test_what_administrators_are_told_has_its_status() -> None:
+def test_admin_errors_have_their_status() -> None:
     told = {leaf.__name__: leaf.http_status for leaf in leaves()}
     assert OF_ADMINISTRATORS.items() <= told.items()
 
 
 @pytest.mark.parametrize("path", [*EMBED_PATHS, *INFER_PATHS])
-def test_each_lookup_describes_its_headers(path: str) -> None:
+def test_each_lookup_route_describes_its_headers(path: str) -> None:
     operation = (EMBED_PATHS | INFER_PATHS)[path]["post"]
     headers = {one["name"] for one in operation["parameters"] if one["in"] == "header"}
     assert headers >= {"X-Timeout-Ms", "X-Routing-Key"}

@@ -33,12 +33,12 @@ async def status_of(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, str
     return caught.value.code(), str(caught.value.details())
 
 
-async def test_an_unknown_method_is_said_so(live: Live) -> None:
+async def test_unknown_method_is_unimplemented(live: Live) -> None:
     code, _ = await status_of(live.channel.unary_unary(f"/{SERVICE_NAME}/Nothing")(b""))
     assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_models_are_listed_and_described(live: Live) -> None:
+async def test_models_are_listed_and_described_over_grpc(live: Live) -> None:
     listed = await live.stub.ListModels(pb.ListModelsRequest())
     assert [model.model for model in listed.models] == ["shop", "films"]
     assert listed.default_model == "shop"
@@ -55,7 +55,7 @@ async def test_health_is_serving(live: Live, name: str) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_reflection_lists_the_services_and_gives_the_contract(live: Live) -> None:
+async def test_reflection_returns_services_and_descriptors(live: Live) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(live.channel)
     requests = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
@@ -67,7 +67,7 @@ async def test_reflection_lists_the_services_and_gives_the_contract(live: Live) 
     assert contract.file_descriptor_response.file_descriptor_proto == [pb.DESCRIPTOR.serialized_pb]
 
 
-async def test_while_the_queue_for_large_requests_is_full_a_small_one_uploads(
+async def test_full_queue_for_large_requests_admits_a_small_upload(
     engine: FakeEngine,
 ) -> None:
     limits = Limits(inline_bytes_max=2000, queue_examples_max=1)

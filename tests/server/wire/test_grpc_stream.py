@@ -32,7 +32,7 @@ def user_vector(answer: pb.EmbedResponse) -> list[float]:
     return values
 
 
-async def test_a_stream_takes_turns_with_its_caller(live: Live, engine: FakeEngine) -> None:
+async def test_stream_alternates_requests_and_responses(live: Live, engine: FakeEngine) -> None:
     call = live.stub.EmbedStream()
     for user in (3, 1, 2):
         await call.write(request_for(user))
@@ -41,7 +41,7 @@ async def test_a_stream_takes_turns_with_its_caller(live: Live, engine: FakeEngi
     assert await call.read() is grpc.aio.EOF
 
 
-async def test_more_requests_than_the_window_are_pipelined_and_none_is_lost(
+async def test_pipelining_beyond_the_window_loses_no_request(
     live: Live, engine: FakeEngine
 ) -> None:
     count = 3 * REQUESTS_MAX
@@ -60,7 +60,7 @@ async def test_more_requests_than_the_window_are_pipelined_and_none_is_lost(
     assert engine.lookups[1].batch_size == REQUESTS_MAX
 
 
-async def test_a_cancelled_stream_with_a_full_window_leaves_the_queue(
+async def test_cancelled_stream_with_a_full_window_leaves_the_queue(
     live: Live, engine: FakeEngine
 ) -> None:
     engine.hold()
@@ -77,5 +77,5 @@ async def test_a_cancelled_stream_with_a_full_window_leaves_the_queue(
     assert [lookup.ids.tolist() for lookup in engine.lookups] == [[1], [3]]
 
 
-async def test_an_empty_stream_ends_at_once(live: Live) -> None:
+async def test_empty_stream_ends_immediately(live: Live) -> None:
     assert [answer async for answer in live.stub.EmbedStream(iter([]))] == []

@@ -49,7 +49,7 @@ def watch_health(channel: grpc.aio.Channel) -> Any:
     return health_pb2_grpc.HealthStub(channel).Watch(request)
 
 
-async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) -> None:
+async def test_health_is_not_serving_while_draining(pipeline: RequestPipeline) -> None:
     async with started(pipeline) as (server, channel):
         watch = watch_health(channel)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -59,7 +59,7 @@ async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) ->
         await draining
 
 
-async def test_a_drain_does_not_wait_for_a_health_watch(pipeline: RequestPipeline) -> None:
+async def test_drain_does_not_wait_for_a_health_watch(pipeline: RequestPipeline) -> None:
     """Covers calls that grpcio loses at the moment of the stop, too: they are rare, and end
     alike.
     """
@@ -72,7 +72,7 @@ async def test_a_drain_does_not_wait_for_a_health_watch(pipeline: RequestPipelin
             await watch.read()
 
 
-async def test_a_drain_waits_for_an_embed_call(
+async def test_drain_waits_for_an_embed_call(
     engine: FakeEngine, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpcio_server, "OTHER_CALLS_S", 0.01)
@@ -88,7 +88,7 @@ async def test_a_drain_waits_for_an_embed_call(
         await asyncio.wait_for(draining, 60)
 
 
-async def test_a_port_in_use_is_said_so(pipeline: RequestPipeline) -> None:
+async def test_port_in_use_is_reported(pipeline: RequestPipeline) -> None:
     port = free_port()
     server = GrpcioServer(pipeline, f"127.0.0.1:{port}")
     await server.start()
@@ -97,7 +97,7 @@ async def test_a_port_in_use_is_said_so(pipeline: RequestPipeline) -> None:
     await (await server.begin_drain(0))
 
 
-async def test_ending_an_idle_stream_leaves_no_error_behind(
+async def test_ending_an_idle_stream_logs_no_error(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     errors: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
     assert errors == []
 
 
-async def test_an_idle_stream_outlives_the_pings_of_its_client(
+async def test_idle_stream_survives_client_pings(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sends all pings immediately, and so faster than any interval allows."""

@@ -53,7 +53,7 @@ def json_values(answer: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
-async def test_every_client_reads_the_answer(
+async def test_every_client_reads_string_id_results(
     live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
 ) -> None:
     name = engine.model.name
@@ -90,7 +90,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("bags", "message"), BAD)
-async def test_a_bad_id_is_refused_alike_by_every_frontend(
+async def test_invalid_id_is_rejected_equally_over_every_protocol(
     live: Live, bags: Bags, message: str
 ) -> None:
     field = message.split(" ")[0]
@@ -110,7 +110,7 @@ async def test_a_bad_id_is_refused_alike_by_every_frontend(
 
 
 @pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
-async def test_integers_may_be_given_as_strings_by_every_client(
+async def test_integers_may_be_sent_as_strings_by_every_client(
     live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
 ) -> None:
     """Sends ids as strings, because JavaScript has no other 64-bit integers."""
@@ -128,7 +128,7 @@ async def test_integers_may_be_given_as_strings_by_every_client(
             check(await client.embed(as_strings, model=name), engine, bags, unknown)
 
 
-async def test_the_openapi_document_describes_strings_unknown_ids_and_rows(live: Live) -> None:
+async def test_openapi_describes_strings_unknown_ids_and_rows(live: Live) -> None:
     described = (await live.http.get("/openapi.json")).json()
     for path, bags in (("ruled", RULED_BAGS), ("sequence", UNPOOLED_BAGS)):
         request = {"features": bags}

@@ -13,7 +13,7 @@ from embedserve.wire.listener import Listener
 from embedserve.wire.wire_server import ACCEPTS_MAX
 
 
-async def test_a_burst_is_accepted_some_at_a_time() -> None:
+async def test_burst_of_connections_is_accepted_in_portions() -> None:
     iteration, begun = 0, Counter[int]()
 
     class Taken(asyncio.Protocol):
@@ -37,7 +37,7 @@ async def test_a_burst_is_accepted_some_at_a_time() -> None:
         client.close()
 
 
-async def test_a_connection_that_is_being_opened_is_drained(server: OurServer) -> None:
+async def test_connection_being_opened_is_drained(server: OurServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(get("/health/live"))
         (listener,) = server.wire._listening
@@ -46,7 +46,7 @@ async def test_a_connection_that_is_being_opened_is_drained(server: OurServer) -
         assert client.recv(100).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_server_accepts_several_connections_in_an_iteration(server: OurServer) -> None:
+async def test_several_connections_are_accepted_per_iteration(server: OurServer) -> None:
     count = 4 * ACCEPTS_MAX
     clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
     iterations = accepted = 0

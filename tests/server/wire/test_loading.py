@@ -35,18 +35,18 @@ async def live(executor: ThreadPoolExecutor) -> AsyncIterator[Live]:
         *("/v2/models/stats", "/v2/systemsharedmemory/status"),
     ],
 )
-async def test_what_describes_the_server_is_not_ready(live: Live, path: str) -> None:
+async def test_server_description_is_unavailable_while_loading(live: Live, path: str) -> None:
     answer = await live.http.get(path)
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     assert LOADING in answer.text
 
 
-async def test_the_repository_is_not_listed(live: Live) -> None:
+async def test_repository_index_is_unavailable_while_loading(live: Live) -> None:
     answer = await live.http.post("/v2/repository/index", json={})
     assert (answer.status_code, LOADING in answer.text) == (503, True)
 
 
-async def test_a_region_is_not_registered_where_it_would_be_lost(live: Live) -> None:
+async def test_region_registration_is_unavailable_while_loading(live: Live) -> None:
     region = {"key": "/m", "byte_size": 8}
     answer = await live.http.post("/v2/systemsharedmemory/region/m/register", json=region)
     assert (answer.status_code, LOADING in answer.text) == (503, True)
@@ -55,11 +55,11 @@ async def test_a_region_is_not_registered_where_it_would_be_lost(live: Live) -> 
 @pytest.mark.parametrize(
     "path", ["/health/live", "/v2/health/live", "/", "/console", "/docs", "/openapi.json"]
 )
-async def test_a_load_can_be_watched(live: Live, path: str) -> None:
+async def test_loading_progress_can_be_watched(live: Live, path: str) -> None:
     assert (await live.http.get(path)).status_code == 200
 
 
-async def test_no_worker_is_counted(live: Live) -> None:
+async def test_no_worker_is_counted_while_loading(live: Live) -> None:
     metrics = (await live.http.get("/metrics")).text
     assert "\nembedserve_workers 0.0\n" in metrics
     assert "\nprocess_start_time_seconds 0.0\n" not in metrics
@@ -76,7 +76,7 @@ async def test_no_worker_is_counted(live: Live) -> None:
         ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()),
     ],
 )
-async def test_the_open_inference_protocol_over_grpc_is_unavailable(
+async def test_open_inference_grpc_is_unavailable_while_loading(
     live: Live, method: str, message: Message
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as refused:
@@ -84,7 +84,7 @@ async def test_the_open_inference_protocol_over_grpc_is_unavailable(
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_models_over_grpc_are_unavailable(live: Live) -> None:
+async def test_models_over_grpc_are_unavailable_while_loading(live: Live) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as refused:
         await live.stub.ListModels(embedding_pb2.ListModelsRequest())
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

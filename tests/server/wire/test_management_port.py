@@ -70,7 +70,9 @@ async def list_models(target: str, token: str = "") -> str:
     return "OK"
 
 
-async def test_who_is_told_what_where(live: Live, request: pytest.FixtureRequest) -> None:
+async def test_management_port_serves_management_routes_only_to_authorized_callers(
+    live: Live, request: pytest.FixtureRequest
+) -> None:
     is_loopback = "127.0.0.1" in request.node.name
     for token in ("", "es_boss"):
         assert await statuses(live, live.http_port, HEALTH, token) == {200}
@@ -84,14 +86,14 @@ async def test_who_is_told_what_where(live: Live, request: pytest.FixtureRequest
     assert await list_models(target, "es_boss") == "OK"
 
 
-async def test_vectors_need_a_token_there_too(live: Live) -> None:
+async def test_lookups_on_the_management_port_need_a_token(live: Live) -> None:
     for port in (live.http_port, live.management_port):
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_S_MAX, verify=False) as http:
             assert (await http.post("/embed", content=BODY)).status_code == 401
 
 
-def test_a_port_that_others_reach_needs_tokens() -> None:
+def test_reachable_management_host_requires_tokens() -> None:
     for host in ("127.0.0.1", "::1", "localhost"):
         check_settings(ServeSettings(store="", management_port=0, management_host=host))
     for host in ("0.0.0.0", "10.0.0.1", "::", "example.org"):

@@ -97,7 +97,9 @@ def router(app: CountingApp, executor: ThreadPoolExecutor) -> Router:
     return Router(pipeline, app, GrpcService(pipeline))
 
 
-async def test_one_begins_in_an_event_loop_iteration(app: CountingApp, router: Router) -> None:
+async def test_one_management_request_begins_per_iteration(
+    app: CountingApp, router: Router
+) -> None:
     peers = [ManagementPeer(router) for _ in range(2)]
     streams = [[peer.request(f"/{i}") for i in range(REQUESTS)] for peer in peers]
     assert app.paths == []
@@ -107,7 +109,9 @@ async def test_one_begins_in_an_event_loop_iteration(app: CountingApp, router: R
         assert peer.statuses() == dict.fromkeys(sent, 200)
 
 
-async def test_one_begins_again_as_others_end(app: CountingApp, router: Router) -> None:
+async def test_next_management_request_begins_after_the_previous(
+    app: CountingApp, router: Router
+) -> None:
     """Sends each request after the previous response, with a withdrawn request before it."""
     peer = ManagementPeer(router)
     for i in range(REQUESTS):
@@ -120,7 +124,9 @@ async def test_one_begins_again_as_others_end(app: CountingApp, router: Router) 
     assert max(app.calls.values()) == 1
 
 
-async def test_connections_take_turns(app: CountingApp, router: Router) -> None:
+async def test_connections_take_turns_at_management_requests(
+    app: CountingApp, router: Router
+) -> None:
     first, second = ManagementPeer(router), ManagementPeer(router)
     for i in range(REQUESTS):
         first.request(f"/first/{i}")
@@ -132,7 +138,7 @@ async def test_connections_take_turns(app: CountingApp, router: Router) -> None:
 
 
 @pytest.mark.parametrize("iterations", [0, 1], ids=["waits", "has its turn"])
-async def test_a_request_that_is_reset_before_it_runs_does_not_run(
+async def test_request_reset_before_its_start_does_not_run(
     app: CountingApp, router: Router, iterations: int
 ) -> None:
     peer = ManagementPeer(router)
@@ -147,7 +153,7 @@ async def test_a_request_that_is_reset_before_it_runs_does_not_run(
     assert peer.statuses() == {kept: 200}
 
 
-async def test_a_request_that_awaits_holds_up_no_other(app: CountingApp, router: Router) -> None:
+async def test_awaiting_request_does_not_block_others(app: CountingApp, router: Router) -> None:
     peer = ManagementPeer(router)
     waiting = peer.request("/wait")
     others = [peer.request(f"/{i}") for i in range(REQUESTS)]
@@ -158,7 +164,7 @@ async def test_a_request_that_awaits_holds_up_no_other(app: CountingApp, router:
 
 
 @pytest.mark.parametrize("path", sorted(PROBE_PATHS))
-async def test_probes_wait_for_no_other_requests(
+async def test_probes_do_not_wait_for_other_requests(
     app: CountingApp, router: Router, path: str
 ) -> None:
     peer = ManagementPeer(router)
@@ -171,7 +177,7 @@ async def test_probes_wait_for_no_other_requests(
     assert [statuses[probe] for probe in probes] == [200] * len(probes)
 
 
-async def test_probes_begin_in_turn_too(app: CountingApp, router: Router) -> None:
+async def test_number_of_probes_per_iteration_is_limited(app: CountingApp, router: Router) -> None:
     peers = [ManagementPeer(router) for _ in range(2)]
     for peer in peers:
         for _ in range(REQUESTS):
@@ -180,7 +186,7 @@ async def test_probes_begin_in_turn_too(app: CountingApp, router: Router) -> Non
     assert max(app.calls.values()) == PROBES_PER_ITERATION
 
 
-async def test_bodies_that_wait_are_bounded(app: CountingApp, router: Router) -> None:
+async def test_waiting_bodies_are_bounded(app: CountingApp, router: Router) -> None:
     """Checks also that requests without a body wait, and that a withdrawn request makes room.
 
     The room is free immediately.

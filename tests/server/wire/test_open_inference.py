@@ -101,7 +101,9 @@ def check(answered: Answered, expected: np.ndarray, keys: tuple[str, ...] = tupl
         assert answered.outputs[key].dtype == expected.dtype
 
 
-async def test_pooled_is_all_keys_in_one(live: Live, engine: FakeEngine, infer: Infer) -> None:
+async def test_pooled_output_concatenates_all_keys(
+    live: Live, engine: FakeEngine, infer: Infer
+) -> None:
     expected = engine.expected(BAGS)
     alone = await infer(live, Asked(jagged(BAGS), ["pooled"]), "shop")
     assert list(alone.outputs) == ["pooled"]
@@ -112,7 +114,7 @@ async def test_pooled_is_all_keys_in_one(live: Live, engine: FakeEngine, infer: 
     assert np.array_equal(both.outputs["tag"], expected[:, COLUMNS["tag"]])
 
 
-async def test_the_id_comes_back(live: Live, infer: Infer) -> None:
+async def test_request_id_is_returned(live: Live, infer: Infer) -> None:
     answered = await infer(live, Asked(jagged(BAGS), request_id='a "7" é'), "shop")
     assert answered.request_id == 'a "7" é'
 
@@ -130,7 +132,7 @@ async def test_negative_ids_are_padding(live: Live, engine: FakeEngine, infer: I
     check(await infer(live, Asked(weighted), "shop"), engine.expected(BAGS, weights))
 
 
-async def test_some_outputs_in_binary_and_some_in_json(live: Live, engine: FakeEngine) -> None:
+async def test_outputs_may_mix_binary_and_json(live: Live, engine: FakeEngine) -> None:
     body = json.loads(Asked(jagged(BAGS)).json_body())
     body["outputs"] = [
         {"name": "user", "parameters": {"binary_data": True}},
@@ -208,7 +210,7 @@ WRONG: dict[str, tuple[Asked, str]] = {
 
 @pytest.mark.parametrize("form", ["json", "binary", "raw", "typed", "stream"])
 @pytest.mark.parametrize("case", WRONG)
-async def test_what_is_wrong_is_said_in_the_protocols_own_form(
+async def test_errors_have_the_format_of_the_protocol(
     live: Live, engine: FakeEngine, case: str, form: str
 ) -> None:
     asked, said = WRONG[case]
@@ -243,7 +245,7 @@ async def refusal(live: Live, body: bytes, headers: dict[str, str], path: str = 
     return message
 
 
-async def test_sizes_that_overrun_the_body(live: Live) -> None:
+async def test_binary_sizes_beyond_the_body_are_rejected(live: Live) -> None:
     body, headers = Asked(jagged(BAGS)).binary_body()
     assert "size of 12, but of the 61 bytes behind the JSON 9 are" in await refusal(
         live, body[:-3], headers
@@ -284,20 +286,20 @@ async def test_sizes_that_overrun_the_body(live: Live) -> None:
         ('"parameters": {"shared_memory_region": "a"}', "does not use (--shared-memory)"),
     ],
 )
-async def test_data_that_is_none(live: Live, values: str, said: str) -> None:
+async def test_invalid_tensor_data_is_rejected(live: Live, values: str, said: str) -> None:
     given = f'{{"name": "user.ids", "datatype": "INT64", "shape": [2], {values}}}'
     other = '{"name": "user.lengths", "datatype": "INT32", "shape": [1], "data": [2]}'
     message = await refusal(live, f'{{"inputs": [{given}, {other}]}}'.encode(), {})
     assert said in message
 
 
-async def test_a_classification_is_refused(live: Live) -> None:
+async def test_classification_is_rejected(live: Live) -> None:
     body = json.loads(Asked(jagged(BAGS)).json_body())
     body["outputs"] = [{"name": "user", "parameters": {"classification": 3}}]
     assert "classification" in await refusal(live, json.dumps(body).encode(), {})
 
 
-async def test_what_is_no_request_at_all(live: Live) -> None:
+async def test_body_without_a_request_is_rejected(live: Live) -> None:
     for body in (b"", b"[]", b"{", b'{"inputs": 7}', b"\xff", b"[" * 5000):
         assert "not an inference request" in await refusal(live, body, {})
     answer = await live.http.put("/v2/models/shop/infer", content=b"{}")
@@ -306,7 +308,7 @@ async def test_what_is_no_request_at_all(live: Live) -> None:
     assert "Content-Encoding" in await refusal(live, b"x", compressed)
 
 
-async def test_raw_contents_and_typed_ones_do_not_mix(live: Live) -> None:
+async def test_raw_and_typed_contents_cannot_be_mixed(live: Live) -> None:
     message = Asked(jagged(BAGS)).message("shop", is_raw=True)
     message.inputs[1].contents.int_contents.append(1)
     await refused(live, message, "'tag.lengths' (INT32 [3]) has contents, but there are raw")
@@ -329,7 +331,7 @@ async def refused(live: Live, message: pb.ModelInferRequest, said: str) -> None:
     assert said in (caught.value.details() or "")
 
 
-async def test_bytes_that_are_no_message(live: Live) -> None:
+async def test_malformed_message_is_rejected(live: Live) -> None:
     call = live.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     for body in (b"\xff", b"\x2a\x10abc", b"\x0b" * 20_000, b"\x2a\x02\xff\xff" * 10_000):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -340,7 +342,7 @@ async def test_bytes_that_are_no_message(live: Live) -> None:
         )
 
 
-async def test_several_versions_of_a_model() -> None:
+async def test_several_versions_of_a_model_are_served() -> None:
     """Requests versions by number and by alias; a request without a version goes to the first."""
     engines = []
     for alias, number in (("stable", 7), ("canary", 8)):
@@ -385,7 +387,9 @@ async def test_several_versions_of_a_model() -> None:
     ],
     ids=["outputs", "text", "padded ids"],
 )
-async def test_limits_hold_in_every_form(engine: FakeEngine, limits: Limits, asked: Asked) -> None:
+async def test_limits_apply_in_every_format(
+    engine: FakeEngine, limits: Limits, asked: Asked
+) -> None:
     async with live_server(engine, limits=limits) as live:
         for body, headers in ((asked.json_body(), {}), asked.binary_body()):
             answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
@@ -398,7 +402,7 @@ async def test_limits_hold_in_every_form(engine: FakeEngine, limits: Limits, ask
             assert "the limit is" in (caught.value.details() or "")
 
 
-async def test_values_are_counted_before_they_are_read(engine: FakeEngine) -> None:
+async def test_values_are_counted_before_decoding(engine: FakeEngine) -> None:
     """Checks that the server counts commas in JSON, and fields at all depths in messages."""
     async with live_server(engine, limits=Limits(request_values_max=300)) as live:
         asked = Asked(jagged({"user": [[1] * 400]}))
@@ -416,7 +420,7 @@ async def test_values_are_counted_before_they_are_read(engine: FakeEngine) -> No
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_outputs_that_differ_in_their_form_are_few(live: Live) -> None:
+async def test_many_outputs_of_different_formats_are_rejected(live: Live) -> None:
     body = json.loads(Asked(jagged(BAGS)).json_body())
     body["outputs"] = [
         {"name": f"f{at}", "parameters": {"binary_data": at % 2 == 0}} for at in range(200)
@@ -451,7 +455,7 @@ async def test_health_and_metadata_over_rest(live: Live) -> None:
         assert (answer.status_code, list(answer.json())) == (404, ["error"])
 
 
-async def test_health_and_metadata_over_grpc_are_those_of_rest(live: Live) -> None:
+async def test_health_and_metadata_over_grpc_equal_those_over_rest(live: Live) -> None:
     calls = stub(live)
     assert (await calls.ServerLive(pb.ServerLiveRequest())).live
     assert (await calls.ServerReady(pb.ServerReadyRequest())).ready
@@ -472,7 +476,7 @@ async def test_health_and_metadata_over_grpc_are_those_of_rest(live: Live) -> No
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_model_s_configuration_has_its_tensors_over_rest_and_grpc(live: Live) -> None:
+async def test_model_configuration_lists_tensors_over_rest_and_grpc(live: Live) -> None:
     get = live.http.get
     told = (await get("/v2/models/shop/config")).json()
     assert (await get("/v2/models/shop/versions/7/config")).json() == told
@@ -496,7 +500,7 @@ async def test_a_model_s_configuration_has_its_tensors_over_rest_and_grpc(live: 
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_server_that_drains_is_not_ready(live: Live) -> None:
+async def test_draining_server_is_not_ready(live: Live) -> None:
     live.pipeline.models.not_ready = "draining"
     for path in ("/v2/health/ready", "/v2/models/shop/ready"):
         answer = await live.http.get(path)
@@ -530,7 +534,7 @@ async def test_statistics_count_requests_examples_and_batches(live: Live) -> Non
     assert (await live.http.get("/v2/models/film/stats")).status_code == 404
 
 
-async def test_statistics_tell_failures_of_a_model_alike_over_rest_and_grpc(
+async def test_failure_statistics_are_equal_over_rest_and_grpc(
     live: Live, engine: FakeEngine
 ) -> None:
     await as_binary(live, Asked(jagged(BAGS)))
@@ -559,7 +563,7 @@ async def test_statistics_tell_failures_of_a_model_alike_over_rest_and_grpc(
     assert stats.fail.ns == counts["shop"]["fail"]["ns"]
 
 
-async def test_openapi_describes_requests_answers_and_errors(live: Live) -> None:
+async def test_openapi_describes_requests_responses_and_errors(live: Live) -> None:
     described = (await live.http.get("/openapi.json")).json()
     asked = json.loads(Asked(jagged(BAGS)).json_body())
     validate(asked, "InferRequest", described)
@@ -575,7 +579,7 @@ async def test_openapi_describes_requests_answers_and_errors(live: Live) -> None
             assert "422" not in operation["responses"]
 
 
-async def test_the_repositorys_index(live: Live) -> None:
+async def test_repository_index_lists_the_models(live: Live) -> None:
     index = (await live.http.post("/v2/repository/index")).json()
     assert index[0] == {"name": "shop", "version": "7", "state": "READY", "reason": ""}
     assert len(index) == 3
@@ -586,7 +590,9 @@ async def test_the_repositorys_index(live: Live) -> None:
 
 
 @pytest.mark.parametrize("grpc_server", GRPC_SERVERS)
-async def test_grpcio_tells_the_same(engine: FakeEngine, grpc_server: str) -> None:
+async def test_grpcio_server_reports_ready_and_unknown_models(
+    engine: FakeEngine, grpc_server: str
+) -> None:
     async with live_server(engine, grpc_server=grpc_server) as live:
         assert (await stub(live).ModelReady(pb.ModelReadyRequest(name="shop"))).ready
         with pytest.raises(grpc.aio.AioRpcError) as caught:

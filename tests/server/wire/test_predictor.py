@@ -37,7 +37,7 @@ async def embedded(live: Live, body: dict[str, object]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("examples", [1, 3])
-async def test_ids_may_have_32_bits(live: Live, examples: int) -> None:
+async def test_ids_may_be_32_bit(live: Live, examples: int) -> None:
     bags = {name: of_feature[:examples] for name, of_feature in BAGS.items()}
     request = prediction_request(KEYS, bags, dtype="<i4")
     for _ in range(2):  # the second call uses what the first has cached
@@ -47,7 +47,7 @@ async def test_ids_may_have_32_bits(live: Live, examples: int) -> None:
     assert live.outcomes("grpc") == {"OK": 2}
 
 
-async def test_what_is_dense_is_not_read_and_said_once(
+async def test_dense_features_are_ignored_and_logged_once(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
     say_not_read.cache_clear()
@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_what_is_wrong_is_said_with_field_and_sizes(live: Live, name: str) -> None:
+async def test_error_names_field_and_sizes(live: Live, name: str) -> None:
     change, field, said = WRONG[name]
     request = prediction_request(KEYS, BAGS)
     change(request)
@@ -179,7 +179,7 @@ async def test_what_is_wrong_is_said_with_field_and_sizes(live: Live, name: str)
         (b"\x0b", "ends within a field"),
     ],
 )
-async def test_what_is_no_message_is_said_to_be_none(live: Live, body: bytes, said: str) -> None:
+async def test_malformed_predictor_message_is_rejected(live: Live, body: bytes, said: str) -> None:
     call = live.channel.unary_unary("/predictor.Predictor/Predict")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(body)
@@ -187,7 +187,7 @@ async def test_what_is_no_message_is_said_to_be_none(live: Live, body: bytes, sa
     assert said in str(caught.value.details())
 
 
-async def test_very_many_fields_are_refused_early(live: Live) -> None:
+async def test_excessive_field_count_is_rejected_early(live: Live) -> None:
     call = live.channel.unary_unary("/predictor.Predictor/Predict")
     for body in (b"\x08\1" * 1_000_000, b"\x1a\x82\1" + b"\x08\1" * 65):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -196,7 +196,7 @@ async def test_very_many_fields_are_refused_early(live: Live) -> None:
         assert "over 64 fields" in str(caught.value.details())
 
 
-async def test_reflection_lists_it(live: Live) -> None:
+async def test_reflection_lists_the_predictor(live: Live) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(live.channel)
     asked = reflection_pb2.ServerReflectionRequest
     requests = [asked(list_services=""), asked(file_containing_symbol="predictor.Predictor")]

@@ -24,7 +24,7 @@ MADE = re.compile("[0-9a-f]{32}")
         ("POST", "/embed", {"X-Much": "x" * 16_300}),
     ],
 )
-async def test_whatever_http_is_refused_has_an_id(
+async def test_every_http_rejection_has_a_request_id(
     live: Live, method: str, path: str, headers: dict[str, str]
 ) -> None:
     for ours in ({}, {ID: "mine"}):
@@ -48,7 +48,9 @@ async def test_whatever_http_is_refused_has_an_id(
         ("/grpc.health.v1.Health/Check", b"\x0a\x06nobody"),
     ],
 )
-async def test_whatever_grpc_is_refused_has_an_id(live: Live, method: str, message: bytes) -> None:
+async def test_every_grpc_rejection_has_a_request_id(
+    live: Live, method: str, message: bytes
+) -> None:
     for ours in ([], [(ID, "mine")]):
         call = live.channel.unary_unary(method)(message, metadata=ours)
         assert await call.code() != grpc.StatusCode.OK

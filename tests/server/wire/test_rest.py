@@ -61,7 +61,7 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
     ],
 )
 @pytest.mark.parametrize("path", ["/embed", "/models/shop/embed"])
-async def test_formats_of_request_and_answer(
+async def test_request_and_response_formats(
     rest: httpx.AsyncClient,
     engine: FakeEngine,
     path: str,
@@ -81,14 +81,14 @@ async def test_formats_of_request_and_answer(
     assert np.array_equal(values_of(answer), engine.expected(BAGS))
 
 
-async def test_several_lines_of_accept_are_one_list(rest: httpx.AsyncClient) -> None:
+async def test_several_accept_lines_form_one_list(rest: httpx.AsyncClient) -> None:
     del rest.headers["accept"]
     headers = [("accept", PROTOBUF), ("accept", "*/*")]
     answer = await rest.post("/embed", content=AS_JSON, headers=headers)
     assert answer.headers["content-type"] == PROTOBUF
 
 
-async def test_identity_is_no_encoding_however_it_is_spelled(rest: httpx.AsyncClient) -> None:
+async def test_identity_encoding_is_accepted_in_any_case(rest: httpx.AsyncClient) -> None:
     headers = {"content-encoding": "Identity"}
     assert (await rest.post("/embed", content=AS_JSON, headers=headers)).is_success
 
@@ -104,15 +104,13 @@ async def test_only_post_is_allowed(rest: httpx.AsyncClient, method: str, path: 
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/embed/", "/models//embed", "/models/a/b/embed"])
-async def test_an_unknown_path_is_answered_in_the_same_shape(
-    rest: httpx.AsyncClient, path: str
-) -> None:
+async def test_unknown_path_error_has_the_common_format(rest: httpx.AsyncClient, path: str) -> None:
     answer = await rest.post(path, content=AS_JSON)
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "NOT_FOUND"
 
 
-async def test_the_url_names_the_model_even_if_the_message_names_another(
+async def test_model_of_the_url_overrides_that_of_the_message(
     rest: httpx.AsyncClient,
 ) -> None:
     body = pb.EmbedRequest(model="shoes", keys=["user"], lengths=[0]).SerializeToString()
@@ -121,7 +119,7 @@ async def test_the_url_names_the_model_even_if_the_message_names_another(
     assert (await rest.post("/embed", content=body, headers=headers)).status_code == 404
 
 
-async def test_a_body_past_the_limit_is_refused_before_its_end(server: OurServer) -> None:
+async def test_oversized_body_is_rejected_before_its_end(server: OurServer) -> None:
     reader, writer = await server.open()
     head = b"POST /embed HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"258\r\n%b\r\n" % bytes(600)
@@ -136,7 +134,7 @@ async def test_a_body_past_the_limit_is_refused_before_its_end(server: OurServer
 
 
 @pytest.mark.parametrize("name", ["films 2", "filme-übersicht", "50%41", "映画"])
-async def test_a_model_name_is_decoded_once(
+async def test_model_name_is_percent_decoded_once(
     name: str, executor: ThreadPoolExecutor, rest: httpx.AsyncClient
 ) -> None:
     pipeline = make_pipeline(FakeEngine(model_info(name)), executor=executor)
@@ -150,7 +148,7 @@ async def test_a_model_name_is_decoded_once(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_a_slash_in_a_model_name_is_no_model(rest: httpx.AsyncClient, method: str) -> None:
+async def test_model_name_with_a_slash_is_not_found(rest: httpx.AsyncClient, method: str) -> None:
     suffix = "/embed" if method == "POST" else ""
     answer = await rest.request(method, f"/models/a%2Fb{suffix}", content=AS_JSON)
     assert answer.status_code == 404

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, str, bytes, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_request_is_answered_as_over_http1(
+async def test_http2_response_equals_the_http1_response(
     live: Live, client: Http2Client, name: str
 ) -> None:
     method, path, body, headers = CASES[name]
@@ -66,7 +66,7 @@ async def test_a_request_is_answered_as_over_http1(
     assert all(count == 2 for count in outcomes.values()), outcomes
 
 
-async def test_a_head_that_is_too_large_is_answered_431(live: Live, client: Http2Client) -> None:
+async def test_oversized_headers_are_rejected_with_431(live: Live, client: Http2Client) -> None:
     headers = {f"x-{i}": "a" * 1000 for i in range(17)}
     answer = await client.request("POST", "/embed", BODY, headers)
     assert answer.status == 431

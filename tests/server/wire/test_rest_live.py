@@ -28,7 +28,7 @@ async def test_other_methods_keep_the_connection_usable(live: Live, method: str)
     assert (await live.http.post("/embed", content=BODY)).status_code == 200
 
 
-async def test_a_client_that_hangs_up_while_its_request_waits_for_company_costs_no_lookup(
+async def test_request_of_a_disconnected_client_is_not_looked_up(
     engine: FakeEngine,
 ) -> None:
     async with live_server(engine, limits=Limits(delay_ms_max=600_000)) as live:
@@ -41,7 +41,9 @@ async def test_a_client_that_hangs_up_while_its_request_waits_for_company_costs_
     assert engine.lookups == []
 
 
-async def test_health_and_metrics_answer_while_a_batch_runs(live: Live, engine: FakeEngine) -> None:
+async def test_health_and_metrics_respond_while_a_batch_runs(
+    live: Live, engine: FakeEngine
+) -> None:
     engine.hold()
     running = asyncio.create_task(live.http.post("/embed", content=BODY))
     await until(lambda: engine.lookups)

@@ -306,7 +306,7 @@ KEYS = (("user",), ("tag", "user"), ("pooled",), ("pooled", "movie"))
 
 
 @pytest.mark.parametrize("examples", [1, 3])
-async def test_ids_are_read_and_vectors_written(
+async def test_ids_are_read_from_and_vectors_written_to_regions(
     live: Live, engine: FakeEngine, memory: Memory, infer: Infer, examples: int
 ) -> None:
     bags = {name: one[:examples] for name, one in BAGS.items()}
@@ -320,7 +320,7 @@ async def test_ids_are_read_and_vectors_written(
             check(memory, placed, await infer(live, placed, "shop"), expected)
 
 
-async def test_some_lie_in_memory_and_some_in_the_body(
+async def test_inputs_may_mix_regions_and_body(
     live: Live, engine: FakeEngine, memory: Memory, infer: Infer
 ) -> None:
     expected, inputs = engine.expected(BAGS), jagged(BAGS)
@@ -336,7 +336,7 @@ async def test_some_lie_in_memory_and_some_in_the_body(
     assert {name: one.place for name, one in answered.items()} == dict.fromkeys(COLUMNS)
 
 
-async def test_much_is_read_and_written_beside_the_event_loop(
+async def test_large_regions_are_read_and_written_off_the_event_loop(
     executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
     """Exceeds the inline limit: 2.4 MB of ids, nearly all padding, and 1.6 MB of vectors."""
@@ -363,7 +363,7 @@ async def test_much_is_read_and_written_beside_the_event_loop(
             assert np.array_equal(read, np.stack(np.split(expected, 2, axis=1)).ravel())
 
 
-async def test_what_lies_in_memory_is_of_no_known_form(
+async def test_requests_with_regions_are_not_cached_as_templates(
     live: Live, engine: FakeEngine, memory: Memory
 ) -> None:
     """Checks that no template is cached, since it would apply to the next caller, too."""
@@ -401,7 +401,9 @@ WRONG = [
 CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 413: "RESOURCE_EXHAUSTED"}
 
 
-async def test_what_is_wrong_is_said_and_nothing_is_written(live: Live, memory: Memory) -> None:
+async def test_invalid_region_parameters_are_rejected_without_a_write(
+    live: Live, memory: Memory
+) -> None:
     memory.put(INPUTS)
     await register(live, memory)
     for placed, status, said in WRONG:
@@ -412,7 +414,9 @@ async def test_what_is_wrong_is_said_and_nothing_is_written(live: Live, memory: 
     assert memory.is_untouched()
 
 
-async def test_half_of_the_parameters_or_too_many(live: Live, memory: Memory) -> None:
+async def test_incomplete_or_extra_region_parameters_are_rejected(
+    live: Live, memory: Memory
+) -> None:
     memory.put(INPUTS)
     await register(live, memory)
     body = json.loads(Placed(INPUTS, INS, USER).body(is_binary=False)[0])
@@ -440,7 +444,7 @@ async def test_half_of_the_parameters_or_too_many(live: Live, memory: Memory) ->
 
 
 @pytest.mark.parametrize("name", ["ids", "vectors"])
-async def test_files_that_are_cut_or_removed_meanwhile(
+async def test_truncated_or_removed_region_files_are_errors(
     live: Live, engine: FakeEngine, memory: Memory, name: str
 ) -> None:
     memory.put(INPUTS)
@@ -460,7 +464,7 @@ async def test_files_that_are_cut_or_removed_meanwhile(
             check(memory, plain, await infer(live, plain), engine.expected(bags))
 
 
-async def test_a_region_that_is_unregistered_while_a_request_waits(
+async def test_region_unregistered_while_a_request_waits_is_an_error(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
     pipeline = exchange_over(engine, executor, memory, Limits(inline_bytes_max=0))
@@ -477,7 +481,7 @@ async def test_a_region_that_is_unregistered_while_a_request_waits(
     assert memory.is_untouched()
 
 
-async def test_no_more_is_read_than_a_body_may_have(
+async def test_region_reads_are_limited_like_bodies(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
     limits = Limits(body_bytes_max=1000, request_text_bytes_max=500)
@@ -501,7 +505,7 @@ async def test_no_more_is_read_than_a_body_may_have(
 # Registration and owners
 
 
-async def test_regions_are_told_alike_over_both(live: Live, memory: Memory) -> None:
+async def test_region_status_is_equal_over_rest_and_grpc(live: Live, memory: Memory) -> None:
     get, calls = live.http.get, stub(live)
     extensions = (await get("/v2")).json()["extensions"]
     assert "system_shared_memory" in extensions
@@ -529,7 +533,7 @@ async def test_regions_are_told_alike_over_both(live: Live, memory: Memory) -> N
     assert (await get(f"{REST}/status")).json() == []
 
 
-async def test_what_cannot_be_registered_is_refused(live: Live, memory: Memory) -> None:
+async def test_invalid_registration_is_rejected(live: Live, memory: Memory) -> None:
     path = f"{REST}/region/ids/register"
     right = {"key": "ids", "offset": 0, "byte_size": 1}
     for body, status, said in (
@@ -559,7 +563,7 @@ async def test_what_cannot_be_registered_is_refused(live: Live, memory: Memory) 
     validate((await live.http.get(f"{REST}/status")).json()[0], "RegionStatus", described)
 
 
-async def test_a_browsers_page_has_no_regions(live: Live, memory: Memory) -> None:
+async def test_browser_pages_cannot_use_regions(live: Live, memory: Memory) -> None:
     memory.put(INPUTS)
     await register(live, memory)
     page = {"Origin": "http://elsewhere.example"}
@@ -574,9 +578,7 @@ async def test_a_browsers_page_has_no_regions(live: Live, memory: Memory) -> Non
     assert memory.is_untouched()
 
 
-async def test_a_region_whose_file_was_removed_is_forgotten_by_itself(
-    live: Live, memory: Memory
-) -> None:
+async def test_region_of_a_removed_file_is_dropped(live: Live, memory: Memory) -> None:
     await register(live, memory)
     shared = live.pipeline.shared_memory
     assert shared is not None
@@ -601,7 +603,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("management_host", ["", "127.0.0.1"])
-async def test_each_caller_has_its_own(
+async def test_regions_are_separate_by_caller(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
     memory: Memory,
@@ -658,7 +660,7 @@ async def test_each_caller_has_its_own(
         assert await status_of("es_b", "POST", f"{REST}/region/a/register", bodies["ids"]) == 200
 
 
-async def test_where_there_is_none(
+async def test_regions_are_rejected_without_shared_memory(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
     async with serving(make_pipeline(engine, executor=executor)) as live:

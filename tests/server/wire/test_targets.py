@@ -106,7 +106,7 @@ async def over_http2(
 
 
 @pytest.mark.parametrize("name", TARGETS)
-async def test_a_byte_that_has_no_place_in_a_target_is_rejected_and_counted(
+async def test_invalid_byte_in_a_target_is_rejected_and_counted(
     live: Live, logged: io.StringIO, name: str
 ) -> None:
     target = TARGETS[name]
@@ -122,7 +122,7 @@ async def test_a_byte_that_has_no_place_in_a_target_is_rejected_and_counted(
     assert text.replace("\n", "").isprintable()
 
 
-async def test_very_many_of_them_are_logged_at_a_limited_rate(
+async def test_invalid_targets_are_logged_at_a_limited_rate(
     live: Live, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # longer than a test takes
@@ -134,7 +134,7 @@ async def test_very_many_of_them_are_logged_at_a_limited_rate(
 
 
 @pytest.mark.parametrize("path", ["/models/%0a2026%20ERROR%20all%20is%20lost", "/models/%1b[2J"])
-async def test_unexpected_failures_are_logged_quoted_and_few_of_them(
+async def test_unexpected_failures_are_logged_quoted_at_a_limited_rate(
     live: Live, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     def fail(self: object, name: str) -> None:

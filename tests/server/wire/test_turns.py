@@ -39,7 +39,7 @@ class Turns:
         self.nbytes[self._turn] += nbytes
 
 
-async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between(
+async def test_large_body_is_read_in_chunks_between_other_connections(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = Turns()
@@ -53,7 +53,7 @@ async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between
     assert max(turns.nbytes.values()) <= PIECE_BYTES_MAX
 
 
-async def test_requests_that_are_refused_at_once_are_answered_piece_by_piece(
+async def test_immediately_rejected_requests_are_processed_in_portions(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that no response is lost, and that the other responses come in order."""
@@ -77,7 +77,7 @@ async def test_requests_that_are_refused_at_once_are_answered_piece_by_piece(
     assert max(turns.nbytes.values()) <= 1 + HTTP1_PIECE_BYTES // len(refused)
 
 
-async def test_so_is_what_is_thrown_away(
+async def test_discarded_input_is_processed_in_portions(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the input of a lingering connection, whose last response is written."""

@@ -87,7 +87,9 @@ async def live(
 
 
 @pytest.mark.parametrize("position", [0, 1])
-async def test_both_take_every_protocol(live: Live, paths: list[str], position: int) -> None:
+async def test_both_unix_sockets_accept_every_protocol(
+    live: Live, paths: list[str], position: int
+) -> None:
     address = f"unix:{paths[position]}"
 
     def ask() -> list[int]:
@@ -109,7 +111,7 @@ async def test_both_take_every_protocol(live: Live, paths: list[str], position: 
 
 
 @pytest.mark.parametrize("is_http2", [False, True])
-async def test_management_is_there_as_on_the_ports(
+async def test_management_is_served_as_on_the_ports(
     live: Live, paths: list[str], is_http2: bool
 ) -> None:
     transport = httpx.AsyncHTTPTransport(uds=paths[0], http1=not is_http2, http2=is_http2)
@@ -126,7 +128,7 @@ async def test_management_is_there_as_on_the_ports(
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_who_asks_is_asked_for(live: Live, paths: list[str]) -> None:
+async def test_unix_socket_callers_need_a_token(live: Live, paths: list[str]) -> None:
     async with AsyncEmbedClient(f"unix:{paths[0]}", timeout_s=WAIT_S_MAX) as rest:
         with pytest.raises(Unauthenticated):
             await rest.embed({"user": [[1]]})
@@ -137,7 +139,7 @@ async def test_who_asks_is_asked_for(live: Live, paths: list[str]) -> None:
             await rpc.embed({"user": [[1]]})
 
 
-async def test_a_drain_answers_what_came_and_nobody_finds_the_way_again(
+async def test_drain_completes_requests_and_removes_the_sockets(
     engine: FakeEngine, executor: ThreadPoolExecutor, paths: list[str]
 ) -> None:
     engine.hold()
@@ -157,7 +159,7 @@ async def test_a_drain_answers_what_came_and_nobody_finds_the_way_again(
         assert (await asked).batch_size == 1
 
 
-async def test_workers_take_turns_at_connections_that_come_at_once(paths: list[str]) -> None:
+async def test_workers_share_concurrent_connections(paths: list[str]) -> None:
     """Opens connections concurrently, as a client's pool does."""
     taken: list[list[asyncio.BaseTransport]] = [[], []]
 
@@ -188,6 +190,6 @@ async def test_workers_take_turns_at_connections_that_come_at_once(paths: list[s
         client.close()
 
 
-def test_where_descriptors_are_out_connections_wait(paths: list[str]) -> None:
+def test_connections_wait_while_descriptors_are_exhausted(paths: list[str]) -> None:
     done = run_python("-c", OUT_OF_DESCRIPTORS, paths[0])
     assert (done.stdout, done.stderr) == ("waits\ntaken\n", "")

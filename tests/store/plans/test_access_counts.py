@@ -51,7 +51,7 @@ MEASURED = counted(80.0, 12.0, 8.0, 0.0, starts=(0, 25, 50, 75))
         (by_rows(100), [100], True),
     ],
 )
-def test_other_ranges_of_rows_have_their_part_of_those_that_were_counted(
+def test_counts_are_converted_to_other_row_ranges(
     plan: TablePlan, expected: list[float], known: bool
 ) -> None:
     ranks = len(plan.shards)
@@ -67,7 +67,7 @@ def test_other_ranges_of_rows_have_their_part_of_those_that_were_counted(
     [AccessCounts({"t": 100.0}, {}), counted(0.0, 0.0, starts=(0, 50))],
     ids=["whole", "none"],
 )
-def test_rows_that_nobody_counted_by_rank_are_taken_as_even(measured: AccessCounts) -> None:
+def test_rows_without_counts_by_rank_are_assumed_even(measured: AccessCounts) -> None:
     plan = Plan(2, {"t": by_rows(60, 40)}, {})
     total = measured.by_table["t"]
     reads = under(plan, [TABLE], measured)
@@ -75,7 +75,7 @@ def test_rows_that_nobody_counted_by_rank_are_taken_as_even(measured: AccessCoun
     assert not is_known(plan.tables["t"], TABLE, measured)
 
 
-def test_columns_are_read_on_each_rank_and_copies_on_the_first() -> None:
+def test_column_shards_are_read_on_each_rank_and_copies_on_the_first() -> None:
     tables = [TABLE, TableSpec("copied", 4, 4, ("g",), "sum", "float16")]
     columns = TablePlan("column_wise", (Shard(1, 0, 100, 0, 4), Shard(0, 0, 100, 4, 4)))
     copies = TablePlan("data_parallel", tuple(Shard(rank, 0, 4, 0, 4) for rank in (0, 1)))
@@ -88,6 +88,6 @@ def test_columns_are_read_on_each_rank_and_copies_on_the_first() -> None:
     assert row_read_bytes(copies, tables[1]) == 8
 
 
-def test_the_busiest_rank_is_told_by_the_mean() -> None:
+def test_imbalance_is_the_busiest_rank_relative_to_the_mean() -> None:
     assert imbalance([3.0, 1.0]) == 1.5
     assert imbalance([0.0, 0.0]) == 1

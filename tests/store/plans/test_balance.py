@@ -25,7 +25,7 @@ def balance(plan: Plan, tables: list[TableSpec], reads: AccessCounts) -> float:
     return imbalance(reads_per_rank(plan, tables, under(plan, tables, reads))[1])
 
 
-def test_whole_tables_are_dealt_out_by_what_is_read_and_not_by_their_bytes() -> None:
+def test_whole_tables_are_balanced_by_reads_not_by_size() -> None:
     tables = [table("busy", rows=10), table("large", rows=100_000), table("b"), table("c")]
     reads = AccessCounts({"busy": 600.0, "large": 10.0, "b": 310.0, "c": 290.0}, {})
     plan = balanced_plan(tables, reads, world_size=2)
@@ -34,7 +34,7 @@ def test_whole_tables_are_dealt_out_by_what_is_read_and_not_by_their_bytes() -> 
     assert plan.constraints["busy"] == TableConstraints(("table_wise",))
 
 
-def test_a_busy_table_is_divided_by_rows_only_as_it_was_counted() -> None:
+def test_busy_table_is_row_wise_only_if_its_rows_were_counted_by_rank() -> None:
     tables = [table("hot"), table("cold")]
     by_table = {"hot": 900.0, "cold": 100.0}
     nobody_knows = AccessCounts(by_table, {})
@@ -48,7 +48,7 @@ def test_a_busy_table_is_divided_by_rows_only_as_it_was_counted() -> None:
     assert kinds(of_other_ranks)["hot"] == "table_wise"
 
 
-def test_on_gpus_a_busy_table_is_divided_by_columns() -> None:
+def test_busy_table_on_gpus_is_column_wise() -> None:
     tables = [table("hot", dim=256), table("cold", dim=256)]
     reads = AccessCounts({"hot": 900.0, "cold": 100.0}, {"hot": [890.0, 10.0]}, {"hot": [0, 500]})
     plan = balanced_plan(
@@ -58,7 +58,7 @@ def test_on_gpus_a_busy_table_is_divided_by_columns() -> None:
     assert balance(plan, tables, reads) == pytest.approx(1.1)
 
 
-def test_what_fits_no_rank_is_divided_and_nothing_else() -> None:
+def test_only_a_table_that_fits_no_rank_is_divided() -> None:
     tables = [table("large", rows=10_000), table("b"), table("c")]
     reads = AccessCounts({"large": 10.0, "b": 500.0, "c": 490.0}, {})
     memory_bytes = tables[0].nbytes * 3 // 4
@@ -67,7 +67,7 @@ def test_what_fits_no_rank_is_divided_and_nothing_else() -> None:
     assert max(plan.bytes_per_rank(tables)) <= memory_bytes
 
 
-def test_what_is_asked_for_is_done() -> None:
+def test_requested_sharding_and_constraints_are_followed() -> None:
     tables = [table("a"), table("b")]
     reads = AccessCounts({"a": 10.0, "b": 500.0}, {})
     named = balanced_plan(tables, reads, world_size=2, sharding={"a": "row_wise"})

@@ -23,19 +23,19 @@ ALL = TableConstraints(
 )
 
 
-def test_every_field_of_torchrecs_constraints_is_known() -> None:
+def test_all_fields_of_torchrec_constraints_are_handled() -> None:
     ours = {field.name for field in fields(TableConstraints)}
     theirs = {field.name for field in fields(ParameterConstraints)}
     assert theirs == ours | NOT_HONOURED.keys() | {"feature_names"}
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     assert TableConstraints.from_json(json.loads(json.dumps(ALL.to_json())), "here") == ALL
     assert TableConstraints().to_json() == {}
     assert TableConstraints.from_json({}, "here") == TableConstraints()
 
 
-def test_torchrecs_defaults_say_nothing() -> None:
+def test_torchrec_default_constraints_are_empty() -> None:
     assert from_torchrec(ParameterConstraints(), TABLE, "here") == TableConstraints()
     harmless = ParameterConstraints(
         enforce_hbm=False, feature_names=["y", "x"], output_dtype=DataType.FP32
@@ -56,7 +56,7 @@ def test_torchrecs_defaults_say_nothing() -> None:
         (ParameterConstraints(feature_names=["x"]), r"feature_names is \['x'\], the table has"),
     ],
 )
-def test_what_serving_cannot_honour_is_refused_by_name(
+def test_unsupported_constraints_are_rejected_by_name(
     constraints: ParameterConstraints, message: str
 ) -> None:
     with pytest.raises(StoreError, match=f"here: .*{message}"):
@@ -81,13 +81,13 @@ def test_what_serving_cannot_honour_is_refused_by_name(
         ({"compute_kernels": []}, r"compute_kernels is \[\], expected a list of quant, quant_uvm"),
     ],
 )
-def test_a_wrong_value_is_named(data: Any, message: str) -> None:
+def test_invalid_constraint_value_is_named(data: Any, message: str) -> None:
     with pytest.raises(StoreError, match=f"here: {message}"):
         TableConstraints.from_json(data, "here")
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
-def test_a_file_of_constraints(tmp_path: Path, suffix: str) -> None:
+def test_constraints_are_read_from_yaml_and_json(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"constraints{suffix}"
     data = {"t": ALL.to_json(), "u": {"min_partition": 32}}
     path.write_text(
@@ -111,7 +111,7 @@ def test_a_file_of_constraints(tmp_path: Path, suffix: str) -> None:
         ("t: {enforce_hbm: true}", "table 't': enforce_hbm cannot be honoured"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_constraints_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "constraints.yaml"
     path.write_text(text)
     with pytest.raises(StoreError, match=f"constraints.yaml: {message}") as error:

@@ -83,7 +83,7 @@ def test_parts_cover_every_table_once(model: tuple[tuple[TableSpec, ...], Plan, 
 
 
 @given(models())
-def test_tables_that_may_be_cut_are_even_to_a_row(
+def test_divisible_tables_are_divided_evenly_to_a_row(
     model: tuple[tuple[TableSpec, ...], Plan, int],
 ) -> None:
     tables, _, parts = model
@@ -95,7 +95,7 @@ def test_tables_that_may_be_cut_are_even_to_a_row(
     assert max(nbytes) - min(nbytes) <= 2 * a_row_of_each + small
 
 
-def test_large_tables_are_cut_evenly_and_small_ones_balance_the_parts() -> None:
+def test_large_tables_are_divided_evenly_and_small_ones_balance_the_parts() -> None:
     tables = (spec("huge", 1001), spec("tiny", 5), spec("small", 9))
     hosts = plan_hosts(tables, plan_of(tables), 4)
     assert hosts.rows["huge"] == (0, 250, 500, 750, 1001)
@@ -104,7 +104,7 @@ def test_large_tables_are_cut_evenly_and_small_ones_balance_the_parts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "data_parallel"])
-def test_a_table_that_must_be_whole_is_whole(kind: str) -> None:
+def test_indivisible_table_stays_whole(kind: str) -> None:
     tables = (spec("one", 1000), spec("two", 999), spec("three", 5000))
     plan = plan_of(tables, {"one": only(kind), "two": only(kind, "table_wise")})
     hosts = plan_hosts(tables, plan, 2)
@@ -113,7 +113,7 @@ def test_a_table_that_must_be_whole_is_whole(kind: str) -> None:
     assert hosts.rows["three"] == (0, 2500, 5000)
 
 
-def test_tables_of_a_feature_are_cut_at_the_same_rows() -> None:
+def test_tables_that_share_a_feature_are_divided_at_the_same_rows() -> None:
     tables = (spec("long", 900, 8, "x"), spec("short", 300, 8, "x", "y"))
     hosts = plan_hosts(tables, plan_of(tables), 4)
     assert hosts.rows == {"long": (0, 150, 300, 600, 900), "short": (0, 150, 300, 300, 300)}
@@ -121,7 +121,7 @@ def test_tables_of_a_feature_are_cut_at_the_same_rows() -> None:
     assert held.rows == {"long": (0, 900), "short": (0, 300)}
 
 
-def test_a_group_with_a_whole_table_is_whole() -> None:
+def test_group_with_an_indivisible_table_stays_whole() -> None:
     tables = (spec("long", 900, 8, "x"), spec("short", 300, 8, "x", "y"), spec("other", 4000))
     hosts = plan_hosts(tables, plan_of(tables, {"short": only("table_wise")}), 4)
     assert hosts.rows["long"] == (0, 900, 900, 900, 900)
@@ -129,19 +129,19 @@ def test_a_group_with_a_whole_table_is_whole() -> None:
 
 
 @pytest.mark.parametrize("parts", [0, -1])
-def test_a_number_of_hosts_below_one_is_rejected(parts: int) -> None:
+def test_host_count_below_one_is_rejected(parts: int) -> None:
     with pytest.raises(InvalidModelError, match=f"hosts is {parts}, expected 1 or more"):
         plan_hosts(TABLES, plan_of(TABLES), parts)
 
 
-def test_a_part_without_rows_is_rejected() -> None:
+def test_part_without_rows_is_rejected() -> None:
     tables = (spec("one", 1000), spec("two", 999))
     plan = plan_of(tables, dict.fromkeys(("one", "two"), only("table_wise")))
     with pytest.raises(InvalidModelError, match="hosts is 3, but part 2 would have no rows"):
         plan_hosts(tables, plan, 3)
 
 
-def test_one_host_is_no_host_plan_and_none_keeps_it() -> None:
+def test_one_host_removes_the_host_plan_and_none_keeps_it() -> None:
     plan = with_hosts(plan_of(TABLES), TABLES, 2)
     assert plan.hosts is not None
     assert with_hosts(plan, TABLES, None) is plan
@@ -163,13 +163,13 @@ def test_one_host_is_no_host_plan_and_none_keeps_it() -> None:
         ),
     ],
 )
-def test_a_wrong_host_plan_is_rejected(rows: dict[str, tuple[int, ...]], message: str) -> None:
+def test_invalid_host_plan_is_rejected(rows: dict[str, tuple[int, ...]], message: str) -> None:
     HOSTS.check(TABLES, "here")
     with pytest.raises(StoreError, match=f"here: .*{message}"):
         HostPlan(2, {**HOSTS.rows, **rows}).check(TABLES, "here")
 
 
-def test_a_missing_table_is_named() -> None:
+def test_missing_table_is_named() -> None:
     with pytest.raises(StoreError, match="table 'c' is not in the host plan"):
         HostPlan(2, {"a": (0, 50, 100), "b": (0, 4, 10)}).check(TABLES, "here")
 
@@ -192,7 +192,7 @@ def test_malformed_json_is_rejected(data: object, message: str) -> None:
         Plan.from_json(plan, "here")
 
 
-def test_a_plan_keeps_its_host_plan() -> None:
+def test_host_plan_survives_a_json_round_trip() -> None:
     plan = replace(plan_of(TABLES), hosts=HOSTS)
     plan.check(TABLES, "here")
     assert Plan.from_json(json.loads(json.dumps(plan.to_json())), "here") == plan

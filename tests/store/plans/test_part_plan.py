@@ -45,7 +45,7 @@ def of(number: int) -> tuple[tuple[TableSpec, ...], Plan]:
 
 
 @pytest.mark.parametrize(("number", "names"), [(0, "rows columns"), (1, "rows columns copied")])
-def test_a_part_has_the_tables_with_rows_on_it(number: int, names: str) -> None:
+def test_part_contains_only_tables_with_rows_on_it(number: int, names: str) -> None:
     tables, plan = of(number)
     assert [table.name for table in tables] == names.split() == list(plan.tables)
     assert set(plan.constraints) <= set(plan.tables)
@@ -54,19 +54,19 @@ def test_a_part_has_the_tables_with_rows_on_it(number: int, names: str) -> None:
     assert {table.ids for table in tables} == {IdRule()}
 
 
-def test_shards_have_the_rows_of_the_part_on_the_ranks_of_the_plan() -> None:
+def test_shards_of_a_part_keep_the_ranks_of_the_plan() -> None:
     _, plan = of(1)
     assert plan.tables["rows"].shards == (Shard(0, 0, 3, 0, 8), Shard(1, 3, 2, 0, 8))
     assert plan.tables["columns"].shards == (Shard(1, 0, 2, 0, 4), Shard(0, 0, 2, 4, 4))
     assert plan.tables["copied"].shards == PLAN.tables["copied"].shards
 
 
-def test_a_table_with_fewer_rows_than_ranks_is_whole() -> None:
+def test_table_with_fewer_rows_than_ranks_is_table_wise() -> None:
     _, plan = of(0)
     assert plan.tables["rows"] == TablePlan("table_wise", (Shard(0, 0, 1, 0, 8),))
 
 
-def test_on_one_rank_every_table_is_whole() -> None:
+def test_every_table_is_table_wise_on_one_rank() -> None:
     hosts = HostPlan(2, {"rows": (0, 4, 10), "columns": (0, 3, 6), "copied": (0, 0, 5)})
     tables = part_tables(TABLES, hosts, 1)
     whole = {
@@ -78,7 +78,7 @@ def test_on_one_rank_every_table_is_whole() -> None:
     assert {table.sharding_type for table in plan.tables.values()} == {"table_wise"}
 
 
-def test_each_part_must_fit_its_host() -> None:
+def test_part_that_does_not_fit_its_host_is_rejected() -> None:
     fullest = fullest_rank_bytes(PLAN, TABLES, "cpu")
     assert fullest < max(PLAN.bytes_per_rank(TABLES))
     check_parts_fit(PLAN, TABLES, [fullest] * 2, "cpu")
@@ -86,7 +86,7 @@ def test_each_part_must_fit_its_host() -> None:
         check_parts_fit(PLAN, TABLES, [fullest - 1] * 2, "cpu")
 
 
-def test_the_largest_part_bounds_what_a_host_maps_and_copies() -> None:
+def test_largest_part_bounds_mapped_and_copied_bytes() -> None:
     assert PLAN.hosts is not None
     stored, copied = largest_part_bytes(PLAN, TABLES)
     assert stored == max(PLAN.hosts.bytes_per_part(TABLES))

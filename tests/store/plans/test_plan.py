@@ -48,12 +48,12 @@ def with_constraints(name: str, constraints: TableConstraints) -> Plan:
     return replace(PLAN, constraints={name: constraints})
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     PLAN.check(TABLES, "here")
     assert Plan.from_json(json.loads(json.dumps(PLAN.to_json())), "here") == PLAN
 
 
-def test_a_rank_without_rows_is_fine() -> None:
+def test_rank_without_rows_is_valid() -> None:
     shards = (Shard(0, 0, 10, 0, 8), Shard(1, 10, 0, 0, 8))
     with_table("rows", "row_wise", *shards).check(TABLES, "here")
 
@@ -121,12 +121,12 @@ def test_a_rank_without_rows_is_fine() -> None:
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(plan: Plan, message: str) -> None:
+def test_plan_that_contradicts_the_tables_is_rejected(plan: Plan, message: str) -> None:
     with pytest.raises(StoreError, match=f"here: .*{message}"):
         plan.check(TABLES, "here")
 
 
-def test_a_plan_stored_before_there_were_columns_is_read() -> None:
+def test_plan_without_column_constraints_is_read_and_written_unchanged() -> None:
     stored = {
         "format_version": 1,
         "world_size": 1,
@@ -144,7 +144,7 @@ def test_a_plan_stored_before_there_were_columns_is_read() -> None:
     assert plan.to_json() == stored
 
 
-def test_an_unpooled_table_is_not_sharded_by_columns() -> None:
+def test_column_wise_unpooled_table_is_rejected() -> None:
     table = TableSpec("t", 5, 8, ("f",), "none", "float32")
     plan = Plan(1, {"t": TablePlan("column_wise", (Shard(0, 0, 5, 0, 8),))}, {})
     with pytest.raises(StoreError, match="here: t: column_wise is for pooled tables"):
@@ -158,20 +158,20 @@ def test_an_unpooled_table_is_not_sharded_by_columns() -> None:
         constrained.check((table,), "here")
 
 
-def test_bytes_of_a_rank_count_copies_and_every_shards_scale_and_bias() -> None:
+def test_bytes_per_rank_include_copies_and_scale_and_bias_of_each_shard() -> None:
     of_rank_0 = 6 * 32 + 2 * 8 + 5 * (12 + 4) + 2 * 8
     of_rank_1 = 4 * 32 + 1 * 8 + 10 * 32 + 5 * (4 + 4) + 5 * (8 + 4) + 2 * 8
     assert PLAN.bytes_per_rank(TABLES) == [of_rank_0, of_rank_1]
 
 
-def test_a_server_has_the_rows_of_copies_on_rank_0_alone() -> None:
+def test_served_bytes_count_copies_on_rank_0_only() -> None:
     held, served = PLAN.bytes_per_rank(TABLES), PLAN.served_bytes_per_rank(TABLES)
     copied = [t for t in TABLES if PLAN.tables[t.name].sharding_type == "data_parallel"]
     assert copied
     assert served == [held[0], held[1] - sum(table.nbytes for table in copied)]
 
 
-def test_column_shards_are_counted_by_themselves() -> None:
+def test_column_shard_bytes_are_summed() -> None:
     assert PLAN.column_shard_bytes(TABLES) == 5 * (8 + 16 + 12)
 
 
@@ -179,7 +179,7 @@ def types(plan: Plan) -> dict[str, str]:
     return {name: table.sharding_type for name, table in plan.tables.items()}
 
 
-def test_tables_that_are_divided_by_columns_become_whole() -> None:
+def test_column_wise_table_becomes_table_wise() -> None:
     plan = PLAN.with_whole_rows([[table] for table in TABLES])
     assert types(plan) == types(PLAN) | {"columns": "table_wise"}
     assert plan.tables["columns"].shards == (Shard(1, 0, 5, 0, 24),)
@@ -201,7 +201,7 @@ def test_tables_that_are_divided_by_columns_become_whole() -> None:
         ((2, 8, 0, 0), False),
     ],
 )
-def test_a_table_with_unequal_ranges_of_rows_becomes_whole(
+def test_table_with_unequal_row_ranges_becomes_table_wise(
     counts: tuple[int, ...], is_kept: bool
 ) -> None:
     starts = accumulate(counts, initial=0)
@@ -213,7 +213,7 @@ def test_a_table_with_unequal_ranges_of_rows_becomes_whole(
     assert plan.with_whole_rows([TABLES[:1]]).tables["rows"] == (stored if is_kept else whole)
 
 
-def test_a_table_that_may_be_divided_by_columns_on_other_ranks_stays_as_it_is() -> None:
+def test_row_wise_table_loses_only_its_column_wise_constraint() -> None:
     constraints = TableConstraints(("row_wise", "column_wise"), min_partition=4)
     plan = with_constraints("rows", constraints).with_whole_rows([[table] for table in TABLES])
     assert plan.tables["rows"] == PLAN.tables["rows"]
@@ -230,7 +230,7 @@ def test_a_table_that_may_be_divided_by_columns_on_other_ranks_stays_as_it_is() 
         (("whole", "columns", "copied"), ("table_wise", "table_wise", "data_parallel")),
     ],
 )
-def test_a_group_has_its_rows_on_the_same_ranks(
+def test_tables_of_a_group_get_compatible_sharding(
     names: tuple[str, ...], expected: tuple[str, ...]
 ) -> None:
     """Includes another number of ranks: the constraints allow no other type."""
@@ -248,7 +248,7 @@ def test_a_group_has_its_rows_on_the_same_ranks(
     assert plan.constraints.keys() == stored.constraints.keys() | set(names)
 
 
-def test_what_fills_rows_up_goes_with_their_last_columns() -> None:
+def test_row_padding_belongs_to_the_last_column_shard() -> None:
     tables = (TableSpec("t", 5, 10, ("f",), "sum", "int8"),)
     halves = TablePlan("column_wise", (Shard(0, 0, 5, 0, 4), Shard(1, 0, 5, 4, 6)))
     plan = Plan(2, {"t": halves}, {})
@@ -263,13 +263,13 @@ def test_what_fills_rows_up_goes_with_their_last_columns() -> None:
         Plan(1, {"t": stored}, {}).check(tables, "here")
 
 
-def test_on_cuda_rows_take_multiples_of_16_bytes() -> None:
+def test_rows_on_cuda_take_multiples_of_16_bytes() -> None:
     of_rank_0 = 6 * 32 + 2 * 16 + 5 * 16 + 2 * 16
     of_rank_1 = 4 * 32 + 1 * 16 + 10 * 32 + 5 * 16 + 5 * 16 + 2 * 16
     assert PLAN.bytes_per_rank(TABLES, "cuda") == [of_rank_0, of_rank_1]
 
 
-def test_what_does_not_fit_is_said_with_rank_and_bytes() -> None:
+def test_memory_error_names_rank_and_bytes() -> None:
     held = PLAN.bytes_per_rank(TABLES)
     check_fits(PLAN, TABLES, held, "cpu")
     check_fits(PLAN, TABLES, held[:1], "cpu")
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_said_with_rank_and_bytes() -> None:
         check_fits(PLAN, TABLES, [held[0], held[1] - 1], "cpu")
 
 
-def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
+def test_plan_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN.to_json()))
     assert read_plan(path) == PLAN
@@ -288,7 +288,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [("{", "not JSON"), ("[]", "expected a JSON object"), ("{}", "format_version is None")],
 )
-def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_plan_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(StoreError, match=f"plan.json: {message}"):
@@ -311,6 +311,6 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str, message: str
         {"format_version": 2},
     ],
 )
-def test_json_that_is_no_plan(change: dict[str, Any]) -> None:
+def test_malformed_plan_json_is_rejected(change: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match="here: "):
         Plan.from_json(PLAN.to_json() | change, "here")

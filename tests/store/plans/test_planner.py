@@ -35,7 +35,7 @@ def table(name: str, num_embeddings: int, dtype: str = "float32", dim: int = 128
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("sharding", SHARDING_TYPES)
 @pytest.mark.parametrize(("dtype", "stored_bytes"), [("float32", 143 * GIB), ("int4", 63 * GIB)])
-def test_tables_larger_than_torchrecs_idea_of_a_host(
+def test_tables_larger_than_torchrecs_default_host_are_planned(
     monkeypatch: pytest.MonkeyPatch,
     device_type: str,
     sharding: str,
@@ -59,7 +59,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *memory_bytes: int) -> None:
     )
 
 
-def test_gpu_memory_is_measured_against_stored_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_limit_applies_to_padded_stored_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = (table("t", 1000, "int4"),)  # bytes a row: 68 stored, 80 on a GPU, 512 in float32
     gpus(monkeypatch, 40_000, 40_000)
     plan = make_plan(tables, sharding="row_wise", world_size=2, device_type="cuda")
@@ -70,7 +70,7 @@ def test_gpu_memory_is_measured_against_stored_bytes(monkeypatch: pytest.MonkeyP
         make_plan(tables, sharding="row_wise", world_size=2, device_type="cuda")
 
 
-def test_gpus_of_another_host_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_present_gpus_limit_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = (table("t", 1000),)
     gpus(monkeypatch, 256_000)
     make_plan(tables, sharding="row_wise", world_size=2, device_type="cuda")
@@ -78,13 +78,13 @@ def test_gpus_of_another_host_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
     make_plan(tables, sharding="row_wise", world_size=2, device_type="cpu")
 
 
-def test_whole_tables_are_spread_over_ranks() -> None:
+def test_table_wise_tables_are_spread_over_ranks() -> None:
     tables = tuple(table(f"t{i}", 1000 * (i + 1)) for i in range(4))
     plan = make_plan(tables, sharding="table_wise", world_size=4)
     assert sorted(plan.bytes_per_rank(tables)) == [t.nbytes for t in tables]
 
 
-def test_tables_larger_than_torchrecs_gpu_are_not_taken_for_slow_ones(
+def test_tables_larger_than_torchrecs_default_gpu_are_placed_like_small_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus(monkeypatch)
@@ -99,7 +99,7 @@ def test_tables_larger_than_torchrecs_gpu_are_not_taken_for_slow_ones(
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_table_without_constraints_gets_what_can_be_served(
+def test_unconstrained_table_gets_a_servable_plan(
     monkeypatch: pytest.MonkeyPatch, device_type: str
 ) -> None:
     gpus(monkeypatch)
@@ -109,7 +109,7 @@ def test_a_table_without_constraints_gets_what_can_be_served(
     assert plan.constraints == {}
 
 
-def test_what_the_planner_says_is_one_line() -> None:
+def test_planner_error_is_one_line() -> None:
     with pytest.raises(InvalidModelError, match=r"world_size is 1: .*insufficient") as e:
         make_plan((table("t", 1 << 53),), sharding="table_wise", world_size=1)
     assert "\n" not in str(e.value)
@@ -121,7 +121,7 @@ def kinds(plan: Plan) -> dict[str, str]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("sharding", SHARDING_TYPES)
-def test_every_type_is_planned_and_planned_anew(sharding: str, world_size: int) -> None:
+def test_every_sharding_type_is_planned_and_replanned(sharding: str, world_size: int) -> None:
     tables = tuple(
         table(dtype, 1001, dtype, dim=24) for dtype in ("float32", "float16", "int8", "int4")
     )
@@ -144,7 +144,7 @@ def test_unpooled_tables_are_planned(sharding: str) -> None:
         make_plan(tables, sharding="column_wise", world_size=2)
 
 
-def test_auto_divides_what_fits_no_rank() -> None:
+def test_auto_divides_a_table_that_fits_no_rank() -> None:
     tables = (table("large", 10_000), table("small", 10))
     large_bytes = tables[0].nbytes
     roomy = make_plan(tables, sharding="auto", world_size=2, device_memory_bytes=large_bytes * 2)
@@ -155,7 +155,7 @@ def test_auto_divides_what_fits_no_rank() -> None:
     assert max(tight.bytes_per_rank(tables)) <= limit_bytes
 
 
-def test_memory_counts_stored_bytes_and_no_optimizer() -> None:
+def test_memory_limit_counts_stored_bytes_without_optimizer_state() -> None:
     tables = (table("t", 1000, "int8"),)
     fits = make_plan(
         tables, sharding="table_wise", world_size=1, device_memory_bytes=tables[0].nbytes
@@ -166,13 +166,13 @@ def test_memory_counts_stored_bytes_and_no_optimizer() -> None:
         make_plan(tables, sharding="table_wise", world_size=1, device_memory_bytes=131_999)
 
 
-def test_a_plan_that_fits_nowhere_can_be_looked_at() -> None:
+def test_draft_plan_ignores_the_memory_limit() -> None:
     tables = (table("a", 1000), table("b", 1000))
     plan = draft_plan(tables, sharding="table_wise", world_size=2, device_memory_bytes=1)
     assert plan.bytes_per_rank(tables) == [tables[0].nbytes] * 2
 
 
-def test_tables_are_packed_by_bytes_where_the_cheapest_plan_does_not_fit() -> None:
+def test_tables_are_packed_by_bytes_if_the_cheapest_plan_does_not_fit() -> None:
     """On the rank without the busy table, c fills 7 of 8 units. The last table of two units then
     fits nowhere."""
     sizes = {"a": 4, "b": 3, "c": 3, "d": 2, "e": 2, "f": 2}
@@ -186,7 +186,7 @@ def test_tables_are_packed_by_bytes_where_the_cheapest_plan_does_not_fit() -> No
     assert tight.bytes_per_rank(tables) == [8 * unit, 8 * unit]
 
 
-def test_copies_on_every_rank_take_of_its_memory() -> None:
+def test_data_parallel_copies_count_toward_each_ranks_memory() -> None:
     tables = (table("copied", 1000), table("whole", 1000))
     sharding = {"copied": "data_parallel", "whole": "table_wise"}
     both_bytes = tables[0].nbytes + tables[1].nbytes
@@ -196,7 +196,7 @@ def test_copies_on_every_rank_take_of_its_memory() -> None:
         make_plan(tables, sharding=sharding, world_size=2, device_memory_bytes=both_bytes - 1)
 
 
-def test_only_cuda_gets_column_wise_by_itself_and_only_where_it_divides(
+def test_auto_uses_column_wise_only_on_cuda_and_only_for_wide_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus(monkeypatch)
@@ -208,7 +208,7 @@ def test_only_cuda_gets_column_wise_by_itself_and_only_where_it_divides(
     assert "column_wise" not in kinds(on_cpu).values()
 
 
-def test_the_same_question_has_the_same_answer_in_every_process() -> None:
+def test_plan_does_not_depend_on_the_process_hash_seed() -> None:
     """Compares this process with another, which orders sets and dicts of strings differently."""
     code = (
         "from embedserve_store.format.table_spec import TableSpec\n"
@@ -223,7 +223,7 @@ def test_the_same_question_has_the_same_answer_in_every_process() -> None:
     assert plan == f"{make_plan(tables, sharding='auto', world_size=3).to_json()}\n"
 
 
-def test_busy_features_are_spread() -> None:
+def test_tables_with_long_bags_are_spread_over_ranks() -> None:
     """All tables have the same size. The two tables with long bags must be on different ranks."""
     tables = tuple(table(name, 1000) for name in "abcd")
     long = {"pooling_factors": [500.0]}
@@ -234,7 +234,7 @@ def test_busy_features_are_spread() -> None:
     assert rank["a"] != rank["c"]
 
 
-def test_a_whole_plan_is_checked_and_taken() -> None:
+def test_given_plan_is_validated_and_used_unchanged() -> None:
     tables = (table("t", 100),)
     plan = make_plan(tables, sharding="row_wise", world_size=2)
     assert make_plan(tables, sharding=plan) is plan
@@ -251,7 +251,7 @@ def test_a_whole_plan_is_checked_and_taken() -> None:
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise"])
-def test_a_table_of_one_shard_is_looked_up_whole(device_type: str, kind: str) -> None:
+def test_table_with_one_shard_is_table_wise_for_torchrec(device_type: str, kind: str) -> None:
     """A whole table needs no reduction over ranks, for which FBGEMM asks NVML how the GPUs are
     linked."""
     tables = (table("t", 100),)
@@ -261,7 +261,7 @@ def test_a_table_of_one_shard_is_looked_up_whole(device_type: str, kind: str) ->
     assert (given["t"].sharding_type, given["t"].ranks) == ("table_wise", [0])
 
 
-def test_torchrec_is_given_one_copy_of_a_data_parallel_table_on_rank_0() -> None:
+def test_data_parallel_table_is_table_wise_on_rank_0_for_torchrec() -> None:
     tables = (table("t", 100), table("one", 100))
     sharding = {"t": "data_parallel", "one": "column_wise"}
     plan = make_plan(
@@ -276,7 +276,7 @@ def test_torchrec_is_given_one_copy_of_a_data_parallel_table_on_rank_0() -> None
 
 @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel", "auto"])
 @pytest.mark.parametrize("name", ["a.b", "type", "keys", "float", "update", "training"])
-def test_a_name_that_torch_cannot_hold_is_refused(name: str, sharding: str) -> None:
+def test_table_name_that_torch_modules_cannot_hold_is_rejected(name: str, sharding: str) -> None:
     tables = (table("t", 100), table(name, 100))
     with pytest.raises(InvalidModelError, match=f"^table {name!r}: torch's modules cannot hold a"):
         make_plan(tables, sharding=sharding)
@@ -285,7 +285,7 @@ def test_a_name_that_torch_cannot_hold_is_refused(name: str, sharding: str) -> N
 
 
 @pytest.mark.parametrize("name", ["a.b", "t", "1", "a-b", "weight", *dir(torch.nn.ModuleDict())])
-def test_the_names_that_are_refused_are_those_that_torchrec_refuses(name: str) -> None:
+def test_rejected_table_names_are_those_that_torchrec_rejects(name: str) -> None:
     config = EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=4, feature_names=["f"])
     try:
         EmbeddingBagCollection(tables=[config], device=torch.device("meta"))

@@ -18,7 +18,7 @@ def table(name: str, num_embeddings: int, dim: int = 128) -> TableSpec:
     return TableSpec(name, num_embeddings, dim, (name,), "sum", "float32")
 
 
-def test_each_table_has_its_own_sharding_and_auto_where_none_is_said() -> None:
+def test_sharding_is_set_by_table_and_auto_by_default() -> None:
     tables = tuple(table(name, 1000) for name in "abcd")
     said = {"a": "row_wise", "b": "column_wise", "c": "data_parallel"}
     plan = make_plan(tables, sharding=said, world_size=2)
@@ -36,12 +36,12 @@ def test_each_table_has_its_own_sharding_and_auto_where_none_is_said() -> None:
         ({"u": "row_wise"}, r"sharding names table 'u', the model has \['t'\]"),
     ],
 )
-def test_a_sharding_that_is_not_served_is_refused(sharding: Any, message: str) -> None:
+def test_unsupported_sharding_is_rejected(sharding: Any, message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
         make_plan((table("t", 100),), sharding=sharding, world_size=2)
 
 
-def test_constraints_of_torchrec_by_name_and_our_own_mean_the_same() -> None:
+def test_torchrec_constraints_and_dicts_equal_table_constraints() -> None:
     tables = (table("t", 1000, dim=64),)
     fields = {"sharding_types": ["column_wise"], "min_partition": 16, "pooling_factors": [20.0]}
     ours = TableConstraints(("column_wise",), min_partition=16, pooling_factors=(20.0,))
@@ -72,6 +72,6 @@ def test_constraints_of_torchrec_by_name_and_our_own_mean_the_same() -> None:
         ({"t": {"sharding_types": ["row_wise"]}}, "sharding is table_wise, but its constraints"),
     ],
 )
-def test_constraints_that_cannot_be_met_are_named(constraints: Any, message: str) -> None:
+def test_unsatisfiable_constraints_are_rejected_by_name(constraints: Any, message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
         make_plan((table("t", 100),), sharding="table_wise", world_size=2, constraints=constraints)

@@ -69,7 +69,7 @@ def files(store: str | Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("source_kind", KINDS)
 @pytest.mark.parametrize("target_kind", KINDS)
-def test_between_stores_of_any_kind(
+def test_copy_works_between_stores_of_any_kind(
     local: Path, place: Place, source_kind: str, target_kind: str
 ) -> None:
     source, target = place(source_kind, "source"), place(target_kind, "target")
@@ -83,12 +83,12 @@ def test_between_stores_of_any_kind(
     assert seqs(target) == [1, 2, 3, 4, 5]
 
 
-def test_deltas_may_be_left_out(local: Path, tmp_path: Path) -> None:
+def test_copy_may_omit_deltas(local: Path, tmp_path: Path) -> None:
     assert copy_versions(local, tmp_path / "t", "m", deltas=False).deltas == 0
     assert os.listdir(tmp_path / "t" / "m") == ["1"]
 
 
-def test_a_compacted_version_takes_the_deltas_after_it(local: Path, tmp_path: Path) -> None:
+def test_compacted_version_is_copied_with_its_later_deltas(local: Path, tmp_path: Path) -> None:
     compact_deltas(local, "m", seq=2)
     one, both = tmp_path / "one", tmp_path / "both"
     assert copy_versions(local, one, "m", 2).deltas == 1
@@ -100,7 +100,9 @@ def test_a_compacted_version_takes_the_deltas_after_it(local: Path, tmp_path: Pa
     assert seqs(one, 1) == [1, 2, 3, 4]
 
 
-def test_each_version_has_its_line(local: Path, new_version: Publish, tmp_path: Path) -> None:
+def test_each_version_is_copied_with_its_delta_line(
+    local: Path, new_version: Publish, tmp_path: Path
+) -> None:
     new_version(2.0)
     push(local, 2)
     assert copy_versions(local, tmp_path / "first", "m", 1).deltas == DELTAS
@@ -109,7 +111,7 @@ def test_each_version_has_its_line(local: Path, new_version: Publish, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_a_delta_pushed_in_both_stores_is_refused(local: Path, place: Place, kind: str) -> None:
+def test_delta_pushed_to_both_stores_is_rejected(local: Path, place: Place, kind: str) -> None:
     target = place(kind, "target")
     copy_versions(local, target, "m")
     push(local, 2)
@@ -139,7 +141,7 @@ def remove_manifest(folder: Path) -> None:
         (remove_manifest, "local/m: delta 2 of line 1 does not exist"),
     ],
 )
-def test_the_deltas_before_a_damaged_one_are_copied(
+def test_deltas_before_a_damaged_delta_are_copied(
     local: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(writable(local / "m" / "deltas" / "1"))
@@ -150,7 +152,7 @@ def test_the_deltas_before_a_damaged_one_are_copied(
     assert events[0].detail == "line 1, deltas up to 1, 1 copied"
 
 
-def test_the_history_has_the_number_of_deltas(local: Path, tmp_path: Path) -> None:
+def test_history_records_the_number_of_copied_deltas(local: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
     copy_versions(local, target, "m", who="ann")
     deltas, version = ModelStore(target).history("m")
@@ -161,7 +163,7 @@ def test_the_history_has_the_number_of_deltas(local: Path, tmp_path: Path) -> No
     assert len(ModelStore(target).history("m")) == 2
 
 
-def test_a_file_that_the_target_lost_is_copied_again(local: Path, tmp_path: Path) -> None:
+def test_file_missing_in_the_target_is_copied_again(local: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
     copy_versions(local, target, "m")
     min((target / "m/deltas/1").glob(f"{2:020d}.*.safetensors")).unlink()
@@ -169,7 +171,7 @@ def test_a_file_that_the_target_lost_is_copied_again(local: Path, tmp_path: Path
     assert files(target) == files(local)
 
 
-def test_a_damaged_file_that_a_killed_copy_left_is_named(local: Path, tmp_path: Path) -> None:
+def test_damaged_file_of_a_killed_copy_is_named(local: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
     copy_versions(local, target, "m")
     folder = writable(target / "m/deltas/1")
@@ -181,7 +183,7 @@ def test_a_damaged_file_that_a_killed_copy_left_is_named(local: Path, tmp_path: 
     assert everything_under(folder) == before
 
 
-def test_deltas_that_come_meanwhile_are_left_for_the_next_copy(
+def test_deltas_pushed_during_a_copy_are_left_for_the_next_copy(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pushing(store: str, folder: str) -> Write:
@@ -227,7 +229,7 @@ copy_versions(sys.argv[1], sys.argv[2], "m")
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_a_killed_copy_leaves_whole_deltas_and_continues(
+def test_killed_copy_leaves_complete_deltas_and_continues(
     local: Path, place: Place, kind: str, forking: CodeForker
 ) -> None:
     """Each copy writes one file, and is killed before the next."""

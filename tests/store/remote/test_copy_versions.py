@@ -62,7 +62,7 @@ def check_same(one: str | Path, other: str | Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("source_kind", KINDS)
 @pytest.mark.parametrize("target_kind", KINDS)
-def test_between_stores_of_any_kind(
+def test_copy_works_between_stores_of_any_kind(
     local: Path,
     place: Place,
     source_kind: str,
@@ -81,7 +81,7 @@ def test_between_stores_of_any_kind(
     assert (again.copied, again.present, again.notes) == ([], [1, 2], 0)
 
 
-def test_one_version_by_its_alias(local: Path, tmp_path: Path) -> None:
+def test_one_version_is_copied_by_its_alias(local: Path, tmp_path: Path) -> None:
     copied = copy_versions(local, tmp_path / "t", "m", "old", aliases=True)
     assert (copied.copied, copied.aliases, copied.left_out) == ([1], ["old"], ["stable"])
     assert list(ModelStore(tmp_path / "t").aliases("m")) == ["old"]
@@ -89,7 +89,7 @@ def test_one_version_by_its_alias(local: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_another_version_under_the_same_number_is_refused(
+def test_other_version_under_the_same_number_is_rejected(
     local: Path,
     new_version: Publish,
     place: Place,
@@ -112,7 +112,7 @@ def publish_other(store: Path) -> Path:
     return store
 
 
-def test_a_change_of_an_alias_made_in_both_stores_is_refused(local: Path, tmp_path: Path) -> None:
+def test_alias_changed_in_both_stores_is_rejected(local: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
     copy_versions(local, target, "m")
     set_alias(target, "m", "stable", 1, why="mine")
@@ -123,14 +123,14 @@ def test_a_change_of_an_alias_made_in_both_stores_is_refused(local: Path, tmp_pa
     assert everything_under(target) == before
 
 
-def test_a_folder_of_another_version_is_not_copied(local: Path, tmp_path: Path) -> None:
+def test_folder_of_another_version_is_not_copied(local: Path, tmp_path: Path) -> None:
     shutil.copytree(local / "m" / "2", local / "m" / "3")
     with pytest.raises(StoreError, match="lies in the folder of 'm' version 3"):
         copy_versions(str(local), str(tmp_path / "target"), "m", 3)
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_a_damaged_version_is_not_copied(local: Path, place: Place, kind: str) -> None:
+def test_damaged_version_is_not_copied(local: Path, place: Place, kind: str) -> None:
     path = writable(local / "m" / "1") / "tables.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     target = place(kind, "target")
@@ -139,9 +139,7 @@ def test_a_damaged_version_is_not_copied(local: Path, place: Place, kind: str) -
     assert ModelStore(target).versions("m") == [2]
 
 
-def test_the_newest_version_arrives_first(
-    local: Path, new_version: Publish, tmp_path: Path
-) -> None:
+def test_newest_version_is_copied_first(local: Path, new_version: Publish, tmp_path: Path) -> None:
     new_version(3.0)
     target = tmp_path / "t"
     there: list[set[str]] = []
@@ -190,7 +188,7 @@ class CutWriter:
 
 
 @pytest.mark.parametrize("writes", [1, 4, 7])
-def test_an_alias_goes_from_its_former_state_to_its_last(
+def test_alias_changes_directly_to_its_latest_state(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
     target = tmp_path / "t"
@@ -218,7 +216,7 @@ def test_an_alias_goes_from_its_former_state_to_its_last(
         assert ModelStore(target).alias_history("m", name) == changes
 
 
-def test_a_full_disk_is_named_and_the_rest_is_copied_once_there_is_room(
+def test_full_disk_is_named_and_copy_continues_once_there_is_space(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "t"
@@ -240,7 +238,7 @@ class FullDisk(io.FileIO):
         return super().write(memoryview(data)[:BLOCK_BYTES])
 
 
-def test_a_disk_that_fills_up_is_named_and_the_copy_continues(
+def test_disk_that_fills_up_during_a_copy_is_named(
     new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
@@ -257,7 +255,7 @@ def test_a_disk_that_fills_up_is_named_and_the_copy_continues(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
-def test_a_read_only_folder_is_named(local: Path, tmp_path: Path) -> None:
+def test_read_only_folder_is_named(local: Path, tmp_path: Path) -> None:
     (tmp_path / "t").mkdir(mode=0o500)
     with pytest.raises(StoreError, match="t/m: cannot be written: no permission"):
         copy_versions(local, tmp_path / "t", "m")
@@ -292,7 +290,7 @@ def killed_copy(forking: CodeForker, source: str | Path, target: str | Path, blo
     assert killed == -signal.SIGKILL
 
 
-def test_a_killed_copy_to_a_folder_continues(
+def test_killed_copy_to_a_folder_continues(
     new_version: Publish, tmp_path: Path, forking: CodeForker
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
@@ -307,7 +305,7 @@ def test_a_killed_copy_to_a_folder_continues(
     assert os.listdir(target / "m") == ["1"]
 
 
-def test_what_a_killed_copy_left_is_not_trusted(
+def test_leftovers_of_a_killed_copy_are_verified(
     new_version: Publish, tmp_path: Path, forking: CodeForker
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
@@ -320,7 +318,7 @@ def test_what_a_killed_copy_left_is_not_trusted(
     check_same(source, target, tmp_path / "cache")
 
 
-def test_a_killed_copy_to_s3_continues(
+def test_killed_copy_to_s3_continues(
     new_version: Publish,
     url: str,
     root: str,
@@ -348,7 +346,7 @@ def test_a_killed_copy_to_s3_continues(
     check_same(source, url, tmp_path / "cache")
 
 
-def test_parts_of_other_bytes_are_not_used(
+def test_uploaded_parts_with_other_bytes_are_not_reused(
     new_version: Publish,
     url: str,
     tmp_path: Path,
@@ -366,7 +364,7 @@ def test_parts_of_other_bytes_are_not_used(
     check_same(other, url, tmp_path / "cache")
 
 
-def test_an_old_copy_that_nobody_continued_is_removed(
+def test_abandoned_copy_is_removed(
     new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking: CodeForker
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
@@ -389,7 +387,7 @@ def publish_as(store: Path, number: int) -> Path:
     return store
 
 
-def test_a_model_that_is_not_there_is_named(local: Path, tmp_path: Path) -> None:
+def test_missing_model_is_named(local: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="there is no model 'x'; models are m"):
         copy_versions(local, tmp_path / "t", "x")
     with pytest.raises(StoreError, match="version 7 does not exist; versions are 1, 2"):

@@ -60,7 +60,7 @@ def refused(url: str, cache: Path) -> str:
     return str(caught.value)
 
 
-def test_what_this_host_cannot_read_is_no_damage(
+def test_local_read_failure_is_not_recorded_as_damage(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(url)
@@ -76,7 +76,7 @@ def test_what_this_host_cannot_read_is_no_damage(
     assert RemoteStore(url, tmp_path / "cache").load("m").path.name == "1"
 
 
-def test_a_damaged_version_is_pulled_once_and_again_after_a_repair(
+def test_damaged_version_is_pulled_once_and_again_after_a_repair(
     url: str, tmp_path: Path, reads: Counter[str]
 ) -> None:
     polls = [refused(url, tmp_path / "cache") for _ in range(3)]
@@ -88,7 +88,7 @@ def test_a_damaged_version_is_pulled_once_and_again_after_a_repair(
     assert list((tmp_path / "cache").rglob("*.damaged")) == []
 
 
-def test_the_delay_doubles_up_to_a_limit(
+def test_damage_record_delay_doubles_up_to_a_limit(
     url: str, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = time.time()
@@ -101,7 +101,7 @@ def test_the_delay_doubles_up_to_a_limit(
         now_s += 2
 
 
-def test_the_record_can_be_removed(url: str, tmp_path: Path, reads: Counter[str]) -> None:
+def test_damage_record_can_be_removed(url: str, tmp_path: Path, reads: Counter[str]) -> None:
     message = refused(url, tmp_path / "cache")
     (record,) = (tmp_path / "cache").rglob("*.damaged")
     assert f"or once {record} is removed" in message
@@ -112,7 +112,7 @@ def test_the_record_can_be_removed(url: str, tmp_path: Path, reads: Counter[str]
     assert reads[TABLES] == 3
 
 
-def test_a_lost_store_is_no_damage(
+def test_lost_connection_is_not_recorded_as_damage(
     url: str, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(file: str, bytes_done: int, bytes_total: int) -> None:

@@ -42,7 +42,7 @@ def conditional(uploaded: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) 
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_a_line_in_an_object_store(conditional: None, url: str, tmp_path: Path) -> None:
+def test_delta_line_works_in_an_object_store(conditional: None, url: str, tmp_path: Path) -> None:
     with DeltaWriter(url, model="m") as writer, DeltaWriter(url, model="m") as other:
         assert writer.push_rows(CHANGE, step=4) == 1
         with pytest.raises(WriterFencedError, match="stops"):
@@ -75,7 +75,7 @@ def test_a_line_in_an_object_store(conditional: None, url: str, tmp_path: Path) 
     assert models.files_beside("m", FOLDER) == []
 
 
-def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str) -> None:
+def test_store_without_conditional_writes_is_rejected(uploaded: Path, url: str) -> None:
     with pytest.raises(StoreError, match=r"two writers could overwrite .* is_alone=True"):
         DeltaWriter(url, model="m")
     with DeltaWriter(url, model="m", is_alone=True) as writer:
@@ -86,7 +86,7 @@ def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str)
     assert undo_deltas(url, "m", to=1, why="", is_alone=True).seq == 3
 
 
-def test_no_more_of_a_file_is_read_than_its_limit(
+def test_oversized_file_is_read_only_up_to_its_limit(
     uploaded: Path, url: str, root: str, objects: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manifest has a fixed limit, and a file of rows the size in its manifest."""
@@ -115,7 +115,7 @@ def test_no_more_of_a_file_is_read_than_its_limit(
     assert received == {file.name: file.nbytes + 1, manifest_name(1): MANIFEST_BYTES_MAX + 1}
 
 
-def test_an_empty_manifest_is_damaged_and_not_out_of_reach(
+def test_empty_manifest_is_damaged_not_unreachable(
     uploaded: Path, url: str, root: str, objects: Any
 ) -> None:
     """An object store rejects any range of an empty file."""
@@ -126,7 +126,7 @@ def test_an_empty_manifest_is_damaged_and_not_out_of_reach(
     assert not isinstance(caught.value, UnreachableError)
 
 
-def test_a_line_is_listed_in_pages(
+def test_delta_line_is_listed_in_pages(
     uploaded: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DeltaWriter(url, model="m", is_alone=True) as writer:
@@ -147,7 +147,7 @@ def test_a_line_is_listed_in_pages(
     assert pages == [4, 2, 0]
 
 
-def test_what_killed_writers_left_is_pruned_by_its_age(
+def test_files_of_killed_writers_are_pruned_by_age(
     uploaded: Path, url: str, root: str, objects: Any, tmp_path: Path
 ) -> None:
     with DeltaWriter(url, model="m", is_alone=True) as writer:
@@ -162,7 +162,7 @@ def test_what_killed_writers_left_is_pruned_by_its_age(
     assert objects.find(f"{root}/m/deltas") == []
 
 
-def test_versions_are_listed_without_the_deltas(
+def test_version_listing_skips_deltas(
     uploaded: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server lists the versions at each poll, and a model may have thousands of deltas."""

@@ -64,7 +64,7 @@ def files(cache: Path) -> list[str]:
     return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix not in beside)
 
 
-def test_a_killed_pull_leaves_nothing_visible_and_continues(
+def test_killed_pull_leaves_nothing_visible_and_continues(
     url: str, uploaded: Path, tmp_path: Path, forking: CodeForker
 ) -> None:
     cache = tmp_path / "cache"
@@ -76,7 +76,7 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
     assert files(cache) == files(loaded.path) == files(uploaded)
 
 
-def test_two_processes_at_once_pull_once(
+def test_two_concurrent_processes_pull_once(
     url: str, uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other process begins once the first part has arrived."""
@@ -101,7 +101,7 @@ def test_two_processes_at_once_pull_once(
     assert files(cache) == files(uploaded)
 
 
-def test_a_stopped_pull_continues(
+def test_interrupted_pull_continues(
     url: str,
     uploaded: Path,
     tmp_path: Path,
@@ -125,7 +125,7 @@ def test_a_stopped_pull_continues(
     assert files(cache) == files(loaded.path) == files(uploaded)
 
 
-def test_without_locks_nothing_of_a_pull_is_kept(
+def test_partial_pull_is_discarded_without_file_locks(
     url: str, uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(lock: int, operation: int) -> None:
@@ -162,7 +162,7 @@ Damage = Callable[[bytes], bytes]
         ("manifest.json", lambda data: data[:100], "not JSON, or half-written"),
     ],
 )
-def test_a_damaged_object_is_refused_and_nothing_is_kept(
+def test_damaged_object_is_rejected_and_discarded(
     store: RemoteStore,
     new_version: Callable[..., Path],
     objects: s3fs.S3FileSystem,
@@ -185,7 +185,7 @@ def test_a_damaged_object_is_refused_and_nothing_is_kept(
 
 
 @pytest.mark.parametrize("name", ["plan.json", "tables.safetensors"])
-def test_a_missing_object_is_named(
+def test_missing_object_is_named(
     store: RemoteStore, uploaded: Path, objects: s3fs.S3FileSystem, root: str, name: str
 ) -> None:
     objects.rm(f"{root}/m/1/{name}")
@@ -193,7 +193,7 @@ def test_a_missing_object_is_named(
         store.load("m")
 
 
-def test_too_little_disk_is_refused_before_a_byte_is_pulled(
+def test_insufficient_disk_space_is_rejected_before_pulling(
     url: str, uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = sum(path.stat().st_size for path in uploaded.iterdir())
@@ -206,13 +206,13 @@ def test_too_little_disk_is_refused_before_a_byte_is_pulled(
     assert (calls, files(tmp_path / "cache")) == ([], [])
 
 
-def test_a_cache_that_is_a_file_is_refused(url: str, uploaded: Path, tmp_path: Path) -> None:
+def test_cache_path_that_is_a_file_is_rejected(url: str, uploaded: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot be written: .*/file is not a folder"):
         RemoteStore(url, tmp_path / "file").load("m")
 
 
-def test_a_manifest_of_format_version_1_is_pulled(
+def test_manifest_of_format_version_1_is_pulled(
     store: RemoteStore, uploaded: Path, objects: s3fs.S3FileSystem, root: str
 ) -> None:
     path = f"{root}/m/1/manifest.json"
@@ -221,7 +221,7 @@ def test_a_manifest_of_format_version_1_is_pulled(
     assert store.load("m").path.name == "1"
 
 
-def test_a_pulled_version_is_only_its_own_files(
+def test_pulled_version_has_only_its_own_files(
     store: RemoteStore, uploaded: Path, objects: s3fs.S3FileSystem, root: str
 ) -> None:
     objects.pipe_file(f"{root}/m/1/left-over.bin", b"x")

@@ -77,7 +77,7 @@ def files(cache: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
 @pytest.mark.parametrize("number", [0, 3])
-def test_only_the_ranges_of_the_part_are_read(
+def test_only_row_ranges_of_the_part_are_read(
     published: Path,
     place: Place,
     tmp_path: Path,
@@ -107,7 +107,7 @@ def test_only_the_ranges_of_the_part_are_read(
     ]
 
 
-def test_each_part_has_a_folder_of_its_own_that_can_be_opened(source: Path, tmp_path: Path) -> None:
+def test_each_part_is_cached_in_its_own_folder(source: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     suffixes: dict[Holding, str] = {
         Part(1, PARTS): "-part-1-of-4",
@@ -130,7 +130,7 @@ def test_each_part_has_a_folder_of_its_own_that_can_be_opened(source: Path, tmp_
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 4
 
 
-def test_without_rows_no_row_is_read(
+def test_no_row_is_read_without_rows(
     source: Path, tmp_path: Path, read_bytes: dict[str, int]
 ) -> None:
     (source / "m" / "1" / TABLES).unlink()
@@ -158,7 +158,7 @@ def flip(source: Path, table: str, number: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_is_found_by_its_part_only(source: Path, tmp_path: Path) -> None:
+def test_flipped_bit_is_detected_only_by_its_part(source: Path, tmp_path: Path) -> None:
     flip(source, "a", 1)
     with pytest.raises(StoreError, match=f"m/1/{TABLES}: table 'a': sha256 is "):
         pull(source, tmp_path / "cache")
@@ -166,7 +166,7 @@ def test_a_flipped_bit_is_found_by_its_part_only(source: Path, tmp_path: Path) -
     verify(pull(source, tmp_path / "cache", Part(2, PARTS)))
 
 
-def test_a_flipped_bit_in_the_cache_is_found_by_verify(source: Path, tmp_path: Path) -> None:
+def test_flipped_bit_in_the_cache_is_detected_by_verify(source: Path, tmp_path: Path) -> None:
     version = pull(source, tmp_path / "cache")
     path = version.path / TABLES
     assert version.tables.file_offsets is not None
@@ -180,7 +180,7 @@ def test_a_flipped_bit_in_the_cache_is_found_by_verify(source: Path, tmp_path: P
         verify(version)
 
 
-def test_a_damaged_plan_is_found_before_rows_are_read(
+def test_damaged_plan_is_detected_before_rows_are_read(
     source: Path, tmp_path: Path, read_bytes: dict[str, int]
 ) -> None:
     path = source / "m" / "1" / "plan.json"
@@ -191,7 +191,7 @@ def test_a_damaged_plan_is_found_before_rows_are_read(
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_another_number_of_parts_is_rejected(source: Path, tmp_path: Path, number: int) -> None:
+def test_other_part_count_is_rejected(source: Path, tmp_path: Path, number: int) -> None:
     with pytest.raises(StoreError, match=rf"m/1: part {number}/3 was requested, .* has 4 parts"):
         pull(source, tmp_path / "cache", Part(number, 3))
     assert files(tmp_path / "cache") == []
@@ -205,7 +205,7 @@ def killed_pull(forking: CodeForker, url: str, cache: Path, share: float) -> Pat
 
 
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9, 1])
-def test_a_killed_pull_leaves_nothing_visible_and_continues(
+def test_killed_pull_leaves_nothing_visible_and_continues(
     published: Path,
     url: str,
     tmp_path: Path,
@@ -240,7 +240,7 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
     assert file.stat().st_blocks * 512 < nbytes + 32_768
 
 
-def test_what_a_killed_pull_left_is_not_trusted(
+def test_leftovers_of_a_killed_pull_are_verified(
     published: Path, url: str, tmp_path: Path, read_bytes: dict[str, int], forking: CodeForker
 ) -> None:
     upload_version(published / "m" / "1", url)
@@ -260,7 +260,7 @@ def test_what_a_killed_pull_left_is_not_trusted(
 
 
 @pytest.mark.parametrize("error", [UnreachableError("the store is gone"), KeyboardInterrupt()])
-def test_a_pull_that_lost_the_store_or_was_interrupted_continues(
+def test_pull_continues_after_a_lost_store_or_interrupt(
     source: Path, tmp_path: Path, read_bytes: dict[str, int], error: BaseException
 ) -> None:
     def fail(file: str, bytes_done: int, bytes_total: int) -> None:
@@ -276,7 +276,7 @@ def test_a_pull_that_lost_the_store_or_was_interrupted_continues(
     verify(version)
 
 
-def test_a_pull_of_another_version_removes_what_a_killed_one_left(
+def test_pull_of_another_version_removes_leftovers_of_a_killed_pull(
     published: Path, url: str, tmp_path: Path, forking: CodeForker
 ) -> None:
     upload_version(published / "m" / "1", url)
@@ -289,7 +289,7 @@ def test_a_pull_of_another_version_removes_what_a_killed_one_left(
     assert files(cache) == files(version.path)
 
 
-def test_only_the_part_needs_room(
+def test_only_the_part_needs_disk_space(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = ModelStore(source, holds=Part(1, PARTS)).load("m").tables.nbytes
@@ -303,7 +303,7 @@ def test_only_the_part_needs_room(
     pull(source, tmp_path / "cache")
 
 
-def test_progress_is_that_of_the_part(source: Path, tmp_path: Path) -> None:
+def test_progress_counts_only_the_part(source: Path, tmp_path: Path) -> None:
     reports: list[tuple[str, int, int]] = []
     url = f"file://{source}"
     store = ModelStore(url, tmp_path, lambda *report: reports.append(report), Part(1, PARTS))
@@ -311,7 +311,7 @@ def test_progress_is_that_of_the_part(source: Path, tmp_path: Path) -> None:
     assert [report for report in reports if report[0] == TABLES][-1] == (TABLES, nbytes, nbytes)
 
 
-def test_old_parts_leave_the_cache(
+def test_old_parts_are_removed_from_the_cache(
     published: Path, url: str, objects: s3fs.S3FileSystem, tmp_path: Path
 ) -> None:
     for number in (1, 2, 3):
@@ -322,13 +322,13 @@ def test_old_parts_leave_the_cache(
     assert sorted(path.name for path in (folder / "m").iterdir() if path.is_dir()) == ["2", "3"]
 
 
-def test_a_part_in_the_cache_is_opened_without_the_store(source: Path, tmp_path: Path) -> None:
+def test_cached_part_is_opened_without_the_store(source: Path, tmp_path: Path) -> None:
     first = pull(source, tmp_path / "cache")
     again = pull(source, tmp_path / "cache")
     assert again.path == first.path
 
 
-def test_a_large_part_leaves_no_pages_in_memory(
+def test_pulled_large_part_leaves_no_pages_in_memory(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from embedserve_store.transfer import sparse_file

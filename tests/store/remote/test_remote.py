@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file", "memory"])
-def test_a_version_comes_back_byte_for_byte(
+def test_pulled_version_equals_the_uploaded_one_byte_for_byte(
     scheme: str, url: str, new_version: Publish, tmp_path: Path
 ) -> None:
     where = {"s3": url, "file": f"file://{tmp_path}/far/away", "memory": f"memory:/{tmp_path}"}
@@ -44,7 +44,7 @@ def test_a_version_comes_back_byte_for_byte(
         assert (loaded.path / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_pulled_version_is_read_only_and_can_be_removed(
+def test_pulled_version_is_read_only_and_can_be_removed(
     store: RemoteStore, new_version: Publish, url: str
 ) -> None:
     upload_version(new_version(vocabularies={"t": range(2000)}), url)
@@ -56,13 +56,13 @@ def test_a_pulled_version_is_read_only_and_can_be_removed(
     assert store.load("m").path == pulled
 
 
-def test_a_folder_is_opened_in_place(uploaded: Path) -> None:
+def test_folder_store_is_opened_in_place(uploaded: Path) -> None:
     store = ModelStore(uploaded.parent.parent)
     assert not store.is_remote
     assert store.load("m").path == uploaded
 
 
-def test_a_second_load_and_a_second_store_pull_nothing(
+def test_second_load_and_second_store_use_the_cache(
     url: str, uploaded: Path, tmp_path: Path
 ) -> None:
     calls: list[str] = []
@@ -74,7 +74,7 @@ def test_a_second_load_and_a_second_store_pull_nothing(
     assert calls.count("tables.safetensors") == 1
 
 
-def test_the_highest_version_is_loaded_unless_told(
+def test_highest_version_is_loaded_by_default(
     store: RemoteStore, new_version: Publish, url: str
 ) -> None:
     for value in (1, 2):
@@ -86,7 +86,7 @@ def test_the_highest_version_is_loaded_unless_told(
     assert store.next_version("m") == 11
 
 
-def test_a_version_without_its_manifest_is_not_there(
+def test_version_without_manifest_does_not_exist(
     store: RemoteStore, uploaded: Path, objects: s3fs.S3FileSystem, root: str
 ) -> None:
     objects.rm(f"{root}/m/1/manifest.json")
@@ -97,7 +97,7 @@ def test_a_version_without_its_manifest_is_not_there(
         store.load("m")
 
 
-def test_what_does_not_exist(store: RemoteStore, uploaded: Path) -> None:
+def test_missing_model_or_version_is_named(store: RemoteStore, uploaded: Path) -> None:
     with pytest.raises(StoreError, match=r"a/m: version 2 does not exist; versions are 1"):
         store.load("m", 2)
     with pytest.raises(StoreError, match=r"a: there is no model 'other'; models are m$"):
@@ -107,14 +107,14 @@ def test_what_does_not_exist(store: RemoteStore, uploaded: Path) -> None:
     assert store.versions("other") == []
 
 
-def test_a_bucket_or_folder_that_does_not_exist(url: str, tmp_path: Path) -> None:
+def test_missing_bucket_or_folder_is_named(url: str, tmp_path: Path) -> None:
     for missing in (url, "s3://no-such-bucket-here/store"):
         with pytest.raises(StoreError, match=f"{missing}: does not exist$"):
             RemoteStore(missing, tmp_path).models()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_version_published_again_under_its_number_is_refused(
+def test_version_republished_under_its_number_is_rejected(
     store: RemoteStore,
     uploaded: Path,
     objects: s3fs.S3FileSystem,
@@ -144,7 +144,7 @@ def break_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cut", [refuse_credentials, break_connection])
-def test_cut_off_only_a_version_asked_for_by_number_comes_from_the_cache(
+def test_unreachable_store_serves_only_numbered_versions_from_the_cache(
     url: str,
     uploaded: Path,
     tmp_path: Path,
@@ -164,7 +164,7 @@ def test_cut_off_only_a_version_asked_for_by_number_comes_from_the_cache(
         assert "\n" not in str(caught.value)
 
 
-def test_without_credentials_one_line_says_so(
+def test_missing_credentials_are_reported_in_one_line(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -183,7 +183,7 @@ def test_without_credentials_one_line_says_so(
         ("http://host/store", [], "HTTP cannot list or write files: use s3://, gs:// or file://"),
     ],
 )
-def test_what_is_not_installed_is_named(
+def test_missing_package_is_named(
     url: str, missing: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for module in missing:
@@ -192,9 +192,7 @@ def test_what_is_not_installed_is_named(
         ModelStore(url, tmp_path)
 
 
-def test_each_url_has_its_own_folder_in_the_cache(
-    new_version: Publish, url: str, tmp_path: Path
-) -> None:
+def test_each_url_has_its_own_cache_folder(new_version: Publish, url: str, tmp_path: Path) -> None:
     folder = new_version()
     paths = set()
     for one in (url, f"{url}-b", f"{url}/b"):
@@ -203,7 +201,9 @@ def test_each_url_has_its_own_folder_in_the_cache(
     assert len(paths) == 3
 
 
-def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_cache_is_in_the_users_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "embedserve"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -58,7 +58,7 @@ def answering(answer: Callable[[], int]) -> Iterator[int]:
             thread.join()
 
 
-def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(monkeypatch, silent.getsockname()[1])
         folder = RemoteFolder("s3://bucket/store")
@@ -66,7 +66,7 @@ def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
             folder._call(f"{folder.url}/m", "find", "bucket/store/m", detail=True, max_s=2)
 
 
-def test_a_wait_is_logged_after_each_doubling(
+def test_wait_is_logged_at_doubling_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", 0.2)
@@ -90,7 +90,7 @@ def test_a_wait_is_logged_after_each_doubling(
     ]
 
 
-def test_a_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+def test_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     folder = RemoteFolder(f"file://{tmp_path}")
     assert folder.read("file", 5) == b"12345"
@@ -99,7 +99,7 @@ def test_a_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_files_tell_when_they_were_written(tmp_path: Path, scheme: str) -> None:
+def test_file_modification_times_are_returned(tmp_path: Path, scheme: str) -> None:
     folder = RemoteFolder(f"{scheme}://{tmp_path}")
     before_s = time.time()
     folder.write("a/file", b"12345")
@@ -111,7 +111,7 @@ def test_files_tell_when_they_were_written(tmp_path: Path, scheme: str) -> None:
         folder.modified_s("other")
 
 
-def test_a_failure_that_the_client_repeats_is_logged(
+def test_retried_failure_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)
@@ -126,7 +126,7 @@ def test_a_failure_that_the_client_repeats_is_logged(
     assert caplog.messages == [f"{url}: attempt 1 failed: HTTP status 503"]
 
 
-def test_a_store_that_answers_leaves_no_line(
+def test_responsive_store_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)

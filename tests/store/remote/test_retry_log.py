@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_one_line_in_a_while_with_the_number_of_those_between(
+def test_retry_log_is_rate_limited_and_counts_suppressed_lines(
     clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = RetryLog()
@@ -41,7 +41,7 @@ def test_one_line_in_a_while_with_the_number_of_those_between(
 
 
 @pytest.mark.parametrize("status", [200, 403, 404])
-def test_what_is_no_fault_of_the_store_is_not_logged(
+def test_responses_that_are_no_store_fault_are_not_logged(
     status: int, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -77,7 +77,7 @@ def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
         store.has_waited.release(100)
 
 
-def test_a_store_that_reads_what_arrived_is_waited_for(
+def test_slow_confirmation_of_an_upload_is_awaited(
     new_version: Publish, url: str, monkeypatch: pytest.MonkeyPatch, slow: SlowStore, tmp_path: Path
 ) -> None:
     """The store reads a part, the object when the upload completes, and the object for its size.
@@ -91,7 +91,7 @@ def test_a_store_that_reads_what_arrived_is_waited_for(
     assert slow.asked == ["PUT", "POST", "HEAD"]
 
 
-def test_versions_that_are_there_are_not_read_for_the_next(
+def test_existing_versions_are_not_listed_for_the_next_number(
     new_version: Publish, url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some stores read all objects that they list."""
@@ -115,7 +115,7 @@ def test_versions_that_are_there_are_not_read_for_the_next(
 
 
 @pytest.mark.parametrize("seconds", [30, 0.5])
-def test_the_limit_follows_from_the_size(
+def test_confirmation_timeout_depends_on_the_size(
     uploaded: Path, url: str, monkeypatch: pytest.MonkeyPatch, slow: SlowStore, seconds: float
 ) -> None:
     nbytes = 10**9
@@ -136,7 +136,7 @@ def test_the_limit_follows_from_the_size(
         assert str(raised.value) == message
 
 
-def test_a_file_that_is_not_there_is_found_out(uploaded: Path, url: str) -> None:
+def test_missing_file_is_detected(uploaded: Path, url: str) -> None:
     folder = RemoteFolder(url)
     assert folder.has("m/1/manifest.json")
     assert not folder.has("m/2/manifest.json")

@@ -71,7 +71,7 @@ class PeakOfVersions:
         self.count = max(self.count, len(whole) + len(pulled))
 
 
-def test_a_server_that_follows_keeps_two(five: str, cache: Path) -> None:
+def test_cache_keeps_two_versions_of_a_following_server(five: str, cache: Path) -> None:
     store = ModelStore(five, cache)
     served = store.load("m", 1)
     for number, expected in ((2, [1, 2]), (3, [2, 3]), (4, [3, 4]), (5, [4, 5])):
@@ -81,7 +81,7 @@ def test_a_server_that_follows_keeps_two(five: str, cache: Path) -> None:
     assert [path.name for path in served.path.parent.iterdir() if path.name[0] == "."] == []
 
 
-def test_a_disk_with_room_for_two_versions_holds_each_newer_one(
+def test_disk_with_space_for_two_versions_suffices_for_updates(
     five: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The previous version is removed to make room, unless it is open."""
@@ -106,7 +106,7 @@ def test_a_disk_with_room_for_two_versions_holds_each_newer_one(
     assert (cached(served), theirs.manifest.version) == ([4, 5], 4)
 
 
-def test_what_is_open_or_has_a_name_stays(five: str, cache: Path) -> None:
+def test_open_and_aliased_versions_stay_cached(five: str, cache: Path) -> None:
     set_alias(five, "m", "stable", 2)
     store, neighbour = ModelStore(five, cache), ModelStore(five, cache)
     theirs = neighbour.load("m", 1)
@@ -121,7 +121,7 @@ def test_what_is_open_or_has_a_name_stays(five: str, cache: Path) -> None:
     assert cached(served) == [4, 5]
 
 
-def test_one_version_per_alias_stays_beside_the_two_newest_and_the_next(
+def test_cache_holds_one_version_per_alias_besides_the_two_newest_and_the_next(
     five: str, cache: Path
 ) -> None:
     """`embedserve plan --kubernetes` reserves room for that many versions."""
@@ -141,7 +141,7 @@ def test_one_version_per_alias_stays_beside_the_two_newest_and_the_next(
     assert peak.count == 5
 
 
-def test_an_old_version_is_pulled_again_when_it_is_asked_for(five: str, cache: Path) -> None:
+def test_old_version_is_pulled_again_on_request(five: str, cache: Path) -> None:
     store = ModelStore(five, cache)
     for number in (1, 4, 5):
         served = store.load("m", number)
@@ -151,7 +151,7 @@ def test_an_old_version_is_pulled_again_when_it_is_asked_for(five: str, cache: P
     assert again.manifest.version == 1
 
 
-def test_while_names_are_not_known_nothing_goes(
+def test_nothing_is_evicted_while_aliases_are_unreadable(
     five: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_alias(five, "m", "stable", 1)
@@ -166,7 +166,7 @@ def test_while_names_are_not_known_nothing_goes(
     assert "nothing is dropped from the cache" in caplog.text
 
 
-def test_who_is_killed_as_it_removes_leaves_nothing_to_be_read(
+def test_killed_eviction_leaves_no_readable_version(
     five: str, cache: Path, forking: CodeForker
 ) -> None:
     store = ModelStore(five, cache)
@@ -181,7 +181,7 @@ def test_who_is_killed_as_it_removes_leaves_nothing_to_be_read(
     assert store.load("m", 1).manifest.version == 1
 
 
-def test_what_the_store_has_no_more_goes_too(five: str, cache: Path) -> None:
+def test_versions_deleted_in_the_store_are_evicted(five: str, cache: Path) -> None:
     store = ModelStore(five, cache)
     store.load("m", 1)
     remove_version(five, "m", 1)

@@ -59,7 +59,7 @@ def nbytes(url: str, number: int, *names: str) -> int:
     return sum(table.nbytes for table in tables if table.name in names)
 
 
-def test_publishing_sends_the_table_that_changed(
+def test_publishing_uploads_only_changed_tables(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CopyingStore(endpoint)
@@ -76,7 +76,7 @@ def test_publishing_sends_the_table_that_changed(
     assert size > total
 
 
-def test_tables_at_other_offsets_are_copied_also_from_the_version_after(
+def test_unchanged_tables_at_other_offsets_are_copied_in_the_store(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 2 has table d instead of b, and a and c at other offsets. The copy sends the newest
@@ -91,7 +91,7 @@ def test_tables_at_other_offsets_are_copied_also_from_the_version_after(
     assert store.copied > nbytes(url, 2, "a", "c") - 4 * PART_BYTES
 
 
-def test_an_interrupted_upload_continues_with_copied_parts(
+def test_interrupted_upload_continues_with_copied_parts(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, store = tmp_path / "local", CopyingStore(endpoint)
@@ -120,7 +120,7 @@ def test_an_interrupted_upload_continues_with_copied_parts(
 @pytest.mark.parametrize(
     "error", [(501, "NotImplemented"), (403, "AccessDenied"), (404, "NoSuchKey")]
 )
-def test_a_store_that_refuses_gets_all_tables(
+def test_all_tables_are_uploaded_if_the_store_rejects_copies(
     url: str,
     endpoint: str,
     tmp_path: Path,
@@ -137,7 +137,7 @@ def test_a_store_that_refuses_gets_all_tables(
     assert store.sent == RemoteFolder(url).size("m/2/tables.safetensors")
 
 
-def test_parts_that_were_copied_wrong_are_sent(
+def test_incorrectly_copied_parts_are_uploaded(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Example: the source object was overwritten meanwhile."""
@@ -150,7 +150,7 @@ def test_parts_that_were_copied_wrong_are_sent(
     assert store.sent == RemoteFolder(url).size("m/2/tables.safetensors")
 
 
-def test_a_publisher_that_may_abort_no_upload_sends_all_tables(
+def test_all_tables_are_uploaded_without_permission_to_abort(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CopyingStore(endpoint, can_abort=False)
@@ -160,14 +160,16 @@ def test_a_publisher_that_may_abort_no_upload_sends_all_tables(
         check_stored(url, tmp_path, 2)
 
 
-def test_a_store_that_ignores_the_source_gets_all_tables(url: str, tmp_path: Path) -> None:
+def test_all_tables_are_uploaded_if_the_store_ignores_copy_sources(
+    url: str, tmp_path: Path
+) -> None:
     """rclone is such a store: it treats a copy as the upload of an empty part."""
     publish_tables(url, a=1, b=2)
     publish_tables(url, a=1, b=5)
     check_stored(url, tmp_path, 2)
 
 
-def test_a_damaged_manifest_of_the_version_before_is_left_alone(
+def test_damaged_previous_manifest_is_ignored(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, store = tmp_path / "local", CopyingStore(endpoint)
@@ -181,7 +183,7 @@ def test_a_damaged_manifest_of_the_version_before_is_left_alone(
         check_stored(url, tmp_path / "cache", 2)
 
 
-def test_neighbours_are_one_range(tmp_path: Path) -> None:
+def test_adjacent_unchanged_tables_form_one_range(tmp_path: Path) -> None:
     for values in ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, {"c": 4, "b": 2}):
         publish_tables(tmp_path, **values)
     manifests = [ModelStore(tmp_path).manifest("m", number) for number in (1, 2, 3)]
@@ -196,7 +198,7 @@ def test_neighbours_are_one_range(tmp_path: Path) -> None:
                 assert files[new][start:stop] == files[base][at : at + stop - start]
 
 
-def test_a_part_across_a_changed_table_is_not_there() -> None:
+def test_part_that_spans_a_changed_table_is_not_found() -> None:
     unchanged = UnchangedBytes("m/1/tables.safetensors", ((10, 20, 110), (30, 50, 230)))
     wanted = [(10, 20), (12, 15), (15, 25), (20, 30), (31, 50), (49, 51)]
     assert [unchanged.find(*one) for one in wanted] == [110, 112, None, None, 231, None]

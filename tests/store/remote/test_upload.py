@@ -79,7 +79,7 @@ def watched(tmp_path: Path) -> Iterator[str]:
     WatchedFiles.written = None
 
 
-def test_the_manifest_comes_last(new_version: Publish, tmp_path: Path, watched: str) -> None:
+def test_manifest_is_uploaded_last(new_version: Publish, tmp_path: Path, watched: str) -> None:
     seen: list[tuple[str, list[int]]] = []
     store = RemoteStore(watched, tmp_path / "cache")
     WatchedFiles.written = lambda name: seen.append((name, store.versions("m")))
@@ -92,7 +92,7 @@ def test_the_manifest_comes_last(new_version: Publish, tmp_path: Path, watched: 
     ]
 
 
-def test_a_number_that_is_taken_is_refused_and_its_version_stays(
+def test_existing_number_is_rejected_and_its_version_unchanged(
     store: RemoteStore, uploaded: Path, new_version: Publish, url: str
 ) -> None:
     with pytest.raises(StoreError, match=f"{url}/m/1: exists already, and versions never change"):
@@ -100,7 +100,7 @@ def test_a_number_that_is_taken_is_refused_and_its_version_stays(
     assert store.load("m").tables.rows("t")[1].view("<f4")[0] == 1
 
 
-def test_another_number_is_written_into_the_manifest_which_stays_sealed(
+def test_new_number_is_written_into_the_sealed_manifest(
     store: RemoteStore, uploaded: Path, url: str
 ) -> None:
     assert upload_version(uploaded, url, store.next_version("m")) == f"{url}/m/2"
@@ -109,7 +109,7 @@ def test_another_number_is_written_into_the_manifest_which_stays_sealed(
     assert loaded.manifest.version == 2
 
 
-def test_an_interrupted_upload_is_not_seen_and_the_next_number_is_free(
+def test_interrupted_upload_is_invisible_and_can_be_repeated(
     new_version: Publish, tmp_path: Path, watched: str
 ) -> None:
     def interrupt(name: str) -> None:
@@ -127,7 +127,7 @@ def test_an_interrupted_upload_is_not_seen_and_the_next_number_is_free(
     store.load("m")
 
 
-def test_a_damaged_version_is_not_uploaded(
+def test_damaged_version_is_not_uploaded(
     new_version: Publish, url: str, objects: s3fs.S3FileSystem, root: str
 ) -> None:
     folder = writable(new_version())
@@ -139,7 +139,7 @@ def test_a_damaged_version_is_not_uploaded(
     assert objects.find(root) == []
 
 
-def test_what_is_no_version_is_refused(tmp_path: Path, url: str) -> None:
+def test_folder_without_a_version_is_rejected(tmp_path: Path, url: str) -> None:
     for folder, message in (
         (tmp_path / "latest", "its name is not a number"),
         (tmp_path / "m" / "1", "there is no model 'm'; models are none"),
@@ -148,15 +148,13 @@ def test_what_is_no_version_is_refused(tmp_path: Path, url: str) -> None:
             upload_version(folder, url)
 
 
-def test_a_bucket_that_does_not_exist_is_not_made(
-    new_version: Publish, objects: s3fs.S3FileSystem
-) -> None:
+def test_missing_bucket_is_not_created(new_version: Publish, objects: s3fs.S3FileSystem) -> None:
     with pytest.raises(StoreError, match="s3://no-such-bucket-here/m/1"):
         upload_version(new_version(), "s3://no-such-bucket-here")
     assert "no-such-bucket-here" not in objects.ls("")
 
 
-def test_progress_ends_at_the_size_of_each_file(new_version: Publish, url: str) -> None:
+def test_progress_ends_at_each_files_size(new_version: Publish, url: str) -> None:
     folder = new_version()
     done: dict[str, tuple[int, int]] = {}
     upload_version(folder, url, progress=lambda file, *counts: done.update({file: counts}))
@@ -209,7 +207,7 @@ def value_of(url: str, cache: Path, version: int) -> float:
 
 @pytest.mark.parametrize("moment", ["progress", "upload_progress"])
 @pytest.mark.parametrize("scheme", ["s3", "file"])
-def test_who_publishes_meanwhile_gets_another_number(
+def test_concurrent_publisher_gets_another_number(
     scheme: str, moment: str, url: str, tmp_path: Path
 ) -> None:
     where = url if scheme == "s3" else f"file://{tmp_path}/far"
@@ -227,7 +225,7 @@ def test_who_publishes_meanwhile_gets_another_number(
     assert ModelStore(where).files_beside("m", ".uploads") == []
 
 
-def test_publishers_that_begin_to_upload_at_once_get_a_number_each(
+def test_concurrent_publishers_get_distinct_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, count = f"file://{tmp_path}/far", 3
@@ -262,7 +260,7 @@ def test_publishers_that_begin_to_upload_at_once_get_a_number_each(
     }
 
 
-def test_of_two_uploads_under_one_number_the_second_fails(
+def test_second_upload_under_the_same_number_fails(
     new_version: Publish, url: str, store: RemoteStore
 ) -> None:
     folders = [new_version(), new_version(2)]
@@ -278,7 +276,7 @@ def test_of_two_uploads_under_one_number_the_second_fails(
     assert store.versions("m") == [1]
 
 
-def test_a_manifest_that_is_there_after_all_is_no_other_version(
+def test_retried_manifest_write_is_no_conflict(
     new_version: Publish, url: str, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first response was lost, so the client sends the file again, and the store responds that
@@ -294,7 +292,7 @@ def test_a_manifest_that_is_there_after_all_is_no_other_version(
     assert store.versions("m") == [1]
 
 
-def test_a_claim_that_a_killed_publisher_left_is_continued_by_the_same_rows_alone(
+def test_claim_of_a_killed_publisher_is_continued_only_with_the_same_rows(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any) -> None:
@@ -321,7 +319,7 @@ def test_a_claim_that_a_killed_publisher_left_is_continued_by_the_same_rows_alon
     assert models.files_beside("m", ".uploads") == ["2"]
 
 
-def test_another_layout_is_refused_before_it_is_uploaded(url: str) -> None:
+def test_other_layout_is_rejected_before_the_upload(url: str) -> None:
     publish(STATE, url, model="m", tables=TABLES)
     mean = [replace(table, pooling="mean") for table in TABLES]
     with pytest.raises(InvalidModelError, match=r"than version 1: key 'user': pooling sum to mean"):
@@ -331,7 +329,9 @@ def test_another_layout_is_refused_before_it_is_uploaded(url: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
-def test_an_alias_behind_a_url_is_moved_and_followed(scheme: str, url: str, tmp_path: Path) -> None:
+def test_alias_in_a_remote_store_is_changed_and_followed(
+    scheme: str, url: str, tmp_path: Path
+) -> None:
     where = url if scheme == "s3" else f"file://{tmp_path}/far"
     for _ in range(2):
         publish(STATE, where, model="m", tables=TABLES)
@@ -348,7 +348,7 @@ def test_an_alias_behind_a_url_is_moved_and_followed(scheme: str, url: str, tmp_
         store.load("m", "stable")
 
 
-def test_notes_behind_a_url(url: str, tmp_path: Path) -> None:
+def test_notes_are_kept_in_a_remote_store(url: str, tmp_path: Path) -> None:
     for _ in range(2):
         publish(STATE, url, model="m", tables=TABLES)
     store = ModelStore(url, tmp_path / "cache")
@@ -361,7 +361,7 @@ def test_notes_behind_a_url(url: str, tmp_path: Path) -> None:
     assert store.load("m", 1).manifest.version == 1
 
 
-def test_the_second_of_two_writers_has_its_turn(
+def test_alias_change_is_retried_after_a_failed_precondition(
     url: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Raises s3fs's error for a failed precondition, because this server has no conditional

@@ -46,7 +46,7 @@ def saved(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch_save", "safetensors", "safetensors folder"])
-def test_every_kind_of_checkpoint_gives_the_same(tmp_path: Path, kind: str) -> None:
+def test_every_checkpoint_format_yields_the_same_tables(tmp_path: Path, kind: str) -> None:
     path = saved(kind, tmp_path)
     checkpoint = open_checkpoint(path)
     assert (checkpoint.kind, checkpoint.path) == (kind.split()[0], path)
@@ -55,7 +55,7 @@ def test_every_kind_of_checkpoint_gives_the_same(tmp_path: Path, kind: str) -> N
     assert skipped == ("over.bias",)
 
 
-def test_a_state_dict_in_memory() -> None:
+def test_state_dict_in_memory_is_a_checkpoint() -> None:
     empty = torch.ones(3, 4, device="meta")
     checkpoint = from_state_dict({"model": torch.nn.ModuleDict().state_dict() | STATE, "e": empty})
     assert checkpoint.kind == "state_dict"
@@ -73,20 +73,22 @@ def test_a_state_dict_in_memory() -> None:
         ("c/__0_0.distcp", "is a part of a checkpoint, give its folder"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_invalid_checkpoint_is_rejected(tmp_path: Path, name: str, message: str) -> None:
     saved("dcp", tmp_path)
     with pytest.raises(StoreError, match=message):
         open_checkpoint(tmp_path / name)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/step-1000", "s3://bucket/a.safetensors"])
-def test_a_url_is_no_checkpoint(url: str) -> None:
+def test_url_as_checkpoint_is_rejected(url: str) -> None:
     for given in (url, Path(url)):
         with pytest.raises(StoreError, match=f"^{url}: a checkpoint is a path, never a URL"):
             open_checkpoint(given)
 
 
-def test_a_folder_may_end_in_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_folder_name_may_end_in_a_colon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("step:").mkdir()
     path = saved("torch_save", Path("step:"))
@@ -94,7 +96,7 @@ def test_a_folder_may_end_in_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("before", ["", "model.", "model.sparse.0.", "a.embeddings."])
-def test_tables_are_found_wherever_they_lie(before: str) -> None:
+def test_tables_are_found_at_any_module_path(before: str) -> None:
     key = f"{before}embedding_bags.user.weight"
     rows, skipped = find_tables(from_state_dict({key: WEIGHT, "epoch": 3}), [USER])
     assert torch.equal(rows["user"].read(2, 4), WEIGHT[2:4])
@@ -102,7 +104,7 @@ def test_tables_are_found_wherever_they_lie(before: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["embeddings", "a.b", "embedding_bags", "weight"])
-def test_names_that_look_like_paths_are_found(name: str) -> None:
+def test_table_names_that_look_like_paths_are_found(name: str) -> None:
     table = TableSpec(name, 10, 4, ("f",), "sum", "float32")
     state = {f"ebc.embedding_bags.{name}.weight": WEIGHT}
     assert list(find_tables(from_state_dict(state), [table])[0]) == [name]
@@ -121,7 +123,7 @@ def test_optimizer_state_is_never_a_table() -> None:
     assert len(skipped) == 6
 
 
-def test_pooled_tables_and_tables_of_an_embedding_collection_are_told_apart() -> None:
+def test_pooled_and_unpooled_collections_are_distinguished() -> None:
     state = {KEY: WEIGHT, "ec.embeddings.user.weight": WEIGHT * 2}
     checkpoint = from_state_dict(state)
     assert torch.equal(find_tables(checkpoint, [USER])[0]["user"].read(0, 10), WEIGHT)
@@ -157,7 +159,7 @@ def test_prefix_chooses_among_collections() -> None:
             find_tables(checkpoint, [USER], prefix)
 
 
-def test_a_collection_at_the_prefix_comes_before_those_under_it() -> None:
+def test_collection_at_the_prefix_takes_precedence_over_nested_ones() -> None:
     state = {f"a.{KEY}": WEIGHT, f"a.ebc.tower.{KEY}": WEIGHT * 2}
     checkpoint = from_state_dict(state)
     assert torch.equal(find_tables(checkpoint, [USER], "a.ebc")[0]["user"].read(0, 10), WEIGHT)
@@ -165,7 +167,7 @@ def test_a_collection_at_the_prefix_comes_before_those_under_it() -> None:
         find_tables(checkpoint, [USER], "a")
 
 
-def test_a_table_that_is_not_there_is_named_with_those_that_are() -> None:
+def test_missing_table_error_lists_existing_tables() -> None:
     state = {"x_embedding_bags.user.weight": WEIGHT, "m.embedding_bags.users.weight": WEIGHT}
     with pytest.raises(
         InvalidModelError,
@@ -175,7 +177,7 @@ def test_a_table_that_is_not_there_is_named_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.ones(40), torch.ones(10, 4).to_sparse(), [1.0]])
-def test_an_entry_that_is_not_rows_is_refused(value: Any) -> None:
+def test_entry_that_is_no_matrix_of_rows_is_rejected(value: Any) -> None:
     with pytest.raises(InvalidModelError, match=rf"'user': {KEY} is not a plain tensor of rows"):
         find_tables(from_state_dict({KEY: value}), [USER])
 
@@ -192,7 +194,7 @@ def with_processors(named: bool) -> FeatureProcessedEmbeddingBagCollection:
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("prefix", ["", "fp", "fp._embedding_bag_collection"])
-def test_tables_behind_feature_processors_are_refused(
+def test_tables_behind_feature_processors_are_rejected(
     tmp_path: Path, named: bool, prefix: str
 ) -> None:
     torch.save(torch.nn.ModuleDict({"fp": with_processors(named)}).state_dict(), tmp_path / "fp.pt")
@@ -205,7 +207,7 @@ def test_tables_behind_feature_processors_are_refused(
 
 
 @pytest.mark.parametrize("collection", ["embedding_bag_collection", "embedding_collection"])
-def test_tables_whose_rows_are_pruned_in_training_are_refused(collection: str) -> None:
+def test_tables_with_rows_pruned_in_training_are_rejected(collection: str) -> None:
     kind, table = (
         ("embeddings", WORD)
         if collection == "embedding_collection"
@@ -222,7 +224,7 @@ def test_tables_whose_rows_are_pruned_in_training_are_refused(collection: str) -
         find_tables(from_state_dict(state), [table])
 
 
-def test_processors_elsewhere_do_not_matter() -> None:
+def test_feature_processors_of_other_modules_are_ignored() -> None:
     state = {
         "a._embedding_bag_collection.embedding_bags.user.weight": WEIGHT,
         "_feature_processors.f.position_weight": torch.ones(5),
@@ -251,11 +253,11 @@ def rows_of(checkpoint: Checkpoint) -> Any:
         (WEIGHT.to(torch.float8_e4m3fn), "is float8_e4m3fn, expected one of"),
     ],
 )
-def test_rows_that_are_not_the_tables_are_refused(weight: torch.Tensor, message: str) -> None:
+def test_rows_of_another_shape_or_dtype_are_rejected(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(InvalidModelError, match=f"table 'user': its weight {message}"):
         check_rows(USER, rows_of(from_state_dict({KEY: weight})))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_that_can_be_published_are_taken(dtype: torch.dtype) -> None:
+def test_publishable_rows_are_accepted(dtype: torch.dtype) -> None:
     check_rows(USER, TensorRows(torch.nn.Parameter(WEIGHT.to(dtype))))

@@ -31,7 +31,7 @@ def trained(trained_by: Callable[[int], Trained]) -> Trained:
     return trained_by(2)
 
 
-def test_a_training_runs_tables_are_read_exactly(trained: Trained) -> None:
+def test_tables_of_a_training_run_are_read_exactly(trained: Trained) -> None:
     tensors, others = open_dcp(trained.checkpoint)
     for name, table in trained.tables.items():
         rows = tensors[f"model.sparse.ebc.embedding_bags.{name}.weight"]
@@ -43,7 +43,7 @@ def test_a_training_runs_tables_are_read_exactly(trained: Trained) -> None:
     assert {"step", "model.over.0.bias"} < set(others)
 
 
-def test_the_training_runs_answers_are_the_unsharded_forward(trained: Trained) -> None:
+def test_results_of_a_training_run_equal_its_unsharded_forward(trained: Trained) -> None:
     """Checks the reference of the other tests: nn.EmbeddingBag's results for the gathered
     tables."""
     for table, feature, pooling in trained.features:
@@ -54,7 +54,7 @@ def test_the_training_runs_answers_are_the_unsharded_forward(trained: Trained) -
 @pytest.mark.parametrize("rows", [11, 4, 1])
 @pytest.mark.parametrize("columns", [8, 4, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_of_any_grid_make_up_the_table(
+def test_shards_of_any_grid_are_assembled(
     tmp_path: Path, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     table = WEIGHT.to(dtype)
@@ -66,7 +66,7 @@ def test_shards_of_any_grid_make_up_the_table(
 
 
 @pytest.mark.parametrize("single_file_per_rank", [True, False])
-def test_replicated_tables_and_every_file_layout(
+def test_replicated_tables_are_read_in_every_file_layout(
     tmp_path: Path, single_file_per_rank: bool
 ) -> None:
     model = {"a": WEIGHT, "b": WEIGHT.t(), "c": WEIGHT[2:5, 1:3]}
@@ -77,13 +77,13 @@ def test_replicated_tables_and_every_file_layout(
         assert torch.equal(tensors[f"model.{key}"].read(0, len(tensor)), tensor)
 
 
-def test_empty_shards_of_a_small_table_do_no_harm(tmp_path: Path) -> None:
+def test_empty_shards_of_a_small_table_are_ignored(tmp_path: Path) -> None:
     shards = [*grid(WEIGHT, 6, 8), ((11, 0), torch.empty(0, 8))]
     found = open_dcp(write_dcp(tmp_path / "c", {KEY: shards}))[0][KEY]
     assert torch.equal(found.read(0, 11), WEIGHT)
 
 
-def test_tensors_that_are_not_rows_are_named_only(tmp_path: Path) -> None:
+def test_other_tensors_are_listed_by_name_only(tmp_path: Path) -> None:
     state = {"ids": torch.ones(2, 2, dtype=torch.int64), "cube": torch.ones(2, 2, 2), "w": WEIGHT}
     save_alone(state, tmp_path)
     tensors, others = open_dcp(tmp_path)
@@ -106,13 +106,13 @@ def refused(folder: Path, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_refused_where_it_is_needed(folder: Path) -> None:
+def test_missing_file_is_rejected_when_its_rows_are_read(folder: Path) -> None:
     (folder / "__1_0.distcp").unlink()
     refused(folder, r"its shard at \[6, 0\] is missing: there is no file __1_0\.distcp")
     assert torch.equal(open_dcp(folder)[0]["sound"].read(0, 11), WEIGHT)
 
 
-def test_a_truncated_file_is_refused(folder: Path) -> None:
+def test_truncated_file_is_rejected(folder: Path) -> None:
     whole = (folder / "__1_0.distcp").read_bytes()
     for size in (0, 100, len(whole) - 1):
         (folder / "__1_0.distcp").write_bytes(whole[:size])
@@ -179,14 +179,14 @@ def _fewer_columns(metadata: Metadata) -> None:
         (_fewer_columns, r"columns 0 to 7, the table has shape \[11, 4\]"),
     ],
 )
-def test_shards_that_do_not_make_up_the_table_are_refused(
+def test_shards_that_do_not_cover_the_table_are_rejected(
     folder: Path, change: Callable[[Metadata], None], message: str
 ) -> None:
     edit_metadata(folder, change)
     refused(folder, message)
 
 
-def test_code_in_a_shard_is_refused_and_not_run(folder: Path) -> None:
+def test_code_in_a_shard_is_rejected_and_not_executed(folder: Path) -> None:
     marker = folder.parent / "ran"
     torch.save(Marker(marker), folder / "__1_0.distcp")
     size = (folder / "__1_0.distcp").stat().st_size
@@ -200,7 +200,7 @@ def test_code_in_a_shard_is_refused_and_not_run(folder: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_shard_that_is_no_tensor_is_refused(folder: Path) -> None:
+def test_shard_that_is_no_tensor_is_rejected(folder: Path) -> None:
     torch.save({"a": WEIGHT}, folder / "__1_0.distcp")
     size = (folder / "__1_0.distcp").stat().st_size
 
@@ -212,19 +212,19 @@ def test_a_shard_that_is_no_tensor_is_refused(folder: Path) -> None:
     refused(folder, "is not a plain 2-D floating-point tensor")
 
 
-def test_a_save_that_did_not_end_is_refused(folder: Path) -> None:
+def test_unfinished_save_is_rejected(folder: Path) -> None:
     (folder / ".metadata").unlink()
     with pytest.raises(StoreError, match=r"has no \.metadata: save again and wait"):
         open_dcp(folder)
 
 
-def test_ranks_that_saved_for_themselves_are_refused(folder: Path) -> None:
+def test_checkpoint_saved_separately_by_each_rank_is_rejected(folder: Path) -> None:
     (folder / ".metadata").rename(folder / "__0.metadata")
     with pytest.raises(StoreError, match=r"each rank saved for itself \(use_collectives=False\)"):
         open_dcp(folder)
 
 
-def test_values_that_dcp_wrote_as_safetensors_are_refused(tmp_path: Path) -> None:
+def test_dcp_values_in_safetensors_are_rejected(tmp_path: Path) -> None:
     """FileSystemReader itself does not find them either."""
     save_alone({KEY: WEIGHT}, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     refused(tmp_path, r"not a file of torch\.save in its zip format")

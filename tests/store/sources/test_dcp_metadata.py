@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return write_dcp(tmp_path / "checkpoint", {"m.weight": grid(WEIGHT, 4, 4)})
 
 
-def test_what_dcp_itself_writes_is_read(tmp_path: Path) -> None:
+def test_metadata_written_by_dcp_is_read(tmp_path: Path) -> None:
     state = {"model": {"w": WEIGHT.half(), "b": torch.ones(3)}, "step": 3, "names": ["a", "b"]}
     save_alone(state, tmp_path)
     entries = read_metadata(tmp_path)
@@ -37,7 +37,7 @@ def test_what_dcp_itself_writes_is_read(tmp_path: Path) -> None:
     assert entries["step"] is None
 
 
-def test_shards_and_their_places(folder: Path) -> None:
+def test_shards_and_their_offsets_are_read(folder: Path) -> None:
     weight = read_metadata(folder)["m.weight"]
     assert weight is not None
     sizes = [(folder / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
@@ -48,7 +48,9 @@ def test_shards_and_their_places(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_every_pickle_protocol_is_read_without_code_or_refused(folder: Path, protocol: int) -> None:
+def test_every_pickle_protocol_is_read_without_code_or_rejected(
+    folder: Path, protocol: int
+) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301  just written
     expected = read_metadata(folder)
     write_metadata(folder, metadata, protocol)
@@ -60,7 +62,7 @@ def test_every_pickle_protocol_is_read_without_code_or_refused(folder: Path, pro
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_code_in_the_metadata_is_refused_and_not_run(folder: Path, protocol: int) -> None:
+def test_code_in_the_metadata_is_rejected_and_not_executed(folder: Path, protocol: int) -> None:
     marker = folder.parent / "ran"
     metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301  just written
     metadata.planner_data = {"x": Marker(marker)}
@@ -85,7 +87,7 @@ def test_code_in_the_metadata_is_refused_and_not_run(folder: Path, protocol: int
         "copyreg __newobj__",
     ],
 )
-def test_no_other_name_is_looked_up(folder: Path, name: str) -> None:
+def test_names_outside_the_allowlist_are_never_resolved(folder: Path, name: str) -> None:
     module, attribute = name.split()
     code = f"c{module}\n{attribute}\n(S'touch x'\ntR.".encode()
     (folder / ".metadata").write_bytes(code)
@@ -93,7 +95,7 @@ def test_no_other_name_is_looked_up(folder: Path, name: str) -> None:
         read_metadata(folder)
 
 
-def test_the_names_that_dcp_writes_are_never_resolved(folder: Path) -> None:
+def test_names_written_by_dcp_are_never_imported(folder: Path) -> None:
     """An allowed name becomes our own record, whatever arguments it is called with."""
     (folder / ".metadata").write_bytes(b"cpathlib\nPosixPath\n(S'a'\ntR.")
     with pytest.raises(StoreError, match="expected Metadata, found PosixPath"):
@@ -103,7 +105,7 @@ def test_the_names_that_dcp_writes_are_never_resolved(folder: Path) -> None:
         read_metadata(folder)
 
 
-def test_a_damaged_file_is_refused(folder: Path) -> None:
+def test_damaged_metadata_file_is_rejected(folder: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
     for size in (0, 1, 50, len(whole) // 2, len(whole) - 1):
         (folder / ".metadata").write_bytes(whole[:size])
@@ -112,7 +114,7 @@ def test_a_damaged_file_is_refused(folder: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_any_flipped_byte_gives_entries_or_a_store_error(folder: Path) -> None:
+def test_flipped_byte_yields_entries_or_a_store_error(folder: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
     refused = 0
     for i in range(len(whole)):
@@ -159,13 +161,13 @@ def _no_storage_data(metadata: Metadata) -> None:
         (_no_storage_data, "expected a dict, found NoneType"),
     ],
 )
-def test_places_that_make_no_sense_are_refused(folder: Path, change: Any, message: str) -> None:
+def test_invalid_shard_offsets_are_rejected(folder: Path, change: Any, message: str) -> None:
     edit_metadata(folder, change)
     with pytest.raises(StoreError, match=rf"\.metadata: {message}"):
         read_metadata(folder)
 
 
-def test_shards_that_several_ranks_name_are_there_once(folder: Path) -> None:
+def test_shards_listed_by_several_ranks_are_deduplicated(folder: Path) -> None:
     def repeat(metadata: Metadata) -> None:
         stored: Any = metadata.state_dict_metadata["m.weight"]
         stored.chunks += stored.chunks
@@ -175,12 +177,12 @@ def test_shards_that_several_ranks_name_are_there_once(folder: Path) -> None:
     assert read_metadata(folder) == before
 
 
-def test_no_metadata(tmp_path: Path) -> None:
+def test_missing_metadata_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"\.metadata: cannot be read: No such file"):
         read_metadata(tmp_path)
 
 
-def test_an_index_that_would_take_all_memory_is_refused(tmp_path: Path) -> None:
+def test_oversized_index_is_rejected(tmp_path: Path) -> None:
     bomb = b"\x80\x02Nr" + (4_000_000_000).to_bytes(4, "little") + b"."
     (tmp_path / ".metadata").write_bytes(bomb)
     with pytest.raises(StoreError, match="a memo index beyond the file"):

@@ -89,7 +89,7 @@ def test_yaml_and_json_describe_tables(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_table_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_invalid_table_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     table = {key: value for key, value in (TABLE | change).items() if value is not None}
     with pytest.raises(InvalidModelError, match=message):
         read_description(write(tmp_path / "d.json", table))
@@ -106,45 +106,45 @@ def test_a_wrong_table_is_named(tmp_path: Path, change: dict[str, Any], message:
         ('{"tables": [], "is_weighted": 1}', "no tables"),
     ],
 )
-def test_a_wrong_description_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_description_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "d.json").write_text(text)
     with pytest.raises(InvalidModelError, match=message):
         read_description(tmp_path / "d.json")
 
 
-def test_is_weighted_is_a_boolean(tmp_path: Path) -> None:
+def test_is_weighted_must_be_a_boolean(tmp_path: Path) -> None:
     with pytest.raises(InvalidModelError, match="is_weighted is 'yes', expected bool"):
         read_description(write(tmp_path / "d.json", TABLE, is_weighted="yes"))
 
 
-def test_two_tables_of_one_name(tmp_path: Path) -> None:
+def test_duplicate_table_name_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidModelError, match="2 tables are named 'user'"):
         read_description(write(tmp_path / "d.json", TABLE, TABLE))
 
 
 @pytest.mark.parametrize("name", ["d.json", "d.yaml"])
-def test_a_description_that_does_not_parse(tmp_path: Path, name: str) -> None:
+def test_unparsable_description_is_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{tables: [")
     with pytest.raises(StoreError, match=f"{name}: cannot be parsed: ") as caught:
         read_description(tmp_path / name)
     assert "\n" not in str(caught.value)
 
 
-def test_two_drafts_in_one_file(tmp_path: Path) -> None:
+def test_two_drafts_in_one_file_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "d.yaml"
     path.write_text(YAML + YAML)
     with pytest.raises(InvalidModelError, match=r"d.yaml: .* line 12: key 'is_weighted' is there"):
         read_description(path)
 
 
-def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+def test_yaml_object_tags_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text(f"!!python/object/apply:os.mkdir ['{tmp_path}/ran']")
     with pytest.raises(StoreError, match="cannot be parsed"):
         read_description(tmp_path / "d.yaml")
     assert not (tmp_path / "ran").exists()
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="none: cannot be read: No such file"):
         read_description(tmp_path / "none")
     with pytest.raises(StoreError, match="cannot be read: Is a directory"):
@@ -170,12 +170,12 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ids_become_rules(tmp_path: Path, ids: dict[str, Any], rule: IdRule) -> None:
+def test_id_settings_become_id_rules(tmp_path: Path, ids: dict[str, Any], rule: IdRule) -> None:
     (table,) = read_description(write(tmp_path / "d.json", TABLE | {"ids": ids})).tables
     assert table.ids == rule
 
 
-def test_vocabularies_lie_beside_the_description(tmp_path: Path) -> None:
+def test_vocabulary_paths_are_relative_to_the_description(tmp_path: Path) -> None:
     described = read_description(
         write(
             tmp_path / "d.json",
@@ -188,20 +188,20 @@ def test_vocabularies_lie_beside_the_description(tmp_path: Path) -> None:
     assert described.vocabularies == {"user": tmp_path / "ids/user.txt", "b": Path("/v")}
 
 
-def test_sharding_is_kept_for_the_tables_that_say_one(tmp_path: Path) -> None:
+def test_sharding_is_kept_for_tables_that_specify_it(tmp_path: Path) -> None:
     other = TABLE | {"name": "b", "feature_names": ["b"]}
     path = write(tmp_path / "d.json", TABLE | {"sharding": "row_wise"}, other)
     assert read_description(path).sharding == {"user": "row_wise"}
 
 
-def test_tables_without_pooling_are_those_of_an_embedding_collection(tmp_path: Path) -> None:
+def test_tables_without_pooling_form_an_embedding_collection(tmp_path: Path) -> None:
     (table,) = read_description(write(tmp_path / "d.json", WORD)).tables
     assert table.pooling == "none"
     with pytest.raises(InvalidModelError, match="'word' is not pooled and 'user' is"):
         read_description(write(tmp_path / "d.json", TABLE, WORD))
 
 
-def test_a_description_made_by_hand_needs_its_tables_only() -> None:
+def test_handwritten_description_needs_only_tables() -> None:
     described = Description((SPEC,))
     assert not described.is_weighted
     assert not described.vocabularies

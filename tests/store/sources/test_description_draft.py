@@ -33,7 +33,7 @@ def read_back(text: str, folder: Path) -> Description:
     return read_description(folder / "d.yaml")
 
 
-def test_every_table_with_its_shape(tmp_path: Path) -> None:
+def test_draft_lists_every_table_with_its_shape(tmp_path: Path) -> None:
     half = {"m.ebc.embedding_bags.item.weight": torch.ones(7, 8).half()}
     wide = {"m.ebc.embedding_bags.tag.weight": torch.ones(5, 12).bfloat16()}
     other = {"m.over.weight": torch.ones(4, 4), "opt.m.ebc.embedding_bags.user.weight.sum": 3}
@@ -49,7 +49,7 @@ def test_every_table_with_its_shape(tmp_path: Path) -> None:
     assert "# Skipped 2 other entries" in text
 
 
-def test_every_guess_is_marked(tmp_path: Path) -> None:
+def test_every_guess_in_a_draft_is_marked(tmp_path: Path) -> None:
     lines = draft_description(from_state_dict(USER)).splitlines()
     for key in ("tables", "feature_names", "pooling", "is_weighted"):
         (line,) = [line for line in lines if f"{key}:" in line]
@@ -58,7 +58,7 @@ def test_every_guess_is_marked(tmp_path: Path) -> None:
     assert "#" not in line
 
 
-def test_a_draft_is_one_until_no_guess_is_marked(tmp_path: Path) -> None:
+def test_draft_is_rejected_until_no_guess_is_marked(tmp_path: Path) -> None:
     text = draft_description(from_state_dict(USER))
     described = read_back(text, tmp_path)
     assert len(described.guesses) == 4
@@ -78,7 +78,7 @@ def test_a_draft_is_one_until_no_guess_is_marked(tmp_path: Path) -> None:
     check_no_draft(read_back(text.replace(" #check", ""), tmp_path))
 
 
-def test_tables_of_an_embedding_collection(tmp_path: Path) -> None:
+def test_draft_of_an_embedding_collection_has_no_pooling(tmp_path: Path) -> None:
     text = draft_description(from_state_dict(WORD))
     (table,) = read_back(text, tmp_path).tables
     assert table == TableSpec("word", 6, 8, ("word",), "none", "float32")
@@ -86,7 +86,7 @@ def test_tables_of_an_embedding_collection(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no", "1", "1e3", "null", "2024-01-01", "a-b.c", "_x"])
-def test_names_that_yaml_would_read_otherwise(tmp_path: Path, name: str) -> None:
+def test_ambiguous_yaml_table_names_are_quoted(tmp_path: Path, name: str) -> None:
     state = {f"ebc.embedding_bags.{name}.weight": torch.ones(10, 4)}
     (table,) = read_back(draft_description(from_state_dict(state)), tmp_path).tables
     assert (table.name, table.feature_names) == (name, (name,))
@@ -99,7 +99,7 @@ def test_names_that_yaml_would_read_otherwise(tmp_path: Path, name: str) -> None
         *("\N{GRINNING FACE}", "\x7f", "\u2028", "\n", " ", "many words " * 20),
     ],
 )
-def test_features_that_yaml_would_read_otherwise(tmp_path: Path, name: str) -> None:
+def test_ambiguous_yaml_feature_names_are_quoted(tmp_path: Path, name: str) -> None:
     config = EmbeddingBagConfig(
         name="t", num_embeddings=20, embedding_dim=4, feature_names=[name, "other"]
     )
@@ -108,7 +108,7 @@ def test_features_that_yaml_would_read_otherwise(tmp_path: Path, name: str) -> N
     assert read_back(text, tmp_path).tables == live.describe(ebc)
 
 
-def test_keys_cannot_add_lines(tmp_path: Path) -> None:
+def test_checkpoint_keys_cannot_inject_lines(tmp_path: Path) -> None:
     key = "m\nis_weighted: true\n.embedding_bags.user.weight"
     text = draft_description(from_state_dict({key: torch.ones(10, 4)}))
     assert not read_back(text, tmp_path).is_weighted
@@ -125,7 +125,7 @@ def test_keys_cannot_add_lines(tmp_path: Path) -> None:
         ("none", torch.ones(0, 8), "num_embeddings is 0"),
     ],
 )
-def test_what_cannot_be_served_is_left_out_with_the_reason(
+def test_unservable_tables_are_omitted_with_the_reason(
     tmp_path: Path, key: str, value: Any, reason: str
 ) -> None:
     bad = {f"m.ebc.embedding_bags.{key}.weight": value}
@@ -138,7 +138,7 @@ def test_what_cannot_be_served_is_left_out_with_the_reason(
     assert reason in str(caught.value)
 
 
-def test_a_table_behind_feature_processors_is_left_out() -> None:
+def test_table_behind_feature_processors_is_omitted() -> None:
     state = {
         "fp._embedding_bag_collection.embedding_bags.user.weight": torch.ones(10, 4),
         "fp._feature_processors.position_weights.user": torch.ones(5),
@@ -149,7 +149,7 @@ def test_a_table_behind_feature_processors_is_left_out() -> None:
     assert "left out" not in text
 
 
-def test_several_collections_need_a_prefix_unless_they_are_one_model(tmp_path: Path) -> None:
+def test_several_collections_need_a_prefix_unless_they_form_one_model(tmp_path: Path) -> None:
     item = {"n.embedding_bags.item.weight": torch.ones(7, 8)}
     together = draft_description(from_state_dict(USER | item))
     assert len(read_back(together, tmp_path).tables) == 2
@@ -162,7 +162,7 @@ def test_several_collections_need_a_prefix_unless_they_are_one_model(tmp_path: P
 
 
 @pytest.mark.parametrize("prefix", ["", "m.ebc"])
-def test_a_checkpoint_without_tables_is_refused(prefix: str) -> None:
+def test_checkpoint_without_tables_is_rejected(prefix: str) -> None:
     checkpoint: Checkpoint = from_state_dict({"over.weight": torch.ones(4, 4)} | WORD)
     if prefix:
         with pytest.raises(InvalidModelError, match=r"no key under 'm\.ebc' ends in embedding_bag"):
@@ -178,7 +178,7 @@ def state_of(module: torch.nn.Module, folder: str = "m.ebc") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_expected_answers_fill_in_everything(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_expected_outputs_resolve_every_guess(tmp_path: Path, dtype: torch.dtype) -> None:
     ebc = small_collection().to(dtype)
     text = draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc))
     assert "check" not in text
@@ -187,7 +187,7 @@ def test_expected_answers_fill_in_everything(tmp_path: Path, dtype: torch.dtype)
     check_no_draft(described)
 
 
-def test_weights_and_rows_of_an_embedding_collection_are_seen(tmp_path: Path) -> None:
+def test_weights_and_unpooled_rows_are_detected_from_expected_outputs(tmp_path: Path) -> None:
     ebc = small_collection(is_weighted=True, pooling="sum")
     described = read_back(
         draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc)), tmp_path
@@ -204,7 +204,7 @@ def test_weights_and_rows_of_an_embedding_collection_are_seen(tmp_path: Path) ->
     assert read_back(text, tmp_path).tables == live.describe(ec)
 
 
-def test_what_the_answers_do_not_show_stays_marked(tmp_path: Path) -> None:
+def test_guesses_that_outputs_do_not_resolve_stay_marked(tmp_path: Path) -> None:
     ebc = small_collection()
     with torch.no_grad():
         ebc.embedding_bags["tag"].weight.zero_()
@@ -215,7 +215,7 @@ def test_what_the_answers_do_not_show_stays_marked(tmp_path: Path) -> None:
     assert next(t for t in described.tables if t.name == "tag").feature_names == ("tag", "item")
 
 
-def test_tables_that_give_the_same_answers_stay_guessed(tmp_path: Path) -> None:
+def test_tables_with_equal_outputs_stay_guesses(tmp_path: Path) -> None:
     ebc = small_collection()
     state = state_of(ebc)
     state["m.ebc.embedding_bags.copy.weight"] = state["m.ebc.embedding_bags.user.weight"]
@@ -226,7 +226,7 @@ def test_tables_that_give_the_same_answers_stay_guessed(tmp_path: Path) -> None:
     assert len([line for line in described.guesses if "the features" in line]) == 4
 
 
-def test_a_table_that_no_key_looks_up_is_left_out(tmp_path: Path) -> None:
+def test_table_without_an_output_key_is_omitted(tmp_path: Path) -> None:
     ebc = small_collection()
     more = {"m.ebc.embedding_bags.other.weight": torch.randn(9, 16)}
     text = draft_description(from_state_dict(state_of(ebc) | more), expected=expected_of(ebc))
@@ -234,7 +234,7 @@ def test_a_table_that_no_key_looks_up_is_left_out(tmp_path: Path) -> None:
     assert read_back(text, tmp_path).tables == live.describe(ebc)
 
 
-def test_answers_of_another_model_are_refused() -> None:
+def test_expected_outputs_of_another_model_are_rejected() -> None:
     ebc, expected = small_collection(), expected_of(small_collection())
     state = state_of(ebc)
     state["m.ebc.embedding_bags.item.weight"] += 1

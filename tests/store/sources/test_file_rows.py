@@ -39,7 +39,7 @@ def split(folder: Path, rows: int, columns: int) -> list[Rectangle]:
 
 @pytest.mark.parametrize("rows", [ROWS, 7, 1])
 @pytest.mark.parametrize("columns", [DIM, 4, 3])
-def test_rows_of_any_grid_are_the_tables(tmp_path: Path, rows: int, columns: int) -> None:
+def test_rows_of_any_shard_grid_equal_the_table(tmp_path: Path, rows: int, columns: int) -> None:
     table = FileRows(split(tmp_path, rows, columns)[::-1], (ROWS, DIM), "float32", "t")
     assert (table.shape, table.dtype) == ((ROWS, DIM), "float32")
     for start, stop in [(0, ROWS), (5, 16), (6, 7), (22, 23), (9, 9), (0, 0)]:
@@ -58,7 +58,7 @@ def test_column_shards_are_read_through_a_small_buffer(
 
 
 @pytest.mark.parametrize("name", ["float64", "float16", "bfloat16"])
-def test_rows_keep_their_dtype_bit_by_bit(tmp_path: Path, name: str) -> None:
+def test_rows_keep_their_dtype_and_bits(tmp_path: Path, name: str) -> None:
     tensor = TABLE.to(getattr(torch, name)) / 3
     whole = Rectangle(write(tmp_path / "f", tensor), 3, DIM * tensor.itemsize, 0, ROWS, 0, DIM)
     table = FileRows([whole], (ROWS, DIM), name, "t")
@@ -66,7 +66,7 @@ def test_rows_keep_their_dtype_bit_by_bit(tmp_path: Path, name: str) -> None:
     assert torch.equal(table.read(0, ROWS), tensor)
 
 
-def test_a_row_stride_skips_and_a_stride_of_zero_repeats(tmp_path: Path) -> None:
+def test_row_stride_skips_rows_and_zero_stride_repeats_them(tmp_path: Path) -> None:
     file = write(tmp_path / "f", TABLE)
     skipping = Rectangle(file, 3 + 8, 2 * DIM * 4, 0, 12, 0, 4)
     assert torch.equal(FileRows([skipping], (12, 4), "float32", "t").read(3, 9), TABLE[6:18:2, 2:6])
@@ -76,7 +76,7 @@ def test_a_row_stride_skips_and_a_stride_of_zero_repeats(tmp_path: Path) -> None
     )
 
 
-def test_tables_without_rows_are_read_as_such(tmp_path: Path) -> None:
+def test_tables_without_rows_are_read_as_empty(tmp_path: Path) -> None:
     empty = Rectangle(write(tmp_path / "f", TABLE), 3, 32, 0, 0, 0, DIM)
     assert FileRows([empty], (0, DIM), "float32", "t").read(0, 0).shape == (0, DIM)
 
@@ -93,7 +93,7 @@ def test_tables_without_rows_are_read_as_such(tmp_path: Path) -> None:
         ([], "rows 0 to 22: the values from column 0 on"),
     ],
 )
-def test_holes_and_overlaps_are_refused(
+def test_gaps_and_overlaps_are_rejected(
     tmp_path: Path, places: list[tuple[int, int, int, int]], message: str
 ) -> None:
     parts = [rectangle(tmp_path / str(i), *place) for i, place in enumerate(places)]
@@ -101,20 +101,20 @@ def test_holes_and_overlaps_are_refused(
         FileRows(parts, (ROWS, DIM), "float32", "where")
 
 
-def test_a_shard_outside_of_the_table_is_refused(tmp_path: Path) -> None:
+def test_shard_outside_the_table_is_rejected(tmp_path: Path) -> None:
     part = rectangle(tmp_path / "f", 0, ROWS, 0, DIM)
     with pytest.raises(StoreError, match=r"rows 0 to 22 and columns 0 to 7, .* shape \[20, 8\]"):
         FileRows([part], (20, DIM), "float32", "where")
 
 
-def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+def test_file_that_ends_early_is_rejected(tmp_path: Path) -> None:
     part = rectangle(tmp_path / "f", 0, ROWS, 0, DIM)
     longer = Rectangle(part.file, part.offset + 1, part.stride, 0, ROWS, 0, DIM)
     with pytest.raises(StoreError, match=r"^where: .*f is truncated"):
         FileRows([longer], (ROWS, DIM), "float32", "where")
 
 
-def test_a_file_that_changes_between_reads_is_refused(tmp_path: Path) -> None:
+def test_file_that_changes_between_reads_is_rejected(tmp_path: Path) -> None:
     table = FileRows([rectangle(tmp_path / "f", 0, ROWS, 0, DIM)], (ROWS, DIM), "float32", "t")
     table.read(0, 3)
     os.utime(tmp_path / "f", ns=(0, 0))
@@ -126,7 +126,7 @@ def test_a_file_that_changes_between_reads_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, ROWS + 1)])
-def test_rows_that_are_not_there_are_never_invented(tmp_path: Path, start: int, stop: int) -> None:
+def test_missing_rows_are_never_filled_in(tmp_path: Path, start: int, stop: int) -> None:
     table = FileRows([rectangle(tmp_path / "f", 0, ROWS, 0, DIM)], (ROWS, DIM), "float32", "t")
     with pytest.raises(IndexError):
         table.read(start, stop)

@@ -48,14 +48,14 @@ def ec() -> EmbeddingCollection:
     )
 
 
-def test_tables_of_an_embedding_collection_are_not_pooled(ec: EmbeddingCollection) -> None:
+def test_embedding_collection_tables_are_unpooled(ec: EmbeddingCollection) -> None:
     assert live.describe(ec) == (
         TableSpec("word", 12, 8, ("word", "word_2"), "none", "float32"),
         TableSpec("place", 5, 8, ("place", "place_2"), "none", "float32"),
     )
 
 
-def test_weights_are_the_modules_rows(
+def test_weights_equal_the_rows_of_the_module(
     make_ebc: Callable[..., EmbeddingBagCollection], ec: EmbeddingCollection
 ) -> None:
     half = make_ebc(half=True)
@@ -68,13 +68,13 @@ def test_weights_are_the_modules_rows(
     assert not found.read(0, 5).requires_grad
 
 
-def test_the_manifests_keys_are_the_modules(ebc: EmbeddingBagCollection) -> None:
+def test_manifest_keys_equal_the_keys_of_the_module(ebc: EmbeddingBagCollection) -> None:
     manifest = Manifest("m", 1, live.describe(ebc), is_weighted=False)
     assert list(manifest.keys) == ["user", "friend", "item@item", "tag", "item@tag"]
     assert list(manifest.keys) == ebc._embedding_names
 
 
-def test_answers_are_the_modules(ebc: EmbeddingBagCollection) -> None:
+def test_results_equal_those_of_the_module(ebc: EmbeddingBagCollection) -> None:
     manifest = Manifest("m", 1, live.describe(ebc), is_weighted=False)
     answers = live.answers(ebc, manifest, sample_bags(manifest, {}))
     rows = ebc.embedding_bags["user"].weight.detach().numpy()
@@ -82,7 +82,7 @@ def test_answers_are_the_modules(ebc: EmbeddingBagCollection) -> None:
     assert not answers[1].any()
 
 
-def test_only_float32_modules_without_weighted_means_answer_themselves(
+def test_only_float32_modules_without_weighted_means_compute_their_own_goldens(
     make_ebc: Callable[..., EmbeddingBagCollection],
 ) -> None:
     assert live.can_answer(make_ebc())
@@ -103,12 +103,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         (ShardedEmbeddingBagCollection(), "found ShardedEmbeddingBagCollection; it is sharded"),
     ],
 )
-def test_other_things_are_refused(thing: Any, message: str) -> None:
+def test_other_objects_are_rejected(thing: Any, message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
         live.collection_in(thing)
 
 
-def test_of_a_model_around_several_collections_they_are_named(
+def test_error_for_several_collections_names_them(
     ebc: EmbeddingBagCollection,
 ) -> None:
     assert live.collection_in(torch.nn.ModuleDict({"sparse": torch.nn.Sequential(ebc)})) is ebc
@@ -120,7 +120,7 @@ def test_of_a_model_around_several_collections_they_are_named(
     assert live.collection_in(model, "sparse") is ebc
 
 
-def test_a_collection_whose_weights_another_module_makes_is_refused() -> None:
+def test_collection_with_generated_weights_is_rejected() -> None:
     config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["t"])
     inner = EmbeddingBagCollection(tables=[config], is_weighted=True)
     processor = PositionWeightedModuleCollection({"t": 5})
@@ -132,7 +132,7 @@ def test_a_collection_whose_weights_another_module_makes_is_refused() -> None:
 @pytest.mark.parametrize(
     "setting", [{"need_pos": True}, {"num_embeddings_post_pruning": 4}, {"total_num_buckets": 2}]
 )
-def test_settings_that_are_not_kept_are_refused(setting: dict[str, Any]) -> None:
+def test_unsupported_collection_settings_are_rejected(setting: dict[str, Any]) -> None:
     config = EmbeddingBagConfig(
         name="t",
         num_embeddings=8,

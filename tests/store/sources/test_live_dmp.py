@@ -76,19 +76,19 @@ def sharded(module: nn.Module) -> DistributedModelParallel:
     return DistributedModelParallel(module, device=torch.device("cpu"))
 
 
-def test_a_collection_is_described_with_the_path_of_its_keys() -> None:
+def test_sharded_collection_is_described_with_its_key_path() -> None:
     model = sharded(nn.ModuleDict({"sparse": nn.Sequential(bags()), "over": nn.Linear(4, 1)}))
     assert describe_sharded(model) == ((USER, ITEM), False, "sparse.0")
     assert "sparse.0.embedding_bags.user.weight" in model.state_dict()
 
 
-def test_a_weighted_collection_alone_and_the_sharded_module_itself() -> None:
+def test_weighted_collection_and_sharded_module_are_described() -> None:
     model = sharded(bags(is_weighted=True))
     assert describe_sharded(model) == ((USER, ITEM), True, "")
     assert describe_sharded(model.module) == ((USER, ITEM), True, "")
 
 
-def test_prefix_chooses_among_several_and_without_it_they_are_named() -> None:
+def test_prefix_selects_a_collection_and_its_absence_is_an_error() -> None:
     model = sharded(nn.ModuleDict({"a": bags(), "b": nn.ModuleDict({"ec": words()})}))
     assert describe_sharded(model, "b") == ((WORD,), False, "b.ec")
     assert describe_sharded(model, "a")[0] == (USER, ITEM)
@@ -98,14 +98,14 @@ def test_prefix_chooses_among_several_and_without_it_they_are_named() -> None:
         describe_sharded(model, "c")
 
 
-def test_a_model_without_sharded_tables_is_refused() -> None:
+def test_model_without_sharded_tables_is_rejected() -> None:
     with pytest.raises(InvalidModelError, match=r"^Linear has no sharded EmbeddingBagCollections"):
         describe_sharded(nn.Linear(2, 2))
     with pytest.raises(InvalidModelError, match="has no sharded"):
         describe_sharded(bags())
 
 
-def test_a_collection_whose_weights_another_module_makes_is_refused() -> None:
+def test_collection_with_generated_weights_is_rejected() -> None:
     processor = PositionWeightedModuleCollection(dict.fromkeys(("user", "friend", "item"), 5))
     model = sharded(
         nn.ModuleDict(
@@ -116,7 +116,7 @@ def test_a_collection_whose_weights_another_module_makes_is_refused() -> None:
         describe_sharded(model)
 
 
-def test_only_the_tables_are_saved(tmp_path: Path) -> None:
+def test_only_tables_are_saved(tmp_path: Path) -> None:
     model = sharded(nn.ModuleDict({"a": bags(), "b": words(), "over": nn.Linear(4, 1)}))
     state = model.state_dict()
     for path, tables in (("a", (USER, ITEM)), ("b", (WORD,))):
@@ -131,7 +131,7 @@ def test_only_the_tables_are_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
-def test_a_state_dict_of_one_ranks_shards_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_state_dict_with_shards_of_one_rank_is_rejected_with_advice(tmp_path: Path) -> None:
     state = sharded(nn.ModuleDict({"ec": words()})).state_dict()
     with pytest.raises(InvalidModelError, match=r"save sharded tables with torch\.distributed"):
         find_tables(from_state_dict(state), (WORD,))
@@ -140,7 +140,7 @@ def test_a_state_dict_of_one_ranks_shards_is_refused_with_the_way_out(tmp_path: 
         open_checkpoint(tmp_path / "s.pt")
 
 
-def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
+def test_ranks_save_and_publish_their_shards_collectively(tmp_path: Path) -> None:
     script = Path(__file__).with_name("sharded_saver.py")
     done = run_warm_python(script, tmp_path, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -200,9 +200,7 @@ def check_expected(folder: Path, tables: list[TableSpec]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
-def test_a_width_that_only_torchs_own_kernel_trains_is_published(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_dim_that_only_the_dense_kernel_supports_is_published(tmp_path: Path, dtype: str) -> None:
     config = EmbeddingBagConfig(
         name="t", num_embeddings=30, embedding_dim=10, feature_names=["f"], pooling=PoolingType.SUM
     )
@@ -217,7 +215,7 @@ def test_a_width_that_only_torchs_own_kernel_trains_is_published(
     assert np.abs(rows - trained).max() <= {"float32": 0}.get(dtype, 0.05) * np.ptp(trained)
 
 
-def test_a_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
+def test_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
     config = EmbeddingBagConfig(
         name="t", num_embeddings=30, embedding_dim=8, feature_names=["f"], pooling=PoolingType.SUM
     )
@@ -231,12 +229,12 @@ def test_a_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
         publish_sharded(dmp, tmp_path, model="m", sharding="row_wise", hosts=31)
 
 
-def test_a_url_is_refused_before_anything_is_saved() -> None:
+def test_url_is_rejected_before_anything_is_saved() -> None:
     with pytest.raises(InvalidModelError, match=r"s3://b/store: the ranks save their shards in"):
         publish_sharded(sharded(nn.ModuleDict({"ec": words()})), "s3://b/store", model="m")
 
 
-def test_a_sharding_that_is_not_served_needs_another() -> None:
+def test_unsupported_training_sharding_needs_a_sharding_argument() -> None:
     dmp = sharded(nn.ModuleDict({"ec": words()}))
     (collection,) = (one for one in dmp.modules() if hasattr(one, "module_sharding_plan"))
     collection.module_sharding_plan["word"].sharding_type = "table_row_wise"
@@ -256,7 +254,7 @@ KEYS = list(trainer.FEATURES)
 @pytest.mark.parametrize("keys", [KEYS, KEYS[::-1], ["x", *KEYS[2:], *KEYS[:2]]])
 @pytest.mark.parametrize("is_first", [False, True], ids=["after training", "before training"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_a_training_does_not_notice_that_its_model_was_asked(
+def test_publishing_leaves_the_training_unchanged(
     tmp_path: Path, keys: list[str], is_first: bool
 ) -> None:
     dmp, apart = (trainer.shard(1, "float32") for _ in range(2))

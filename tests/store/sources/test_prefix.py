@@ -95,7 +95,7 @@ KINDS = [live, state_dict, torch_file, safetensors_file, safetensors_folder, dcp
     ("prefix", "value"),
     [("a.ebc", 1), ("a", 1), ("a.", 1), ("b.inner.0", 2), ("b.inner", 2), ("b", 2)],
 )
-def test_it_is_the_path_of_a_collection_or_of_what_holds_it(
+def test_prefix_is_the_path_of_a_collection_or_its_parent(
     tmp_path: Path, kind: Found, prefix: str, value: float
 ) -> None:
     assert kind(two(), prefix, tmp_path) == value
@@ -112,19 +112,23 @@ def test_it_is_the_path_of_a_collection_or_of_what_holds_it(
         (".", "under '.'"),
     ],
 )
-def test_others_are_refused(tmp_path: Path, kind: Found, prefix: str, message: str) -> None:
+def test_other_prefixes_are_rejected(
+    tmp_path: Path, kind: Found, prefix: str, message: str
+) -> None:
     with pytest.raises(InvalidModelError, match=message):
         kind(two(), prefix, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefix", ["", "."])
-def test_a_point_is_the_top(tmp_path: Path, kind: Found, prefix: str) -> None:
+def test_dot_selects_the_top_level(tmp_path: Path, kind: Found, prefix: str) -> None:
     assert kind(collection(3), prefix, tmp_path) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_at_a_path_comes_before_what_is_under_it(tmp_path: Path, kind: Found) -> None:
+def test_collection_at_a_path_takes_precedence_over_nested_ones(
+    tmp_path: Path, kind: Found
+) -> None:
     """Example: a collection inside another collection."""
     outer = nn.ModuleDict({"x": nn.ModuleDict({"y": collection(4)}), "x2": collection(5)})
     assert kind(outer, "x", tmp_path) == 4
@@ -132,7 +136,7 @@ def test_what_is_at_a_path_comes_before_what_is_under_it(tmp_path: Path, kind: F
 
 
 @pytest.mark.parametrize("around", ["model", "state_dict"])
-def test_what_a_checkpoint_was_wrapped_in_is_part_of_the_path(tmp_path: Path, around: str) -> None:
+def test_wrapper_keys_are_part_of_the_path(tmp_path: Path, around: str) -> None:
     state = {around: two().state_dict()}
     torch.save(state, tmp_path / "c.pt")
     dcp.save(state, checkpoint_id=tmp_path / "c")

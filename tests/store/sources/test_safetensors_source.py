@@ -26,7 +26,7 @@ def write(path: Path, header: Any, data: bytes = b"") -> Path:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 )
-def test_a_file_is_read_as_it_was_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_safetensors_file_is_read_as_saved(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = WEIGHT.to(dtype)
     content = {"a.weight": weight, "bias": torch.ones(3), "n": torch.ones(2, 2, dtype=torch.int8)}
     save_file(content, tmp_path / "m.safetensors", metadata={"format": "pt"})
@@ -39,7 +39,7 @@ def test_a_file_is_read_as_it_was_saved(tmp_path: Path, dtype: torch.dtype) -> N
     assert torch.equal(last.view(torch.uint8), weight[10:].view(torch.uint8))
 
 
-def test_a_folder_is_its_files(tmp_path: Path) -> None:
+def test_folder_combines_its_safetensors_files(tmp_path: Path) -> None:
     save_file({"a": WEIGHT}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": WEIGHT * 2}, tmp_path / "model-00002-of-00002.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
@@ -48,14 +48,14 @@ def test_a_folder_is_its_files(tmp_path: Path) -> None:
     assert torch.equal(tensors["b"].read(0, 11), WEIGHT * 2)
 
 
-def test_one_entry_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_entry_in_two_files_is_rejected(tmp_path: Path) -> None:
     for name in ("x", "y"):
         save_file({"a": WEIGHT}, tmp_path / f"{name}.safetensors")
     with pytest.raises(StoreError, match="has two entries 'a'"):
         open_safetensors(tmp_path)
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"a": WEIGHT}, path)
     whole = path.read_bytes()
@@ -78,12 +78,12 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         ({"a": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 4]}}, "a: has 4 bytes for"),
     ],
 )
-def test_a_malformed_header_is_refused(tmp_path: Path, header: Any, message: str) -> None:
+def test_malformed_header_is_rejected(tmp_path: Path, header: Any, message: str) -> None:
     with pytest.raises(StoreError, match=message):
         open_safetensors(write(tmp_path / "m.safetensors", header, b"12345678"))
 
 
-def test_one_ranks_shards_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_shards_of_one_rank_are_rejected_with_advice(tmp_path: Path) -> None:
     sharding = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0, 0]}})}
     save_file({"a": WEIGHT}, tmp_path / "m.safetensors", metadata=sharding)
     with pytest.raises(StoreError, match="holds one rank's shards; consolidate them"):

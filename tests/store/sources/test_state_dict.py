@@ -38,16 +38,16 @@ def test_nested_dicts_are_flattened_with_dots() -> None:
         None,
     ],
 )
-def test_what_is_not_a_plain_tensor_of_rows_is_named_only(value: Any) -> None:
+def test_other_values_are_listed_by_name_only(value: Any) -> None:
     assert split({"x": value}, "s") == ({}, ("x",))
 
 
-def test_two_entries_of_one_name_are_refused() -> None:
+def test_duplicate_entries_are_rejected() -> None:
     with pytest.raises(StoreError, match=r"^s: has two entries 'a\.b'"):
         split({"a": {"b": WEIGHT}, "a.b": 3}, "s")
 
 
-def test_a_dict_that_contains_itself_is_refused() -> None:
+def test_recursive_dict_is_rejected() -> None:
     endless: dict[str, Any] = {}
     endless["again"] = endless
     with pytest.raises(StoreError, match="nested more than 32 deep"):

@@ -29,7 +29,7 @@ def saved(path: Path, content: Any, **options: Any) -> Path:
     return path
 
 
-def test_tensors_of_nested_dicts_and_the_names_of_all_else(tmp_path: Path) -> None:
+def test_nested_tensors_are_read_and_other_values_named(tmp_path: Path) -> None:
     content = {
         "model": {KEY: torch.nn.Parameter(WEIGHT), "over.bias": torch.ones(8)},
         "optimizer": {"state": {0: {"sum": WEIGHT * 2, "step": 3}}, "param_groups": [{"lr": 0.1}]},
@@ -65,7 +65,7 @@ def test_tensors_of_nested_dicts_and_the_names_of_all_else(tmp_path: Path) -> No
         lambda t: t.bfloat16(),
     ],
 )
-def test_every_view_of_a_storage_is_read_as_it_was(
+def test_every_view_of_a_storage_is_read_exactly(
     tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     tensor = view(WEIGHT)
@@ -79,7 +79,7 @@ def test_every_view_of_a_storage_is_read_as_it_was(
         assert torch.equal(rows.gather(np.array([last, 0])), tensor[[last, 0]])
 
 
-def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_rejected_and_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     path = saved(tmp_path / "s.pt", {KEY: WEIGHT, "x": Marker(marker)})
     with pytest.raises(StoreError, match=r"s\.pt: refused: it holds \S*mkdir") as caught:
@@ -88,7 +88,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_bare_pickle_is_rejected_and_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     (tmp_path / "s.pkl").write_bytes(pickle.dumps(Marker(marker)))
     with pytest.raises(StoreError, match=r"not a file of torch\.save"):
@@ -98,13 +98,13 @@ def test_a_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_the_format_before_torch_1_6_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_format_before_torch_1_6_is_rejected_with_advice(tmp_path: Path) -> None:
     path = saved(tmp_path / "s.pt", {KEY: WEIGHT}, _use_new_zipfile_serialization=False)
     with pytest.raises(StoreError, match=r"before torch 1\.6: load it there and save it anew"):
         open_torch_file(path)
 
 
-def test_torchscript_is_refused(tmp_path: Path) -> None:
+def test_torchscript_file_is_rejected(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "s.pt")
@@ -112,7 +112,7 @@ def test_torchscript_is_refused(tmp_path: Path) -> None:
         open_torch_file(tmp_path / "s.pt")
 
 
-def test_a_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_truncated_checkpoint_is_rejected(tmp_path: Path) -> None:
     whole = saved(tmp_path / "s.pt", {"w": torch.ones(500, 10)}).read_bytes()
     for size in (0, 3, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / "s.pt").write_bytes(whole[:size])
@@ -120,7 +120,7 @@ def test_a_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
             open_torch_file(tmp_path / "s.pt")
 
 
-def test_any_flipped_byte_gives_rows_or_a_store_error(tmp_path: Path) -> None:
+def test_flipped_byte_yields_rows_or_a_store_error(tmp_path: Path) -> None:
     whole = saved(tmp_path / "s.pt", {KEY: WEIGHT[:3], "t": WEIGHT[:3].t()}).read_bytes()
     messages = []
     for i in range(0, len(whole), 3):
@@ -134,7 +134,7 @@ def test_any_flipped_byte_gives_rows_or_a_store_error(tmp_path: Path) -> None:
     assert not [message for message in messages if "\n" in message]
 
 
-def test_compressed_values_are_refused(tmp_path: Path) -> None:
+def test_compressed_values_are_rejected(tmp_path: Path) -> None:
     whole = io.BytesIO(saved(tmp_path / "s.pt", {KEY: WEIGHT}).read_bytes())
     with (
         zipfile.ZipFile(whole) as plain,
@@ -146,7 +146,7 @@ def test_compressed_values_are_refused(tmp_path: Path) -> None:
         open_torch_file(tmp_path / "s.pt")[0][KEY]
 
 
-def test_a_tensor_that_claims_more_than_its_record_is_refused(tmp_path: Path) -> None:
+def test_tensor_larger_than_its_record_is_rejected(tmp_path: Path) -> None:
     small, large = WEIGHT[:2].clone(), WEIGHT.clone()
     saved(tmp_path / "s.pt", {KEY: large})
     with zipfile.ZipFile(tmp_path / "s.pt") as archive:
@@ -161,7 +161,7 @@ def test_a_tensor_that_claims_more_than_its_record_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("columns", [10**6, 10**12])
-def test_a_tiny_file_makes_no_rectangle_for_each_of_a_million_columns(
+def test_wide_expanded_tensor_creates_no_rectangles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     made: list[None] = []
@@ -185,11 +185,11 @@ def test_a_tiny_file_makes_no_rectangle_for_each_of_a_million_columns(
 
 
 @pytest.mark.parametrize("content", [torch.ones(3), [WEIGHT], 3])
-def test_what_is_not_a_state_dict_is_refused(tmp_path: Path, content: Any) -> None:
+def test_other_content_than_a_state_dict_is_rejected(tmp_path: Path, content: Any) -> None:
     with pytest.raises(StoreError, match=f"holds a {type(content).__name__}, expected a state"):
         open_torch_file(saved(tmp_path / "s.pt", content))
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="none: cannot be read: No such file"):
         open_torch_file(tmp_path / "none")
