@@ -23,6 +23,9 @@ from embedserve.errors import (
 
 BURST_S = 1.0
 """Seconds of its request rate that an idle caller may use up in one burst."""
+ROUNDING_S = 1e-6
+"""Seconds by which a rate may be exceeded. Sums of intervals are rounded, so that without it one
+request of a burst at one moment would be rejected now and then."""
 RETRY_S_MAX = 60
 """Upper bound, in seconds, on the retry delay sent with a rate-limit rejection."""
 REFUSALS_PER_S = 200
@@ -188,7 +191,7 @@ class CallerQuota:
         rejection if the caller is over its rate, else None."""
         free_s = max(self.free_s, now_s)
         wait_s = free_s - now_s - self._burst_s
-        if wait_s <= 0:
+        if wait_s <= ROUNDING_S:
             self.free_s = free_s + self.interval_s
             return None
         retry_after_s = min(RETRY_S_MAX, math.ceil(wait_s))

@@ -230,6 +230,15 @@ def test_raised_rate_applies_immediately(raised_to: float) -> None:
     assert client.admission_error(perf_counter() + 0.01) is None
 
 
+def test_burst_at_one_moment_is_whole_whatever_the_clock_says() -> None:
+    for i in range(1000):
+        now_s = 12345.678 * i + 0.1
+        client = CallerQuota(Grant("x", requests_per_second=5))
+        client.refresh_expiry(NOW_S)
+        errors = [client.admission_error(now_s) for _ in range(6)]
+        assert [error is None for error in errors] == [True] * 5 + [False]
+
+
 async def test_frequent_rejections_are_delayed(tokens: Tokens) -> None:
     client = tokens.admit(await tokens.add("x", requests_per_second=1)).quota
     assert client is not None
