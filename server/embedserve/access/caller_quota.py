@@ -24,8 +24,8 @@ from embedserve.errors import (
 BURST_S = 1.0
 """Seconds of its request rate that an idle caller may use up in one burst."""
 ROUNDING_S = 1e-6
-"""Seconds by which a rate may be exceeded. Sums of intervals are rounded, so that without it one
-request of a burst at one moment would be rejected now and then."""
+"""Seconds by which a rate may be exceeded. Sums of intervals are rounded: without it one request of
+a burst at one moment would be rejected at some times."""
 RETRY_S_MAX = 60
 """Upper bound, in seconds, on the retry delay sent with a rate-limit rejection."""
 REFUSALS_PER_S = 200

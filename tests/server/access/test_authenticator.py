@@ -202,9 +202,7 @@ async def test_concurrency_limit_survives_a_reload(tokens: Tokens) -> None:
     tokens.admit(token)
 
 
-async def test_rate_limit_allows_a_burst_of_one_second(
-    tokens: Tokens,
-) -> None:
+async def test_rate_limit_allows_a_burst_of_one_second(tokens: Tokens) -> None:
     slow = await tokens.add("slow", requests_per_second=0.01)
     tokens.admit(slow)
     with pytest.raises(RateLimitedError, match=r"'slow' is over its 0\.01 requests") as raised:

@@ -150,9 +150,7 @@ def bags(seed: int, examples: int = EXAMPLES) -> dict[str, list[list[int]]]:
     }
 
 
-async def test_vectors_over_shared_memory_equal_those_of_the_model(
-    client: Client, wide: FakeEngine
-) -> None:
+async def test_vectors_equal_those_of_the_model(client: Client, wide: FakeEngine) -> None:
     for number in range(4):
         result = await client.embed(bags(number))
         assert np.array_equal(result.values, wide.expected(bags(number)))
@@ -179,9 +177,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-async def test_every_option_works_as_without_shared_memory(
-    live: Live, client: Client, options: dict[str, Any]
-) -> None:
+async def test_every_option_works(live: Live, client: Client, options: dict[str, Any]) -> None:
     plain = Client(live)
     wanted = await plain.embed(ASKED, **options)
     for _ in range(3):  # the second may find no file that is large enough
@@ -308,9 +304,7 @@ async def test_unknown_ids_are_counted(live: Live, client: Client) -> None:
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-async def test_shared_versions_of_a_model_are_served(
-    executor: ThreadPoolExecutor, kind: str
-) -> None:
+async def test_versions_of_a_model_are_served(executor: ThreadPoolExecutor, kind: str) -> None:
     """Checks versions of different widths; the result of each has the keys of its version."""
     engines = []
     for alias, number, features in (

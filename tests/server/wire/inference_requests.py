@@ -1,0 +1,88 @@
+"""Requests of the Open Inference Protocol in every format, to a server with three models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import numpy as np
+import pytest
+from server.fake_engine import Bags, FakeEngine
+from server.fake_models import ruled_info, unpooled_info
+from server.live import Live, live_server
+from server.open_inference import (
+    LENGTH_HEADER,
+    Answered,
+    Asked,
+    read_body,
+    read_message,
+)
+
+from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+BAGS: Bags = {"tag": [[1], [2, 3], []], "user": [[4], [], [6]]}
+COLUMNS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
+Infer = Callable[[Live, Asked, str], Awaitable[Answered]]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def live(engine: FakeEngine) -> AsyncIterator[Live]:
+    others = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
+    async with live_server(engine, *others) as live:
+        yield live
+
+
+def stub(live: Live) -> GRPCInferenceServiceStub:
+    return GRPCInferenceServiceStub(live.channel)
+
+
+async def as_json(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    answer = await live.http.post(f"/v2/models/{model}/infer", content=asked.json_body())
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    return read_body(answer.content, answer.headers.get(LENGTH_HEADER))
+
+
+async def as_binary(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    body, headers = asked.binary_body()
+    answer = await live.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/octet-stream"
+    return read_body(answer.content, answer.headers[LENGTH_HEADER])
+
+
+async def as_raw(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    return read_message(await stub(live).ModelInfer(asked.message(model, is_raw=True)))
+
+
+async def as_typed(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    return read_message(await stub(live).ModelInfer(asked.message(model, is_raw=False)))
+
+
+async def as_stream(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    requests = iter([asked.message(model, is_raw=True)])
+    (answer,) = [one async for one in stub(live).ModelStreamInfer(requests)]
+    assert answer.error_message == ""
+    return read_message(answer.infer_response)
+
+
+FORMS: Mapping[str, Infer] = {
+    one.__name__: one for one in (as_json, as_binary, as_raw, as_typed, as_stream)
+}
+
+
+@pytest.fixture(params=FORMS)
+def infer(request: pytest.FixtureRequest) -> Infer:
+    return FORMS[request.param]
+
+
+def check(answered: Answered, expected: np.ndarray, keys: tuple[str, ...] = tuple(COLUMNS)) -> None:
+    assert (answered.model, answered.version) == ("shop", "7")
+    assert list(answered.outputs) == list(keys)
+    for key in keys:
+        assert np.array_equal(answered.outputs[key], expected[:, COLUMNS[key]])
+        assert answered.outputs[key].dtype == expected.dtype
