@@ -80,15 +80,15 @@ class Tokens:
         await self.access.reloader.poll()
 
     def admit(self, token: str) -> FakeTarget:
-        return self.ask(FakeTarget(f"Bearer {token}"))
+        return self.admit_target(FakeTarget(f"Bearer {token}"))
 
-    def ask(self, asking: FakeTarget) -> FakeTarget:
-        assert self.access.admit(asking, asking.authorization)
-        return asking
+    def admit_target(self, target: FakeTarget) -> FakeTarget:
+        assert self.access.admit(target, target.authorization)
+        return target
 
-    def refusal(self, authorization: str | None, certificate: Certificate | None = None) -> str:
+    def rejection(self, authorization: str | None, certificate: Certificate | None = None) -> str:
         with pytest.raises(EmbedServeError) as raised:
-            self.ask(FakeTarget(authorization, certificate))
+            self.admit_target(FakeTarget(authorization, certificate))
         return f"{raised.value.http_status} {raised.value.message}"
 
 
@@ -115,21 +115,21 @@ async def test_each_kind_of_invalid_token_has_its_own_error(tokens: Tokens) -> N
     admin = await tokens.add("boss", roles=["admin"])
     foreign, _ = new_token()
     assert tokens.admit(right).quota is not None
-    tokens.ask(FakeTarget(f"bearer   {right}"))
-    assert tokens.refusal(None).startswith("401 the request has no credentials")
-    assert tokens.refusal("") == "401 Authorization is not Bearer and one token"
-    assert tokens.refusal(f"Basic {right}") == "401 Authorization is not Bearer and one token"
+    tokens.admit_target(FakeTarget(f"bearer   {right}"))
+    assert tokens.rejection(None).startswith("401 the request has no credentials")
+    assert tokens.rejection("") == "401 Authorization is not Bearer and one token"
+    assert tokens.rejection(f"Basic {right}") == "401 Authorization is not Bearer and one token"
     assert (
-        tokens.refusal("Bearer hunter2")
+        tokens.rejection("Bearer hunter2")
         == "401 the token is wrong: embedserve makes no such tokens"
     )
-    assert tokens.refusal(f"Bearer {foreign}").startswith("401 the token is unknown")
-    assert tokens.refusal(f"Bearer {right[:-1]}").startswith("401 the token is unknown")
-    assert tokens.refusal(f"Bearer {expired}") == (
+    assert tokens.rejection(f"Bearer {foreign}").startswith("401 the token is unknown")
+    assert tokens.rejection(f"Bearer {right[:-1]}").startswith("401 the token is unknown")
+    assert tokens.rejection(f"Bearer {expired}") == (
         "401 the token of 'late' expired at 2020-01-01T00:00:00+00:00"
     )
-    assert tokens.refusal(f"Bearer {revoked}") == "401 the token of 'lost' was revoked"
-    assert tokens.refusal(f"Bearer {admin}") == "403 'boss' may not embed"
+    assert tokens.rejection(f"Bearer {revoked}") == "401 the token of 'lost' was revoked"
+    assert tokens.rejection(f"Bearer {admin}") == "403 'boss' may not embed"
 
 
 async def test_token_expires_on_time_despite_a_clock_jump(
@@ -143,7 +143,7 @@ async def test_token_expires_on_time_despite_a_clock_jump(
         tokens.clocks.pass_s(1)
     tokens.clocks.pass_s(1)
     tokens.access.refresh_expiry()
-    assert "expired" in tokens.refusal(f"Bearer {token}")
+    assert "expired" in tokens.rejection(f"Bearer {token}")
 
 
 async def test_removed_token_is_rejected_immediately(tokens: Tokens) -> None:
@@ -152,7 +152,7 @@ async def test_removed_token_is_rejected_immediately(tokens: Tokens) -> None:
         tokens.admit(one)
     lines = tokens.path.read_text().splitlines()
     await tokens.write(lines[1])
-    assert "unknown" in tokens.refusal(f"Bearer {first}")
+    assert "unknown" in tokens.rejection(f"Bearer {first}")
     tokens.admit(second)
 
 
@@ -194,7 +194,7 @@ async def test_concurrency_limit_survives_a_reload(tokens: Tokens) -> None:
     token = await tokens.add("x", concurrent=2)
     first, _ = tokens.admit(token), tokens.admit(token)
     await tokens.add("y")
-    assert tokens.refusal(f"Bearer {token}") == (
+    assert tokens.rejection(f"Bearer {token}") == (
         "429 'x' has 2 requests in flight, which is its limit"
     )
     assert first.quota is not None
@@ -210,9 +210,9 @@ async def test_rate_limit_allows_a_burst_of_one_second(tokens: Tokens) -> None:
     assert raised.value.retry_after_s == 60
     some = FakeTarget(f"Bearer {await tokens.add('some', requests_per_second=5)}")
     for _ in range(5):  # concurrently
-        tokens.ask(some)
+        tokens.admit_target(some)
     with pytest.raises(RateLimitedError) as raised:
-        tokens.ask(some)
+        tokens.admit_target(some)
     assert raised.value.retry_after_s == 1
 
 
@@ -228,7 +228,7 @@ def test_raised_rate_applies_immediately(raised_to: float) -> None:
     assert client.admission_error(perf_counter() + 0.01) is None
 
 
-def test_burst_at_one_moment_is_whole_whatever_the_clock_says() -> None:
+def test_full_burst_is_admitted_at_any_clock_value() -> None:
     for i in range(1000):
         now_s = 12345.678 * i + 0.1
         client = CallerQuota(Grant("x", requests_per_second=5))
@@ -262,16 +262,16 @@ async def test_tokens_may_be_limited_to_models(tokens: Tokens) -> None:
 async def test_certificate_names_identify_callers(tokens: Tokens) -> None:
     await tokens.write('{"name": "ranker", "certificate": "spiffe://cluster/ranker"}\n')
     right = Certificate(("any", "spiffe://cluster/ranker"), NOW_S + 10)
-    asking = FakeTarget(None, right)
-    tokens.ask(asking)
-    assert asking.quota is not None
-    assert asking.quota.grant.name == "ranker"
+    target = FakeTarget(None, right)
+    tokens.admit_target(target)
+    assert target.quota is not None
+    assert target.quota.grant.name == "ranker"
     stranger = Certificate(("stranger",), NOW_S + 10)
-    assert "belongs to no caller" in tokens.refusal(None, stranger)
-    assert "Bearer" in tokens.refusal("x", right)
+    assert "belongs to no caller" in tokens.rejection(None, stranger)
+    assert "Bearer" in tokens.rejection("x", right)
     tokens.clocks.pass_s(11)
     tokens.access.refresh_expiry()
-    assert tokens.refusal(None, right) == "401 the client's certificate has expired"
+    assert tokens.rejection(None, right) == "401 the client's certificate has expired"
 
 
 def test_names_of_a_certificate_are_read() -> None:
@@ -288,23 +288,23 @@ def test_names_of_a_certificate_are_read() -> None:
 async def test_credential_cache_is_bounded(tokens: Tokens) -> None:
     token = await tokens.add("x")
     for spaces in range(2 * CACHED_MAX):
-        tokens.ask(FakeTarget("Bearer " + " " * spaces + token))
+        tokens.admit_target(FakeTarget("Bearer " + " " * spaces + token))
     assert len(tokens.access._cached) <= CACHED_MAX
     for _ in range(100):
         with pytest.raises(UnauthenticatedError):
-            tokens.ask(FakeTarget(f"Bearer {new_token()[0]}"))
+            tokens.admit_target(FakeTarget(f"Bearer {new_token()[0]}"))
     assert len(tokens.access._cached) <= CACHED_MAX
 
 
 async def test_requests_are_counted_by_caller(tokens: Tokens) -> None:
     token, late = await tokens.add("x", concurrent=1), await tokens.add("late", revoked=True)
-    asking = tokens.admit(token)
-    tokens.refusal(f"Bearer {token}")  # a request is in flight
-    tokens.refusal(f"Bearer {late}")
-    tokens.refusal("Bearer hunter2")
+    target = tokens.admit(token)
+    tokens.rejection(f"Bearer {token}")  # a request is in flight
+    tokens.rejection(f"Bearer {late}")
+    tokens.rejection("Bearer hunter2")
     await tokens.add("y")  # earlier counts survive a reload
-    assert asking.quota is not None
-    asking.quota.leave("OK")
+    assert target.quota is not None
+    target.quota.leave("OK")
     assert dict(tokens.access.take_counts()) == {
         "x": {"RESOURCE_EXHAUSTED": 1, "OK": 1},
         "late": {"UNAUTHENTICATED": 1},
@@ -317,12 +317,12 @@ async def test_requests_are_counted_by_caller(tokens: Tokens) -> None:
 async def test_idle_callers_cost_no_counter(tokens: Tokens) -> None:
     """Guards against a cost per name: a token file may have thousands, and the counts are taken
     twice a second."""
-    asking = tokens.admit(await tokens.add("x"))
-    assert asking.quota is not None
-    before = asking.quota.outcomes
+    target = tokens.admit(await tokens.add("x"))
+    assert target.quota is not None
+    before = target.quota.outcomes
     assert tokens.access.take_counts() == []
-    assert asking.quota.outcomes is before
-    asking.quota.answered_count += 1  # as the fast path counts
+    assert target.quota.outcomes is before
+    target.quota.answered_count += 1  # as the fast path counts
     assert tokens.access.take_counts() == [("x", {"OK": 1})]
 
 
@@ -341,16 +341,16 @@ def test_caller_keeps_its_limits_when_its_token_is_replaced(tmp_path: Path) -> N
     path.write_text(json.dumps({**limits, "sha256": old_hash}))
     access = Authenticator(str(path))
 
-    def client_of(token: str) -> CallerQuota:
+    def quota_of(token: str) -> CallerQuota:
         return access.check(f"Bearer {token}".encode(), None, frozenset({"embed"}), charge=False)
 
-    client = client_of(old)
+    client = quota_of(old)
     for hashes in ([old_hash, new_hash], [new_hash]):
         path.write_text(json.dumps({**limits, "sha256": hashes}))
         access._adopt(read_grants(str(path)))
-        assert client_of(new) is client
+        assert quota_of(new) is client
     with pytest.raises(UnauthenticatedError, match="unknown"):
-        client_of(old)
+        quota_of(old)
     path.write_text(json.dumps({**limits, "sha256": [old_hash, new_hash]}))
     access._adopt(read_grants(str(path)))
     for token, is_over in ((old, False), (new, True)):

@@ -14,13 +14,13 @@ from embedserve.access.client_address import (
 )
 
 PROXY = "10.0.0.1"
-BEHIND = ClientAddresses(["10.0.0.0/8", "fd00::/8"])
+ADDRESSES = ClientAddresses(["10.0.0.0/8", "fd00::/8"])
 
 
-def found(peer: str = PROXY, **headers: str) -> str:
+def client_address(peer: str = PROXY, **headers: str) -> str:
     """Returns the address found with these headers (x_forwarded_for, forwarded)."""
     given = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    return BEHIND.find(peer, given.get)
+    return ADDRESSES.find(peer, given.get)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def found(peer: str = PROXY, **headers: str) -> str:
     ],
 )
 def test_x_forwarded_for_of_a_trusted_proxy_is_used(value: str, address: str) -> None:
-    assert found(x_forwarded_for=value) == address
-    assert found(peer="203.0.113.5", x_forwarded_for=value) == "203.0.113.5"
+    assert client_address(x_forwarded_for=value) == address
+    assert client_address(peer="203.0.113.5", x_forwarded_for=value) == "203.0.113.5"
     assert ClientAddresses().find(PROXY, {X_FORWARDED_FOR: value.encode()}.get) == PROXY
 
 
@@ -64,8 +64,8 @@ def test_x_forwarded_for_of_a_trusted_proxy_is_used(value: str, address: str) ->
     ],
 )
 def test_forwarded_header_of_a_trusted_proxy_is_used(value: str, address: str) -> None:
-    assert found(forwarded=value) == address
-    assert found(peer="203.0.113.5", forwarded=value) == "203.0.113.5"
+    assert client_address(forwarded=value) == address
+    assert client_address(peer="203.0.113.5", forwarded=value) == "203.0.113.5"
 
 
 @pytest.mark.parametrize(
@@ -84,21 +84,21 @@ def test_contradicting_forwarded_headers_are_ignored(
     forwarded: str, x_forwarded_for: str, address: str
 ) -> None:
     """Rejects both headers: the proxy wrote one of them, and the client perhaps the other."""
-    assert found(forwarded=forwarded, x_forwarded_for=x_forwarded_for) == address
+    assert client_address(forwarded=forwarded, x_forwarded_for=x_forwarded_for) == address
 
 
 def test_unix_socket_peer_is_no_trusted_proxy() -> None:
-    assert found(peer="a Unix socket", x_forwarded_for="192.0.2.7") == "a Unix socket"
+    assert client_address(peer="a Unix socket", x_forwarded_for="192.0.2.7") == "a Unix socket"
 
 
 def test_long_forwarded_header_is_parsed_quickly_from_its_end() -> None:
     ours = "192.0.2.7"
-    assert found(x_forwarded_for="198.51.100.9," * 100_000 + ours) == ours
-    assert found(x_forwarded_for="9" * 1_000_000) == PROXY
+    assert client_address(x_forwarded_for="198.51.100.9," * 100_000 + ours) == ours
+    assert client_address(x_forwarded_for="9" * 1_000_000) == PROXY
     hostile = [b"for=" * 250_000, b'for="' * 200_000, b";" * 1_000_000, b"for=;" * 200_000]
     hostile.append(b"for=" + b" " * (FORWARDED_BYTES_MAX - 5) + b'"')
     start_s = time.thread_time()
     for value in hostile * 200:
-        assert BEHIND.find(PROXY, {FORWARDED: value}.get) == PROXY
-        assert BEHIND.find(PROXY, {FORWARDED: value[:FORWARDED_BYTES_MAX]}.get) == PROXY
+        assert ADDRESSES.find(PROXY, {FORWARDED: value}.get) == PROXY
+        assert ADDRESSES.find(PROXY, {FORWARDED: value[:FORWARDED_BYTES_MAX]}.get) == PROXY
     assert time.thread_time() - start_s < 1.0

@@ -14,7 +14,7 @@ from embedserve.access.grants import GRANTS_MAX, Grant, hash_of, new_token, read
 SHA = "0" * 64
 
 
-def grants(folder: Path, *lines: dict[str, Any] | str) -> list[Grant]:
+def read_lines(folder: Path, *lines: dict[str, Any] | str) -> list[Grant]:
     path = folder / "tokens"
     path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
     return read_grants(str(path))
@@ -33,7 +33,7 @@ def test_every_key_of_a_grant_is_read(tmp_path: Path) -> None:
         "revoked": True,
     }
     plain = {"name": "batch", "sha256": "1" * 64, "expires": "2027-01-31"}
-    assert grants(tmp_path, "# who asks", full, "", plain) == [
+    assert read_lines(tmp_path, "# who asks", full, "", plain) == [
         Grant(
             "ranker",
             (SHA,),
@@ -53,7 +53,7 @@ SECRET = "es_what-nobody-may-see"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("no json", "no JSON at column 1"),
         ('{"name": "x", "sha', "no JSON at column"),
@@ -83,11 +83,11 @@ SECRET = "es_what-nobody-may-see"
         ({"name": "second", "sha256": "f" * 64}, "the same name or token as line 1"),
     ],
 )
-def test_invalid_line_is_named_but_not_quoted(tmp_path: Path, line: Any, said: str) -> None:
+def test_invalid_line_is_named_but_not_quoted(tmp_path: Path, line: Any, message: str) -> None:
     first = {"name": "first", "sha256": "f" * 64}
     with pytest.raises(ValueError, match=r"^\S*/tokens, line 2: ") as raised:
-        grants(tmp_path, first, line)
-    assert said in str(raised.value)
+        read_lines(tmp_path, first, line)
+    assert message in str(raised.value)
     assert "nobody-may-see" not in str(raised.value)
 
 
@@ -97,10 +97,10 @@ def test_binary_empty_or_oversized_token_file_is_rejected(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="is no text"):
         read_grants(str(path))
     with pytest.raises(ValueError, match="^" + re.escape(f"{path} has no line of a caller") + "$"):
-        grants(tmp_path, "# who asks", "")
+        read_lines(tmp_path, "# who asks", "")
     many = [{"name": f"n{i}", "sha256": f"{i:064x}"} for i in range(GRANTS_MAX + 1)]
     with pytest.raises(ValueError, match=f"over {GRANTS_MAX} lines"):
-        grants(tmp_path, *many)
+        read_lines(tmp_path, *many)
 
 
 def test_new_tokens_are_long_and_unique() -> None:

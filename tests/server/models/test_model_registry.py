@@ -33,27 +33,27 @@ USER: Bags = {"user": [[1, 2]]}
 
 
 @pytest.fixture
-def other() -> FakeEngine:
+def films() -> FakeEngine:
     return FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
 
 
 async def test_request_is_served_by_the_named_model(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
-    models = make_pipeline(engine, other, executor=executor).models
-    for named, answers in (("films", other), ("shop", engine), ("", engine)):
+    models = make_pipeline(engine, films, executor=executor).models
+    for named, answers in (("films", films), ("shop", engine), ("", engine)):
         result = await submit_to(models, make_request(USER, model=named))
         assert result.model is answers.model
         assert np.array_equal(result.values, answers.expected(USER))
-    assert models.models() == [engine.model, other.model]
-    assert models.model("films") is other.model
+    assert models.models() == [engine.model, films.model]
+    assert models.model("films") is films.model
     assert models.model("") is engine.model
 
 
 async def test_unknown_model_error_lists_the_served_models(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
-    models = make_pipeline(engine, other, executor=executor).models
+    models = make_pipeline(engine, films, executor=executor).models
     with pytest.raises(UnknownModelError, match="model is 'shoes': this server has shop, films"):
         submit_to(models, make_request(USER, model="shoes"))
     with pytest.raises(UnknownModelError):
@@ -61,9 +61,9 @@ async def test_unknown_model_error_lists_the_served_models(
 
 
 async def test_request_must_name_a_model_without_a_default(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
-    models = make_pipeline(engine, other, executor=executor, default_model="").models
+    models = make_pipeline(engine, films, executor=executor, default_model="").models
     with pytest.raises(UnknownModelError, match="names no model and there is no default"):
         submit_to(models, make_request(USER))
 
@@ -140,23 +140,23 @@ async def test_damaged_model_is_not_ready_but_keeps_serving(
     models.check_ready()
     metrics = pipeline.metrics.models["shop"]
 
-    def damaged() -> object:
+    def damage_metric() -> object:
         metrics.flush()
         return next(v for name, _, v in metrics.samples() if name == "embedserve_model_damaged")
 
-    assert damaged() == 0
+    assert damage_metric() == 0
     engine.damage = StoreError("tables.safetensors: changed")
     for _ in range(2):
         await models.check_integrity()
     with pytest.raises(NotReadyError, match=r"tables\.safetensors: changed"):
         models.check_ready()
-    assert damaged() == 1
+    assert damage_metric() == 1
     assert caplog.text.count("not ready any more: tables.safetensors: changed") == 1
     result = await submit_to(models, make_request(USER))
     assert np.array_equal(result.values, engine.expected(USER))
 
 
-async def test_failed_integrity_check_is_logged_and_no_damage(
+async def test_failed_integrity_check_is_logged_but_not_treated_as_damage(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = make_pipeline(engine, executor=executor).models
@@ -168,10 +168,10 @@ async def test_failed_integrity_check_is_logged_and_no_damage(
 
 
 async def test_version_retired_during_the_check_is_skipped(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
     """Checks that the periodic check continues. If it ended, later damage would stay undetected."""
-    models = make_pipeline(engine, other, executor=executor).models
+    models = make_pipeline(engine, films, executor=executor).models
     engine.check = gate.before(engine.check)  # type: ignore[method-assign]
     check = asyncio.create_task(models.check_integrity())
     await until(lambda: gate.threads)
@@ -181,12 +181,12 @@ async def test_version_retired_during_the_check_is_skipped(
     models.check_ready()
 
 
-class Full:
+class FullQueue:
     """Two models: the default one, "shop", has a full queue; that of "films" is open."""
 
-    def __init__(self, engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor) -> None:
         limits = Limits(inline_bytes_max=0, queue_examples_max=1)
-        self.models = make_pipeline(engine, other, executor=executor, limits=limits).models
+        self.models = make_pipeline(engine, films, executor=executor, limits=limits).models
         engine.hold()
         self.running = submit_to(self.models, make_request(USER))
         self._engine = engine
@@ -199,10 +199,10 @@ class Full:
 
 
 @pytest.fixture
-async def full(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+async def full_registry(
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> AsyncIterator[ModelRegistry]:
-    one = Full(engine, other, executor)
+    one = FullQueue(engine, films, executor)
     assert not one.models.has_full_queue
     await one.fill()
     yield one.models
@@ -211,7 +211,7 @@ async def full(
     assert not one.models.has_full_queue
 
 
-class Peek:
+class FakeEstimator:
     """Estimator with a fixed model name and size. Without a name, reading the body is an error."""
 
     def __init__(self, named: str | None = None, sizes: tuple[int, int] = (0, 0)) -> None:
@@ -226,30 +226,30 @@ class Peek:
         return self._sizes
 
 
-NEVER_ASKED = Peek()
+BODY_NOT_INSPECTED = FakeEstimator()
 
 
-async def test_full_queue_rejects_requests_of_its_model_only(full: ModelRegistry) -> None:
-    assert full.has_full_queue
-    assert full.has_full_unsized_queue
+async def test_full_queue_rejects_requests_of_its_model_only(full_registry: ModelRegistry) -> None:
+    assert full_registry.has_full_queue
+    assert full_registry.has_full_unsized_queue
     for model in ("", "shop"):
         with pytest.raises(OverloadedError, match="the queue of 'shop' is full"):
-            full.check_queue_for_body(model, b"", Peek(""))
-    full.check_queue_for_body("films", b"", NEVER_ASKED)
-    full.check_queue_for_body("nobody", b"", NEVER_ASKED)
+            full_registry.check_queue_for_body(model, b"", FakeEstimator(""))
+    full_registry.check_queue_for_body("films", b"", BODY_NOT_INSPECTED)
+    full_registry.check_queue_for_body("nobody", b"", BODY_NOT_INSPECTED)
 
 
-async def test_body_is_inspected_only_if_its_model_matters(full: ModelRegistry) -> None:
-    full.check_queue_for_body("", b"", Peek("films"))
+async def test_body_is_inspected_only_if_its_model_matters(full_registry: ModelRegistry) -> None:
+    full_registry.check_queue_for_body("", b"", FakeEstimator("films"))
     for named in ("shop", "", "nobody"):  # an unknown model is rejected like the default one
         with pytest.raises(OverloadedError):
-            full.check_queue_for_body("", b"", Peek(named))
+            full_registry.check_queue_for_body("", b"", FakeEstimator(named))
     with pytest.raises(OverloadedError):
-        full.check_queue_for_body("shop", b"", NEVER_ASKED)
+        full_registry.check_queue_for_body("shop", b"", BODY_NOT_INSPECTED)
 
 
 async def test_full_queue_of_the_only_model_rejects_every_body(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=1)
     models = make_pipeline(engine, executor=executor, limits=limits).models
@@ -257,19 +257,19 @@ async def test_full_queue_of_the_only_model_rejects_every_body(
     running = submit_to(models, make_request(USER))
     await until(lambda: engine.lookups)
     waiting = submit_to(models, make_request(USER))
-    models.check_queue_for_body("", b"", NEVER_ASKED)
+    models.check_queue_for_body("", b"", BODY_NOT_INSPECTED)
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(USER))
     for model in ("", "shop", "nobody"):
         with pytest.raises(OverloadedError):
-            models.check_queue_for_body(model, b"", NEVER_ASKED)
+            models.check_queue_for_body(model, b"", BODY_NOT_INSPECTED)
         with pytest.raises(OverloadedError):
             models.check_unsized_queue(model)
     engine.release()
     await asyncio.gather(running, waiting)
 
 
-async def test_full_queue_for_large_requests_admits_small_ones(
+async def test_full_queue_for_large_requests_admits_small_requests(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     large: Bags = {"user": [[1, 2, 3]]}
@@ -283,27 +283,29 @@ async def test_full_queue_for_large_requests_admits_small_ones(
         submit_to(models, make_request(large))
     assert (models.has_full_queue, models.has_full_unsized_queue) == (True, False)
     models.check_unsized_queue("shop")
-    models.check_queue_for_body("", b"", Peek(sizes=(1, 1)))
+    models.check_queue_for_body("", b"", FakeEstimator(sizes=(1, 1)))
     with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
-        models.check_queue_for_body("", b"", Peek(sizes=(1, 1000)))
+        models.check_queue_for_body("", b"", FakeEstimator(sizes=(1, 1000)))
     with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
-        models.check_queue_for_body("", b"", Peek(sizes=(1000, 1)))
+        models.check_queue_for_body("", b"", FakeEstimator(sizes=(1000, 1)))
     large_body = bytes(QUICK_BYTES_MAX + 1)
-    models.check_queue_for_body("", large_body, Peek(sizes=(1, 1000)), is_quick=True)
+    models.check_queue_for_body("", large_body, FakeEstimator(sizes=(1, 1000)), is_quick=True)
     with pytest.raises(OverloadedError):
-        models.check_queue_for_body("", large_body[1:], Peek(sizes=(1, 1000)), is_quick=True)
+        models.check_queue_for_body(
+            "", large_body[1:], FakeEstimator(sizes=(1, 1000)), is_quick=True
+        )
     with pytest.raises(OverloadedError):
-        models.check_queue_for_body("", large_body, Peek(sizes=(1, 1000)))
+        models.check_queue_for_body("", large_body, FakeEstimator(sizes=(1, 1000)))
     engine.release()
     await asyncio.gather(*answers)
     assert not models.has_full_queue
 
 
 async def test_named_model_decides_about_overload_without_a_default(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=1)
-    pipeline = make_pipeline(engine, other, executor=executor, limits=limits, default_model="")
+    pipeline = make_pipeline(engine, films, executor=executor, limits=limits, default_model="")
     models = pipeline.models
     engine.hold()
     answers = [submit_to(models, make_request(USER, model="shop"))]
@@ -311,21 +313,21 @@ async def test_named_model_decides_about_overload_without_a_default(
     answers.append(submit_to(models, make_request(USER, model="shop")))
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(USER, model="shop"))
-    models.check_queue_for_body("", b"", Peek("films"))
+    models.check_queue_for_body("", b"", FakeEstimator("films"))
     with pytest.raises(OverloadedError):
-        models.check_queue_for_body("", b"", Peek("shop"))
+        models.check_queue_for_body("", b"", FakeEstimator("shop"))
     engine.release()
     await asyncio.gather(*answers)
 
 
 async def test_only_requests_that_name_a_full_model_are_rejected_before_the_body(
-    full: ModelRegistry,
+    full_registry: ModelRegistry,
 ) -> None:
     with pytest.raises(OverloadedError):
-        full.check_unsized_queue("shop")
-    full.check_unsized_queue("films")
-    full.check_unsized_queue("")  # its body may name the other
-    full.check_unsized_queue("nobody")
+        full_registry.check_unsized_queue("shop")
+    full_registry.check_unsized_queue("films")
+    full_registry.check_unsized_queue("")  # its body may name the other
+    full_registry.check_unsized_queue("nobody")
 
 
 def next_batcher(
@@ -337,7 +339,7 @@ def next_batcher(
     return Batcher(engine, engine.model, pipeline.limits, metrics, executor)
 
 
-async def test_new_version_serves_new_requests_and_old_version_queued_ones(
+async def test_new_version_serves_new_requests_and_old_version_queued_requests(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor, limits=Limits(inline_bytes_max=0))
@@ -364,10 +366,10 @@ async def test_new_version_serves_new_requests_and_old_version_queued_ones(
 
 
 async def test_next_version_starts_with_an_empty_queue_and_no_damage(
-    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=2)
-    pipeline = make_pipeline(engine, other, executor=executor, limits=limits)
+    pipeline = make_pipeline(engine, films, executor=executor, limits=limits)
     models = pipeline.models
     engine.damage = StoreError("tables.safetensors: changed")
     await models.check_integrity()

@@ -31,7 +31,7 @@ def models(executor: ThreadPoolExecutor) -> ModelRegistry:
     return make_pipeline(*engines, executor=executor, default_model="shop").models
 
 
-async def answered_by(models: ModelRegistry, name: str = "", routing_key: bytes = b"") -> int:
+async def serving_version(models: ModelRegistry, name: str = "", routing_key: bytes = b"") -> int:
     request = make_request(USER, model=name)
     result = await submit_to(models, request, routing_key=routing_key)
     return result.model.version
@@ -53,16 +53,16 @@ async def answered_by(models: ModelRegistry, name: str = "", routing_key: bytes 
 async def test_version_is_named_by_number_or_alias(
     models: ModelRegistry, name: str, version: int
 ) -> None:
-    assert await answered_by(models, name) == version
+    assert await serving_version(models, name) == version
     assert models.model(name).version == version
 
 
 @pytest.mark.parametrize("name", ["shop@9", "shop@none", "@9", "shop@7@8", "films@7", "shop@"])
-async def test_unserved_version_error_lists_the_served_ones(
+async def test_unserved_version_error_lists_the_served_versions(
     models: ModelRegistry, name: str
 ) -> None:
     with pytest.raises(UnknownModelError) as caught:
-        await answered_by(models, name)
+        await serving_version(models, name)
     error = caught.value
     if name.startswith("films") or name == "shop@":
         assert error.field == "model"
@@ -76,26 +76,26 @@ async def test_share_applies_to_requests_without_a_version(models: ModelRegistry
     models.set_share("shop@canary", 20.0)
     models.set_share("shop@old", 30.0)
     models.set_share("shop@stable", 40.0)  # it gets all requests that the others do not
-    counts = Counter([await answered_by(models, "shop") for _ in range(1000)])
+    counts = Counter([await serving_version(models, "shop") for _ in range(1000)])
     assert 120 < counts[8] < 280
     assert 210 < counts[6] < 390
     assert counts.total() == 1000
-    assert {await answered_by(models, "shop@stable") for _ in range(50)} == {7}
+    assert {await serving_version(models, "shop@stable") for _ in range(50)} == {7}
     shares = {model.tag: models.status(model)["share"] for model in models.models()}
     assert shares == {"stable": 50.0, "canary": 20.0, "old": 30.0}
     models.set_share("shop@canary", 0.0)
     models.set_share("shop@old", 0.0)
-    assert {await answered_by(models) for _ in range(200)} == {7}
+    assert {await serving_version(models) for _ in range(200)} == {7}
 
 
 async def test_routing_key_is_always_served_by_the_same_version(models: ModelRegistry) -> None:
     models.set_share("shop@canary", 20.0)
     keys = [f"user-{i}".encode() for i in range(1000)]
-    first = [await answered_by(models, "", key) for key in keys]
+    first = [await serving_version(models, "", key) for key in keys]
     assert 120 < Counter(first)[8] < 280
-    assert [await answered_by(models, "shop", key) for key in keys] == first
+    assert [await serving_version(models, "shop", key) for key in keys] == first
     models.set_share("shop@canary", 40.0)  # keys that it handled before stay with it
-    later = [await answered_by(models, "", key) for key in keys]
+    later = [await serving_version(models, "", key) for key in keys]
     assert all(after == 8 for before, after in zip(first, later, strict=True) if before == 8)
     assert Counter(later)[8] > Counter(first)[8]
 
@@ -103,7 +103,7 @@ async def test_routing_key_is_always_served_by_the_same_version(models: ModelReg
 async def test_shares_over_100_percent_leave_nothing_for_the_default(models: ModelRegistry) -> None:
     models.set_share("shop@canary", 80.0)
     models.set_share("shop@old", 80.0)
-    assert 7 not in {await answered_by(models) for _ in range(300)}
+    assert 7 not in {await serving_version(models) for _ in range(300)}
     shares = {model.tag: models.status(model)["share"] for model in models.models()}
     assert shares == {"stable": 0.0, "canary": 80.0, "old": 20.0}
 

@@ -23,7 +23,7 @@ from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import FOLDER, Region, open_region
 
 BYTES = bytes(range(100))
-Open = Callable[..., Region]
+OpenRegion = Callable[..., Region]
 
 
 @pytest.fixture
@@ -34,20 +34,20 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
+def open_test_region(tmp_path: Path) -> Iterator[OpenRegion]:
     regions: list[Region] = []
 
-    def open_one(key: str = "/ids", offset: int = 10, byte_size: int = 50) -> Region:
+    def open_with_defaults(key: str = "/ids", offset: int = 10, byte_size: int = 50) -> Region:
         regions.append(open_region("mine", key, offset, byte_size, "/", str(tmp_path)))
         return regions[-1]
 
-    yield open_one
+    yield open_with_defaults
     for one in regions:
         one.close()
 
 
-def test_region_bytes_are_read_and_written(file: Path, opened: Open) -> None:
-    region = opened()
+def test_region_bytes_are_read_and_written(file: Path, open_test_region: OpenRegion) -> None:
+    region = open_test_region()
     assert (region.name, region.key, region.offset, region.byte_size) == ("mine", "/ids", 10, 50)
     assert region.read(5, 20) == BYTES[15:35]
     first, second = bytearray(3), bytearray(7)
@@ -55,22 +55,22 @@ def test_region_bytes_are_read_and_written(file: Path, opened: Open) -> None:
     assert bytes(first + second) == BYTES[50:60]
     region.write(48, memoryview(b"ab"))
     assert file.read_bytes() == BYTES[:58] + b"ab" + BYTES[60:]
-    assert opened("ids", 0, 100).read(0, 100) == file.read_bytes()
+    assert open_test_region("ids", 0, 100).read(0, 100) == file.read_bytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_chunks_are_written_consecutively(
-    file: Path, opened: Open, dtype: type[np.floating]
+    file: Path, open_test_region: OpenRegion, dtype: type[np.floating]
 ) -> None:
-    place = MemorySlice(opened(), 4, 46)
+    place = MemorySlice(open_test_region(), 4, 46)
     pieces = [np.full((2, 3), 1.5, dtype), np.zeros((0, 3), dtype), np.full((1, 3), -2, dtype)]
     place.write(one.data for one in pieces)
     values = b"".join(one.tobytes() for one in pieces)
     assert file.read_bytes() == BYTES[:14] + values + BYTES[14 + len(values) :]
 
 
-def test_read_bytes_are_a_copy(file: Path, opened: Open) -> None:
-    read = opened().read(0, 50)
+def test_read_bytes_are_a_copy(file: Path, open_test_region: OpenRegion) -> None:
+    read = open_test_region().read(0, 50)
     file.write_bytes(bytes(100))
     assert read == BYTES[10:60]
 
@@ -79,16 +79,16 @@ def test_read_bytes_are_a_copy(file: Path, opened: Open) -> None:
     "key",
     ["", "/", ".", "/.", "..", "/..", "../ids", "a/b", "/a/b", "//ids", "ids/", "i\0ds", "i\nds"],
 )
-def test_key_must_be_a_file_name(opened: Open, file: Path, key: str) -> None:
+def test_key_must_be_a_file_name(open_test_region: OpenRegion, file: Path, key: str) -> None:
     with pytest.raises(InvalidRequestError, match="it is no name of a file in /dev/shm") as caught:
-        opened(key)
+        open_test_region(key)
     assert caught.value.field == "key"
 
 
 @pytest.mark.parametrize("key", ["k" * 256, "/" + "ä" * 128])
-def test_key_length_is_limited(opened: Open, key: str) -> None:
+def test_key_length_is_limited(open_test_region: OpenRegion, key: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"^key is '.{64}…': it has over 255 bytes$"):
-        opened(key)
+        open_test_region(key)
 
 
 def test_key_must_begin_with_the_prefix(file: Path) -> None:
@@ -105,7 +105,7 @@ def socket_at(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda path: None, "No such file or directory"),
         (lambda path: path.symlink_to("ids"), "it is a link"),
@@ -117,11 +117,11 @@ def socket_at(path: Path) -> None:
     ],
 )
 def test_only_regular_files_with_one_link_are_opened(
-    opened: Open, file: Path, make: Callable[[Path], None], said: str
+    open_test_region: OpenRegion, file: Path, make: Callable[[Path], None], message: str
 ) -> None:
     make(file.with_name("other"))
-    with pytest.raises(InvalidRequestError, match=f"^key is 'other': {said}"):
-        opened("other", 0, 1)
+    with pytest.raises(InvalidRequestError, match=f"^key is 'other': {message}"):
+        open_test_region("other", 0, 1)
     assert not open_below(file.parent)
 
 
@@ -143,40 +143,42 @@ def test_open_does_not_wait_for_a_file_lease() -> None:
         signal.signal(signal.SIGIO, before)
 
 
-def test_range_must_end_within_the_file(opened: Open, file: Path) -> None:
-    assert opened("ids", 99, 1).read(0, 1) == BYTES[99:]
+def test_range_must_end_within_the_file(open_test_region: OpenRegion, file: Path) -> None:
+    assert open_test_region("ids", 99, 1).read(0, 1) == BYTES[99:]
     for offset, byte_size in ((0, 101), (100, 1), (2**64, 1)):
-        said = f"^offset and byte_size end at {offset + byte_size}, but 'ids' has 100 bytes$"
-        with pytest.raises(InvalidRequestError, match=said):
-            opened("ids", offset, byte_size)
+        message = f"^offset and byte_size end at {offset + byte_size}, but 'ids' has 100 bytes$"
+        with pytest.raises(InvalidRequestError, match=message):
+            open_test_region("ids", offset, byte_size)
 
 
-def test_truncated_file_is_an_error_not_a_signal(opened: Open, file: Path) -> None:
-    region = opened()
+def test_truncated_file_is_an_error_not_a_signal(open_test_region: OpenRegion, file: Path) -> None:
+    region = open_test_region()
     os.truncate(file, 30)
     assert region.read(0, 20) == BYTES[10:30]
-    said = "region 'mine': its file was cut to 30 bytes, and is asked for up to 31$"
-    with pytest.raises(InvalidRequestError, match=said):
+    message = "region 'mine': its file was cut to 30 bytes, and is asked for up to 31$"
+    with pytest.raises(InvalidRequestError, match=message):
         region.read(0, 21)
-    with pytest.raises(InvalidRequestError, match=said):
+    with pytest.raises(InvalidRequestError, match=message):
         region.write(0, memoryview(bytes(21)))
     assert file.read_bytes() == BYTES[:30]
 
 
-def test_file_truncated_repeatedly_during_use_is_an_error(opened: Open, file: Path) -> None:
+def test_file_truncated_repeatedly_during_use_is_an_error(
+    open_test_region: OpenRegion, file: Path
+) -> None:
     """Guards against a mapping, whose access to a truncated file would end the process."""
     nbytes = 1 << 20
     file.write_bytes(bytes(nbytes))
-    region, values = opened("ids", 0, nbytes), memoryview(b"a" * nbytes)
+    region, values = open_test_region("ids", 0, nbytes), memoryview(b"a" * nbytes)
     is_over = threading.Event()
 
-    def cut() -> None:
+    def truncate_repeatedly() -> None:
         while not is_over.is_set():
             os.truncate(file, 0)
             os.truncate(file, nbytes)
 
     with ThreadPoolExecutor(1) as executor:
-        cutting = executor.submit(cut)
+        cutting = executor.submit(truncate_repeatedly)
         for _ in range(300):
             with contextlib.suppress(InvalidRequestError):
                 region.write(0, values)
@@ -188,8 +190,8 @@ def test_file_truncated_repeatedly_during_use_is_an_error(opened: Open, file: Pa
     assert region.read(0, nbytes) == values
 
 
-def test_removed_file_is_an_error(opened: Open, file: Path) -> None:
-    region = opened()
+def test_removed_file_is_an_error(open_test_region: OpenRegion, file: Path) -> None:
+    region = open_test_region()
     before = region.is_unlinked
     file.unlink()
     assert (before, region.is_unlinked) == (False, True)
@@ -199,8 +201,8 @@ def test_removed_file_is_an_error(opened: Open, file: Path) -> None:
         region.write(0, memoryview(b"a"))
 
 
-def test_write_error_names_its_reason(opened: Open, file: Path) -> None:
-    region = opened()
+def test_write_error_names_its_reason(open_test_region: OpenRegion, file: Path) -> None:
+    region = open_test_region()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))
@@ -210,8 +212,8 @@ def test_write_error_names_its_reason(opened: Open, file: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_region_is_closed_after_its_last_use(opened: Open, file: Path) -> None:
-    region = opened()
+def test_region_is_closed_after_its_last_use(open_test_region: OpenRegion, file: Path) -> None:
+    region = open_test_region()
     with region.opened(50) as descriptor:
         region.close()
         assert os.fstat(descriptor).st_size == 100

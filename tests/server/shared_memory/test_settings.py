@@ -12,25 +12,28 @@ from embedserve.shared_memory.settings import check_shared_memory
 
 PLAIN = ServeSettings(store="store")
 SHARED = replace(PLAIN, shared_memory="/ranker-")
-ELSEWHERE = replace(SHARED, management_port=0, management_host="10.0.0.5", tokens="tokens")
+REMOTE_MANAGEMENT = replace(SHARED, management_port=0, management_host="10.0.0.5", tokens="tokens")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (replace(PLAIN, shared_memory="ranker-"), "shared_memory is 'ranker-', expected a slash"),
         (replace(PLAIN, shared_memory="/a/b"), "shared_memory is '/a/b', expected a slash"),
         (replace(PLAIN, shared_memory="/\0"), r"shared_memory is '/.x00', expected a slash"),
         (replace(SHARED, host="0.0.0.0"), "shared_memory is '/ranker-', but host is '0.0.0.0'"),
         (replace(SHARED, host="::"), "shared_memory is '/ranker-', but host is '::', which other"),
-        (ELSEWHERE, "shared_memory is '/ranker-', but management_host is '10.0.0.5', which"),
+        (
+            REMOTE_MANAGEMENT,
+            "shared_memory is '/ranker-', but management_host is '10.0.0.5', which",
+        ),
         (replace(SHARED, workers=2), "shared_memory is '/ranker-', but workers is 2, and a region"),
         (replace(SHARED, grpc_server="grpcio"), "shared_memory is '/ranker-', but grpc_server is"),
     ],
 )
-def test_invalid_shared_memory_setting_is_rejected(settings: ServeSettings, said: str) -> None:
+def test_invalid_shared_memory_setting_is_rejected(settings: ServeSettings, message: str) -> None:
     check_settings(settings)
-    with pytest.raises(ValueError, match=f"^{said}"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         check_shared_memory(settings)
     check_shared_memory(replace(settings, shared_memory=""))
 

@@ -23,7 +23,7 @@ PAUSE_S = 0.02
 WAIT_S_MAX = 60.0
 
 
-class Answering:
+class FixedResponseServer:
     """A server that responds to each request with the same pieces, with a pause before each.
 
     Attributes:
@@ -45,13 +45,13 @@ class Answering:
                 self._open.append(connection)
                 self.connections += 1
                 with connection, suppress(ConnectionError):
-                    while self._is_asked(connection):
+                    while self._receive_request(connection):
                         for piece in self._pieces:
                             if self._stopped.wait(PAUSE_S):
                                 return
                             connection.sendall(piece)
 
-    def _is_asked(self, connection: socket.socket) -> bool:
+    def _receive_request(self, connection: socket.socket) -> bool:
         """Reads a request; returns False once the client has closed the connection."""
         received = b""
         while not received.endswith(BODY):
@@ -69,15 +69,15 @@ class Answering:
 
 
 @contextmanager
-def answering(
+def serving_response(
     pieces: Iterable[bytes], context: ssl.SSLContext | None = None
-) -> Iterator[Answering]:
+) -> Iterator[FixedResponseServer]:
     """Runs a server until the block ends; with TLS if there is a ``context``."""
     with socket.create_server(("127.0.0.1", 0)) as plain, ExitStack() as opened:
         listening = plain
         if context is not None:
             listening = opened.enter_context(context.wrap_socket(plain, server_side=True))
-        server = Answering(listening, pieces, "http" if context is None else "https")
+        server = FixedResponseServer(listening, pieces, "http" if context is None else "https")
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -87,7 +87,7 @@ def answering(
             thread.join()
 
 
-class Repeated:
+class EndlessResponse:
     """Iterator over ``first``, then ``rest`` endlessly."""
 
     def __init__(self, first: bytes, rest: bytes) -> None:
@@ -99,34 +99,34 @@ class Repeated:
             yield self._rest
 
 
-SLOW = {
-    "headers": Repeated(HEAD + b"x: ", b"y"),
-    "body": Repeated(HEAD + b"content-length: 1000000\r\n\r\n", b"y"),
-    "chunk": Repeated(HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"y"),
-    "without a length": Repeated(HEAD + b"\r\n", b"y"),
+SLOW_RESPONSES = {
+    "headers": EndlessResponse(HEAD + b"x: ", b"y"),
+    "body": EndlessResponse(HEAD + b"content-length: 1000000\r\n\r\n", b"y"),
+    "chunk": EndlessResponse(HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"y"),
+    "without a length": EndlessResponse(HEAD + b"\r\n", b"y"),
 }
-LONG = {
-    "body": Repeated(HEAD + b"content-length: 1000000000000000000\r\n\r\n", bytes(1 << 14)),
-    "chunks": Repeated(HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\ny\r\n" * 4000),
-    "headers": Repeated(HEAD, b"x: " + b"y" * 2000 + b"\r\n"),
+OVERSIZED_RESPONSES = {
+    "body": EndlessResponse(HEAD + b"content-length: 1000000000000000000\r\n\r\n", bytes(1 << 14)),
+    "chunks": EndlessResponse(HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\ny\r\n" * 4000),
+    "headers": EndlessResponse(HEAD, b"x: " + b"y" * 2000 + b"\r\n"),
 }
 
 
-@pytest.mark.parametrize("where", SLOW)
+@pytest.mark.parametrize("where", SLOW_RESPONSES)
 def test_slow_response_times_out(where: str) -> None:
     """Covers responses whose single bytes each come within the timeout."""
     with (
-        answering(SLOW[where]) as server,
+        serving_response(SLOW_RESPONSES[where]) as server,
         BoundedSession() as session,
         pytest.raises((RequestException, HTTPError), match="timed out"),
     ):
         session.post(server.url, BODY, timeout=50 * PAUSE_S)
 
 
-@pytest.mark.parametrize("where", LONG)
-def test_oversized_response_is_not_read(where: str) -> None:
+@pytest.mark.parametrize("where", OVERSIZED_RESPONSES)
+def test_oversized_response_is_rejected(where: str) -> None:
     with (
-        answering(LONG[where]) as server,
+        serving_response(OVERSIZED_RESPONSES[where]) as server,
         BoundedSession() as session,
         pytest.raises((RequestException, HTTPError), match=f"exceeds {RESPONSE_BYTES_MAX} bytes"),
     ):
@@ -139,7 +139,7 @@ def test_response_limits_apply_over_tls(tmp_path: Path) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*authority.sign("collector").write(tmp_path, "collector"))
     with (
-        answering(LONG["body"], context) as server,
+        serving_response(OVERSIZED_RESPONSES["body"], context) as server,
         BoundedSession() as session,
         pytest.raises((RequestException, HTTPError), match=f"exceeds {RESPONSE_BYTES_MAX} bytes"),
     ):
@@ -149,7 +149,7 @@ def test_response_limits_apply_over_tls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("body", [b"", b"y" * 1000, gzip.compress(bytes(1 << 20))])
 def test_short_response_keeps_the_connection_open(body: bytes) -> None:
     head = HEAD + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with answering([head, body]) as server, BoundedSession() as session:
+    with serving_response([head, body]) as server, BoundedSession() as session:
         for _ in range(3):
             response = session.post(server.url, BODY, timeout=WAIT_S_MAX)
             assert (response.status_code, response.content) == (200, b"")

@@ -33,7 +33,7 @@ SECOND = TraceContext("a" * 32, "b" * 16, True)
 BODY = b'{"features": {"user": [[1], [2, 3]]}}'
 
 
-def calls_of(trace: TraceContext) -> CallTrace:
+def make_call_trace(trace: TraceContext) -> CallTrace:
     """Returns a call that succeeds, one that fails and one in flight."""
     calls = CallTrace(trace)
     for part in range(3):
@@ -53,7 +53,7 @@ def spans_below(trace: TraceContext, calls: CallTrace) -> tuple[ReadableSpan, li
 
 
 def test_each_shard_call_is_a_child_span_of_the_request() -> None:
-    calls = calls_of(FIRST)
+    calls = make_call_trace(FIRST)
     root, spans = spans_below(FIRST, calls)
     assert [span.name for span in spans] == [f"call part {part}" for part in range(3)]
     for part, (span, call) in enumerate(zip(spans, calls.calls, strict=True)):
@@ -79,7 +79,7 @@ def test_each_shard_call_is_a_child_span_of_the_request() -> None:
 
 
 def test_other_requests_of_the_batch_link_to_the_shard_spans() -> None:
-    calls = calls_of(FIRST)
+    calls = make_call_trace(FIRST)
     for trace in (SECOND, TraceContext(FIRST.trace_id, SECOND.parent_id, True)):
         root, spans = spans_below(trace, calls)
         assert len(spans) == 3
@@ -93,7 +93,7 @@ def test_other_requests_of_the_batch_link_to_the_shard_spans() -> None:
             assert f"{link.context.span_id:016x}" == call.span_id
 
 
-class OneCall:
+class FakeShards:
     """Other servers, which respond immediately with one call."""
 
     batches_max = 1
@@ -122,7 +122,7 @@ async def test_sampled_request_and_its_shard_calls_share_one_trace(
     engine: FakeEngine, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp, "STOP_S_MAX", WAIT_S_MAX)  # for the last spans
-    servers = engine.remote = OneCall(engine)
+    servers = engine.remote = FakeShards(engine)
     with collecting() as collector:
         pipeline = make_pipeline(engine, executor=executor)
         pipeline.telemetry = RequestTelemetry(traces=OtlpTraces(collector.url, 100))

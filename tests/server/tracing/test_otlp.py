@@ -42,7 +42,7 @@ def collector() -> Iterator[Collector]:
 
 
 @asynccontextmanager
-async def traced(
+async def serving_with_traces(
     engine: FakeEngine, executor: ThreadPoolExecutor, url: str, share_percent: float = 0.0
 ) -> AsyncIterator[Live]:
     pipeline = make_pipeline(engine, executor=executor)
@@ -52,12 +52,12 @@ async def traced(
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_stop_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises the time that the stop waits for the last spans, for a busy machine."""
     monkeypatch.setattr(otlp, "STOP_S_MAX", WAIT_S_MAX)
 
 
-REASONS = {
+ERROR_BY_FAULT = {
     "hangs": "timeout",
     "fails": "400",
     "is not there": "Connection refused",
@@ -65,12 +65,12 @@ REASONS = {
 }
 
 
-def has_ended(goes_on: Callable[[], bool]) -> bool:
-    """Returns whether ``goes_on`` turns false within a minute."""
+def becomes_false(condition: Callable[[], bool]) -> bool:
+    """Returns whether ``condition`` turns false within a minute."""
     end_s = time.monotonic() + WAIT_S_MAX
-    while goes_on() and time.monotonic() < end_s:
+    while condition() and time.monotonic() < end_s:
         time.sleep(0.01)
-    return not goes_on()
+    return not condition()
 
 
 def attributes(span: Span) -> dict[str, object]:
@@ -93,7 +93,7 @@ async def test_sampled_request_has_a_span_for_each_stage(
 ) -> None:
     headers = {"traceparent": SAMPLED, "x-request-id": "a7"}
     before_ns = time.time_ns()
-    async with traced(engine, executor, collector.url) as live:
+    async with serving_with_traces(engine, executor, collector.url) as live:
         if protocol == "rest":
             answer = await live.http.post("/embed", content=BODY, headers=headers)
             assert answer.status_code == 200
@@ -124,21 +124,21 @@ async def test_sampled_request_has_a_span_for_each_stage(
     assert before_ns - 1e6 < times[0] <= ends[-1] < time.time_ns() + 1e6
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_stop_timeout")
 async def test_unsampled_requests_are_not_exported(
     engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector
 ) -> None:
-    async with traced(engine, executor, collector.url) as live:
+    async with serving_with_traces(engine, executor, collector.url) as live:
         for headers in ({}, {"traceparent": UNSAMPLED}, {"traceparent": SAMPLED}):
             await live.http.post("/embed", content=BODY, headers=headers)
     assert len(collector.spans) == 6
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_stop_timeout")
 async def test_rejected_and_failed_requests_are_traced(
     engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector
 ) -> None:
-    async with traced(engine, executor, collector.url, share_percent=100) as live:
+    async with serving_with_traces(engine, executor, collector.url, share_percent=100) as live:
         await live.http.post("/models/nobody/embed", content=BODY)
         engine.failure = ZeroDivisionError("why")
         await live.http.post("/embed", content=BODY)
@@ -167,17 +167,17 @@ async def test_malformed_traceparent_is_ignored_and_logged_once(
     value: str,
 ) -> None:
     monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
-    async with traced(engine, executor, collector.url) as live:
+    async with serving_with_traces(engine, executor, collector.url) as live:
         for _ in range(20):
             headers = {"traceparent": value}
             answer = await live.http.post("/embed", content=BODY, headers=headers)
             assert answer.status_code == 200
     assert collector.posts == 0
-    said = [line for line in caplog.messages if "traceparent is not used" in line]
-    assert len(said) == 1
+    logged_lines = [line for line in caplog.messages if "traceparent is not used" in line]
+    assert len(logged_lines) == 1
 
 
-@pytest.mark.parametrize("fault", REASONS)
+@pytest.mark.parametrize("fault", ERROR_BY_FAULT)
 async def test_unavailable_collector_is_logged_once_and_delays_no_request(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
@@ -201,17 +201,17 @@ async def test_unavailable_collector_is_logged_once_and_delays_no_request(
     else:
         url = "http://127.0.0.1:1"
     headers = {"traceparent": SAMPLED}
-    async with traced(engine, executor, url) as live:
+    async with serving_with_traces(engine, executor, url) as live:
         traces = live.pipeline.telemetry.traces
         assert traces is not None
 
-        def said(what: str) -> list[str]:
-            return [line for line in caplog.messages if what in line]
+        def logged_lines(text: str) -> list[str]:
+            return [line for line in caplog.messages if text in line]
 
         for _ in range(3 * SENT_AT_ONCE):
             answer = await live.http.post("/embed", content=BODY, headers=headers)
             assert json.loads(answer.content)["version"] == 7
-        await until(lambda: said("traces do not reach"))
+        await until(lambda: logged_lines("traces do not reach"))
         if fault != "is not there":
             collector.status, collector.is_endless = 200, False
             # The new timeout keeps a collector on a busy machine from counting as hung again.
@@ -219,11 +219,11 @@ async def test_unavailable_collector_is_logged_once_and_delays_no_request(
             traces._exporter = type(hasty)(traces._endpoint, timeout=WAIT_S_MAX, session=session)
             collector.may_answer.set()
             await live.http.post("/embed", content=BODY, headers=headers)
-            await until(lambda: said("again"))
+            await until(lambda: logged_lines("again"))
             assert collector.spans
             hasty.shutdown()  # type: ignore[no-untyped-call]  # from the SDK
-    (line,) = said("traces do not reach")
-    assert REASONS[fault] in line
+    (line,) = logged_lines("traces do not reach")
+    assert ERROR_BY_FAULT[fault] in line
     assert not any(one.name.startswith("opentelemetry") for one in caplog.records)
 
 
@@ -257,10 +257,10 @@ def test_trace_queue_is_bounded_and_drops_are_logged(
     assert not collector.spans
     collector.may_answer.set()
     # The thread ends after the current send. The stop does not wait for the remaining spans.
-    assert has_ended(lambda: any(one.name == "traces" for one in threading.enumerate()))
+    assert becomes_false(lambda: any(one.name == "traces" for one in threading.enumerate()))
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_stop_timeout")
 def test_queued_traces_are_exported_before_the_stop(collector: Collector) -> None:
     traces = OtlpTraces(collector.url, 0)
     traces.start()

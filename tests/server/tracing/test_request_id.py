@@ -16,7 +16,7 @@ def test_printable_request_ids_are_kept(given: bytes) -> None:
     "given",
     [None, b"", b"a b", b"a\tb", b"a\nb", b"a\0", b"\x7f", b"\xc3\xa9", b"x" * (ID_BYTES_MAX + 1)],
 )
-def test_invalid_request_ids_are_replaced_by_generated_ones(given: bytes | None) -> None:
+def test_missing_or_invalid_request_ids_are_replaced_by_generated_ids(given: bytes | None) -> None:
     assert usable_id(given) == b""
     first, second = request_id_of(given), request_id_of(given)
     assert first != second

@@ -10,7 +10,7 @@ import pytest
 from embedserve.tracing.slow_requests import KEPT_MAX, KEPT_S, SlowRequests
 
 
-class Clock:
+class FakeClock:
     now_s = 100.0
 
     def __call__(self) -> float:
@@ -18,41 +18,41 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def kept(slow: SlowRequests) -> list[int]:
+def kept_ids(slow: SlowRequests) -> list[int]:
     return [one["request_id"] for one in slow.fields()]
 
 
-def test_slowest_requests_are_kept_and_listed_first(clock: Clock) -> None:
+def test_slowest_requests_are_kept_and_listed_first(clock: FakeClock) -> None:
     slow = SlowRequests(clock)
     order = list(range(10 * KEPT_MAX))
     random.Random(1).shuffle(order)
     for one in order:
         slow.add(one / 10, lambda one=one: {"request_id": one})  # type: ignore[misc]
-    assert kept(slow) == sorted(order, reverse=True)[:KEPT_MAX]
+    assert kept_ids(slow) == sorted(order, reverse=True)[:KEPT_MAX]
     assert slow.fields()[0]["when"].endswith("+00:00")
 
 
-def test_faster_request_is_not_described(clock: Clock) -> None:
+def test_fields_are_not_computed_for_a_request_that_is_not_kept(clock: FakeClock) -> None:
     slow = SlowRequests(clock)
     for one in range(KEPT_MAX):
         slow.add(2.0, lambda one=one: {"request_id": one})  # type: ignore[misc]
 
-    def never() -> dict[str, object]:
+    def fail_if_computed() -> dict[str, object]:
         raise AssertionError("it was described")
 
-    slow.add(2.0, never)
-    assert kept(slow) == list(range(KEPT_MAX))
+    slow.add(2.0, fail_if_computed)
+    assert kept_ids(slow) == list(range(KEPT_MAX))
 
 
-def test_expired_request_is_replaced(clock: Clock) -> None:
+def test_expired_request_is_replaced(clock: FakeClock) -> None:
     slow = SlowRequests(clock)
     slow.add(9.0, lambda: {"request_id": 1})
     clock.now_s += KEPT_S - 1
     slow.add(1.0, lambda: {"request_id": 2})
-    assert kept(slow) == [1, 2]
+    assert kept_ids(slow) == [1, 2]
     clock.now_s += 1
-    assert kept(slow) == [2]
+    assert kept_ids(slow) == [2]

@@ -11,7 +11,7 @@ from embedserve.tracing.trace_context import (
 )
 
 TRACE, SPAN = b"4bf92f3577b34da6a3ce929d0e0e4736", b"00f067aa0ba902b7"
-PLACE = (TRACE.decode(), SPAN.decode())
+TRACE_AND_SPAN = (TRACE.decode(), SPAN.decode())
 
 
 @pytest.mark.parametrize(
@@ -19,12 +19,12 @@ PLACE = (TRACE.decode(), SPAN.decode())
 )
 def test_sampled_flag_of_a_traceparent_is_read(flags: bytes, is_sampled: bool) -> None:
     value = b"-".join((b"00", TRACE, SPAN, flags))
-    assert read_traceparent(value) == TraceContext(*PLACE, is_sampled)
+    assert read_traceparent(value) == TraceContext(*TRACE_AND_SPAN, is_sampled)
 
 
 def test_later_traceparent_versions_may_have_more_fields() -> None:
     value = b"-".join((b"cc", TRACE, SPAN, b"01"))
-    assert read_traceparent(value + b"-what-comes") == TraceContext(*PLACE, True)
+    assert read_traceparent(value + b"-what-comes") == TraceContext(*TRACE_AND_SPAN, True)
     assert read_traceparent(value + b"what-comes") is None
 
 
@@ -44,5 +44,5 @@ def test_later_traceparent_versions_may_have_more_fields() -> None:
         b"-".join((b"cc", TRACE, SPAN, b"01", b"x" * TRACEPARENT_BYTES_MAX)),
     ],
 )
-def test_malformed_traceparent_is_none(value: bytes | None) -> None:
+def test_missing_or_malformed_traceparent_is_parsed_as_none(value: bytes | None) -> None:
     assert read_traceparent(value) is None

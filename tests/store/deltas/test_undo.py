@@ -224,7 +224,7 @@ def test_undo_overwrites_no_delta_pushed_after_the_listing(
     assert [delta.reverts_to for delta, _ in line_of(store).deltas()] == [None, None, None, 1]
 
 
-def test_undo_does_not_go_behind_a_version_published_after_the_listing(
+def test_undo_past_a_version_published_after_the_listing_is_rejected(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, overwriting_store: None
 ) -> None:
     """Servers of that version could not follow its line."""

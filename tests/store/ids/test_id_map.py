@@ -84,7 +84,7 @@ def test_ids_file_is_page_aligned_safetensors_mapped_read_only(
     assert all(one.index is index for one in opened.values())
 
 
-def test_maps_are_equal_if_their_entries_are() -> None:
+def test_id_maps_with_equal_entries_are_equal() -> None:
     ids, rows = np.array([5, 6, -7]), np.array([0, 2, 2])
     one = IdMap.build(ids, rows, "t")
     assert one == IdMap.build(ids[::-1], rows[::-1], "other")

@@ -95,7 +95,7 @@ def test_divisible_tables_are_divided_evenly_to_a_row(
     assert max(nbytes) - min(nbytes) <= 2 * a_row_of_each + small
 
 
-def test_large_tables_are_divided_evenly_and_small_ones_balance_the_parts() -> None:
+def test_large_tables_are_divided_evenly_and_small_tables_balance_parts() -> None:
     tables = (spec("huge", 1001), spec("tiny", 5), spec("small", 9))
     hosts = plan_hosts(tables, plan_of(tables), 4)
     assert hosts.rows["huge"] == (0, 250, 500, 750, 1001)
@@ -141,7 +141,7 @@ def test_part_without_rows_is_rejected() -> None:
         plan_hosts(tables, plan, 3)
 
 
-def test_one_host_removes_the_host_plan_and_none_keeps_it() -> None:
+def test_one_host_removes_the_host_plan_and_no_count_keeps_the_plan() -> None:
     plan = with_hosts(plan_of(TABLES), TABLES, 2)
     assert plan.hosts is not None
     assert with_hosts(plan, TABLES, None) is plan

@@ -84,7 +84,7 @@ def test_table_wise_tables_are_spread_over_ranks() -> None:
     assert sorted(plan.bytes_per_rank(tables)) == [t.nbytes for t in tables]
 
 
-def test_tables_larger_than_torchrecs_default_gpu_are_placed_like_small_ones(
+def test_tables_exceeding_default_gpu_memory_are_placed_like_small_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus(monkeypatch)

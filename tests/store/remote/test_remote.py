@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file", "memory"])
-def test_pulled_version_equals_the_uploaded_one_byte_for_byte(
+def test_pulled_version_equals_uploaded_version_byte_for_byte(
     scheme: str, url: str, new_version: Publish, tmp_path: Path
 ) -> None:
     where = {"s3": url, "file": f"file://{tmp_path}/far/away", "memory": f"memory:/{tmp_path}"}

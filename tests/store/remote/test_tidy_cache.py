@@ -121,7 +121,7 @@ def test_open_and_aliased_versions_stay_cached(five: str, cache: Path) -> None:
     assert cached(served) == [4, 5]
 
 
-def test_cache_holds_one_version_per_alias_besides_the_two_newest_and_the_next(
+def test_cache_holds_a_version_per_alias_plus_the_two_newest_and_the_next(
     five: str, cache: Path
 ) -> None:
     """`embedserve plan --kubernetes` reserves room for that many versions."""

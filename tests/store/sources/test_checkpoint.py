@@ -159,7 +159,7 @@ def test_prefix_chooses_among_collections() -> None:
             find_tables(checkpoint, [USER], prefix)
 
 
-def test_collection_at_the_prefix_takes_precedence_over_nested_ones() -> None:
+def test_collection_at_the_prefix_takes_precedence_over_nested_collections() -> None:
     state = {f"a.{KEY}": WEIGHT, f"a.ebc.tower.{KEY}": WEIGHT * 2}
     checkpoint = from_state_dict(state)
     assert torch.equal(find_tables(checkpoint, [USER], "a.ebc")[0]["user"].read(0, 10), WEIGHT)

@@ -82,7 +82,7 @@ def test_results_equal_those_of_the_module(ebc: EmbeddingBagCollection) -> None:
     assert not answers[1].any()
 
 
-def test_only_float32_modules_without_weighted_means_compute_their_own_goldens(
+def test_only_float32_modules_without_weighted_means_compute_goldens(
     make_ebc: Callable[..., EmbeddingBagCollection],
 ) -> None:
     assert live.can_answer(make_ebc())

@@ -126,7 +126,7 @@ def test_dot_selects_the_top_level(tmp_path: Path, kind: Found, prefix: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_collection_at_a_path_takes_precedence_over_nested_ones(
+def test_collection_at_a_path_takes_precedence_over_nested_collections(
     tmp_path: Path, kind: Found
 ) -> None:
     """Example: a collection inside another collection."""
