@@ -22,7 +22,7 @@ from embedserve.batching.pending_request import PendingRequest
 from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import Shadow, ShadowExecutor
 from embedserve.batching.split import errors_by_request
-from embedserve.deltas.rows_reader import BatchView, end_view
+from embedserve.deltas.rows_reader import BatchView, begin_view, end_view
 from embedserve.errors import DeadlineExceededError, EmbedServeError, EngineError
 from embedserve.lookup_types import Batch, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -70,8 +70,7 @@ class BatchRunner:
         if not taken:
             self.on_batch_done()
             return
-        engine = self._lookups.engine
-        view = BatchView(rows) if (rows := engine.rows_reader) is not None else None
+        view = begin_view(self._lookups.engine.rows_reader)
         try:
             requests = [pending.request for pending in taken]
             change = None if view is None else view.id_overrides()
@@ -102,8 +101,7 @@ class BatchRunner:
         """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
         features, or some of them, in any order."""
         queue.begin_batch()
-        engine = self._lookups.engine
-        view = BatchView(rows) if (rows := engine.rows_reader) is not None else None
+        view = begin_view(self._lookups.engine.rows_reader)
         try:
             requests = [pending.request for pending in taken]
             joining = self._lookups.join_in_thread(loop, requests, view)

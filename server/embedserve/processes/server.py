@@ -83,8 +83,8 @@ def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -
     """Returns the size of the executor that the batchers of all ``engines`` share. It has room for
     the chunks of a large batch and for as many small batches; on GPUs at least for all batches that
     may be in flight."""
-    at_once = sum(BATCHES_PER_REPLICA * one.replicas for one in engines if one.waits_for_device)
-    return max(2 * lookup_threads(settings), at_once)
+    in_flight = sum(BATCHES_PER_REPLICA * one.replicas for one in engines if one.waits_for_device)
+    return max(2 * lookup_threads(settings), in_flight)
 
 
 def build_pipeline(

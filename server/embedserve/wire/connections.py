@@ -170,10 +170,10 @@ def _read_on(transport: asyncio.Transport) -> None:
 class ReadProgress:
     """Progress of a client that reads what a transport's write buffer has for it."""
 
-    __slots__ = ("_since_s", "_unread_bytes")
+    __slots__ = ("_since_s", "_unsent_bytes")
 
     def __init__(self) -> None:
-        self._unread_bytes = 0  # when the client last counted as reading
+        self._unsent_bytes = 0  # when the client last counted as reading
         self._since_s = 0.0
 
     def has_stalled(self, unsent_bytes: int, now_s: float) -> bool:
@@ -183,14 +183,14 @@ class ReadProgress:
             unsent_bytes: bytes in the write buffer.
             now_s: perf_counter seconds.
         """
-        if 0 < self._unread_bytes < unsent_bytes + READ_BYTES_MIN:
+        if 0 < self._unsent_bytes < unsent_bytes + READ_BYTES_MIN:
             return now_s - self._since_s > UNREAD_S_MAX
-        self._unread_bytes, self._since_s = unsent_bytes, now_s
+        self._unsent_bytes, self._since_s = unsent_bytes, now_s
         return False
 
     def restart(self) -> None:
         """Forgets what was unread: the client is reading, or everything was sent."""
-        self._unread_bytes = 0
+        self._unsent_bytes = 0
 
 
 class LingeringClose(asyncio.Protocol):

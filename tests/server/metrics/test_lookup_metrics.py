@@ -199,6 +199,16 @@ def test_counts_are_summed_over_workers_including_replaced_workers() -> None:
     assert exported(scraped_worker) == counted_by_hand(BAGS, BAGS, BAGS)
 
 
+def test_replaced_worker_divides_reads_that_its_predecessor_left() -> None:
+    slots = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
+    slots.set_ready(0, True)
+    for _ in range(2):  # the first is killed before it flushes
+        metrics = Metrics([MODEL], WorkerCounters(slots, 0))
+        metrics.models["shop"].version.lookups.observe(joined(BAGS))
+    metrics.flush()
+    assert exported(metrics) == counted_by_hand(BAGS, BAGS)
+
+
 def test_row_wise_lookups_add_up_to_sampled_table_lookups() -> None:
     """Checks the sum for any choice of sampled batches, and that no counter decreases."""
     random = np.random.default_rng(0)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from time import perf_counter
 
 import pytest
-from prometheus_client import Metric, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
 from server.live import IN_THREAD
+from server.metrics.metric_samples import families_of
 from server.pipelines import make_pipeline, outcomes_of
 from server.recording_call import RecordingCall, ask, asked
 from server.waiting import until
@@ -64,11 +63,6 @@ def pipeline(
     stable: FakeEngine, canary: FakeEngine, executor: ThreadPoolExecutor, limits: Limits
 ) -> RequestPipeline:
     return make_pipeline(stable, canary, executor=executor, limits=limits, default_model="shop")
-
-
-def families_of(metrics: Metrics) -> dict[str, Metric]:
-    text = generate_latest(metrics.registry()).decode()
-    return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def request_counts(metrics: Metrics) -> RequestCounts:

@@ -75,7 +75,7 @@ class Http1Connection(asyncio.Protocol):
         self._is_advancing = self._has_answered = self._is_take_due = False
         self._is_draining = self._has_ended = False
         self._idle_since_s = 0.0
-        self._unread: UnsentMemory | None = None
+        self._unsent: UnsentMemory | None = None
         self._progress = ReadProgress()
         self._parser: RequestParser
 
@@ -236,7 +236,7 @@ class Http1Connection(asyncio.Protocol):
         else:
             transport.writelines([head, *chunks])
             # uvloop keeps all chunks alive until the last is sent.
-            self._unread = UnsentMemory(chunks) if transport.get_write_buffer_size() else None
+            self._unsent = UnsentMemory(chunks) if transport.get_write_buffer_size() else None
 
     # Ends
 
@@ -275,14 +275,14 @@ class Http1Connection(asyncio.Protocol):
     @property
     def held_bytes(self) -> int:
         nbytes = self.unsent_bytes + self._parser.held_bytes + sum(map(len, self._held))
-        if self._unread is not None and self.unsent_bytes:
-            nbytes += self._unread.own_bytes - self.unsent_bytes
+        if self._unsent is not None and self.unsent_bytes:
+            nbytes += self._unsent.own_bytes - self.unsent_bytes
         return nbytes
 
     def unsent_memory(self) -> dict[int, int]:
         if not self.unsent_bytes:
-            self._unread = None
-        return {} if self._unread is None else self._unread.batches()
+            self._unsent = None
+        return {} if self._unsent is None else self._unsent.batches()
 
     def check_time(self, now_s: float) -> None:
         """Closes a connection that is idle, sends or reads for too long; called every CHECK_S."""
