@@ -7,8 +7,10 @@ processes share the cores of this host. Run it on an idle machine:
 
 Each round asks the server of whole tables and then the routers; the ratios within a round are what
 counts. With ``--small 4`` four of the tables have 1,000 rows, and a router that looks them up
-itself (``--local-bytes``) is measured beside one that calls shards for them. Reports milliseconds
-of one caller, batches/s of 16 callers, and the CPU time and bytes of a router for a batch.
+itself (``--local-bytes``) is measured beside one that calls shards for them. With ``--row-cache
+BYTES`` ids have Zipf's distribution, and a router that keeps rows is measured beside one that does
+not. Reports milliseconds of one caller with the CPU time of all shards, batches/s of 16 callers,
+and the CPU time and bytes of a router for a batch.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import asyncio
 import json
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, thread_time
 
@@ -25,6 +28,7 @@ import grpc
 import numpy as np
 import torch
 import uvloop
+from processes import cpu_seconds
 from running_servers import Running, running
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
@@ -41,6 +45,10 @@ TABLES, ROWS, DIM, USERS, IDS_MAX = 8, 100_000, 64, 25, 8
 SMALL_ROWS = 1000
 BATCHES_PER_REPLICA = 16
 LOCAL_BYTES = 64 << 20
+ZIPF = 1.05
+"""Exponent of the distribution of ids with a row cache."""
+DISTINCT, DISTINCT_ZIPF = 16, 4000
+"""Distinct batches. With a row cache they are many, as their rows must not all be in it."""
 
 
 def rows_of(table: int, small: int) -> int:
@@ -62,12 +70,33 @@ def make_store(store: Path, parts: int, small: int = 0) -> None:
     publish(EmbeddingBagCollection(tables=tables), store, model="m", hosts=parts)
 
 
-def make_batch(seed: int, users: int = USERS, small: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (ids, lengths) of a batch."""
-    random = np.random.default_rng(seed)
-    lengths = random.integers(0, IDS_MAX + 1, TABLES * users).astype(np.int32)
-    rows = np.repeat([rows_of(i // users, small) for i in range(lengths.size)], lengths)
-    return random.integers(0, rows), lengths
+class Batches:
+    """Random batches.
+
+    Attributes:
+        distinct: number of distinct ones that are to be sent.
+    """
+
+    def __init__(self, small: int = 0, *, is_zipf: bool = False) -> None:
+        """
+        Args:
+            small: tables of SMALL_ROWS rows.
+            is_zipf: whether some ids are frequent.
+        """
+        self._small = small
+        self.distinct = DISTINCT_ZIPF if is_zipf else DISTINCT
+        self._ends = (np.arange(1, ROWS + 1) ** -ZIPF).cumsum() if is_zipf else None
+        self._by_frequency = np.random.default_rng(0).permutation(ROWS)
+
+    def make(self, seed: int, users: int = USERS) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (ids, lengths) of a batch."""
+        random = np.random.default_rng(seed)
+        lengths = random.integers(0, IDS_MAX + 1, TABLES * users).astype(np.int32)
+        rows = np.repeat([rows_of(i // users, self._small) for i in range(lengths.size)], lengths)
+        if self._ends is None:
+            return random.integers(0, rows), lengths
+        ranks = np.searchsorted(self._ends, random.random(rows.size) * self._ends[-1])
+        return self._by_frequency[ranks] % rows, lengths
 
 
 def features_of(ids: np.ndarray, lengths: np.ndarray) -> dict[str, list[list[int]]]:
@@ -85,9 +114,9 @@ def request_of(ids: np.ndarray, lengths: np.ndarray) -> bytes:
     ).SerializeToString()
 
 
-def time_one(server: Running, count: int, small: int) -> np.ndarray:
+def time_one(server: Running, count: int, batches: Batches) -> np.ndarray:
     """Returns the sorted milliseconds of ``count`` batches, one at a time, as bytes."""
-    requests = [request_of(*make_batch(seed, small=small)) for seed in range(16)]
+    requests = [request_of(*batches.make(seed)) for seed in range(batches.distinct)]
     took = []
     with grpc.insecure_channel(server.grpc) as channel:
         embed = channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
@@ -98,15 +127,15 @@ def time_one(server: Running, count: int, small: int) -> np.ndarray:
     return np.sort(took[20:]) * 1e3
 
 
-async def time_many(server: Running, seconds: float, small: int) -> float:
+async def time_many(server: Running, seconds: float, batches: Batches) -> float:
     """Returns batches/s with BATCHES_PER_REPLICA in flight."""
-    batches = [features_of(*make_batch(seed, small=small)) for seed in range(16)]
+    requests = [features_of(*batches.make(seed)) for seed in range(batches.distinct)]
     end_s, done = perf_counter() + seconds, 0
 
     async def ask(client: AsyncGrpcEmbedClient, i: int) -> None:
         nonlocal done
         while perf_counter() < end_s:
-            await client.embed(batches[i])
+            await client.embed(requests[(i + done) % len(requests)])
             done += 1
 
     async with AsyncGrpcEmbedClient(server.grpc) as client:
@@ -114,26 +143,23 @@ async def time_many(server: Running, seconds: float, small: int) -> float:
     return done / seconds
 
 
-def own_work(
-    store: Path, addresses: Path, count: int, small: int, local_bytes: int
-) -> tuple[float, float]:
+def own_work(settings: ServeSettings, count: int, batches: Batches) -> tuple[float, float]:
     """Returns the median CPU microseconds of this thread, and the mean bytes of the parts' values,
     for a batch."""
-    settings = ServeSettings(str(store), shards=f"file:{addresses}", local_bytes=local_bytes)
     shards = Shards(settings)
-    version = ModelStore(store, holds=LocalTables(local_bytes)).load("m")
+    version = ModelStore(settings.store, holds=LocalTables(settings.local_bytes)).load("m")
     engine = shards.open_all({"m": version}, is_shown=False)["m"]
-    return uvloop.run(_own_work(shards, engine, count, small))
+    return uvloop.run(_own_work(shards, engine, count, batches))
 
 
 async def _own_work(
-    shards: Shards, engine: RouterEngine, count: int, small: int
+    shards: Shards, engine: RouterEngine, count: int, batches: Batches
 ) -> tuple[float, float]:
     await shards.start()
     loop, cpu_s = asyncio.get_running_loop(), []
     before = sum(client.stats.bytes_received for client in shards.clients())
     for i in range(count):
-        ids, lengths = make_batch(i, small=small)
+        ids, lengths = batches.make(i)
         batch = Batch(ids, lengths, None, [USERS], USERS)
         ended: asyncio.Future[np.ndarray | EmbedServeError] = loop.create_future()
         start_s = thread_time()
@@ -144,7 +170,8 @@ async def _own_work(
     return float(np.median(cpu_s)) * 1e6, received / count
 
 
-def measure(parts: int, rounds: int, count: int, small: int) -> None:
+def measure(parts: int, rounds: int, count: int, small: int, row_cache: int) -> None:
+    batches = Batches(small, is_zipf=row_cache > 0)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         store, addresses = folder / "store", folder / "shards.json"
@@ -156,26 +183,34 @@ def measure(parts: int, rounds: int, count: int, small: int) -> None:
             for part in range(parts)
         ]
         addresses.write_text(json.dumps({str(i): [one.grpc] for i, one in enumerate(shards)}))
-        routers = {"router": 0}
+        router = ServeSettings(str(store), shards=f"file:{addresses}")
+        routers = {"router": router}
         if small:
-            routers["router with small tables"] = LOCAL_BYTES
+            routers["router with small tables"] = replace(router, local_bytes=LOCAL_BYTES)
+        if row_cache:
+            routers["router with a row cache"] = replace(router, row_cache=row_cache)
         servers = {"whole": stack.enter_context(running(store, folder / "whole.log"))}
-        for name, local_bytes in routers.items():
-            cpu_us, received = own_work(store, addresses, count, small, local_bytes)
+        for name, settings in routers.items():
+            cpu_us, received = own_work(settings, count, batches)
             print(
                 f"{parts} parts, {name}: own CPU {cpu_us:.0f} us a batch, "
                 f"{received / 1e3:.0f} KB back"
             )
-            options = ("--shards", f"file:{addresses}", "--local-bytes", local_bytes)
-            log = folder / f"{name}.log"
-            servers[name] = stack.enter_context(running(store, log, *options))
+            options = ["--shards", settings.shards, "--local-bytes", str(settings.local_bytes)]
+            options += ["--row-cache", str(settings.row_cache)]
+            servers[name] = stack.enter_context(running(store, folder / f"{name}.log", *options))
         for _ in range(rounds):
             line = []
             for name, server in servers.items():
-                took = time_one(server, count, small)
-                rate = uvloop.run(time_many(server, 3, small))
+                before_s = sum(cpu_seconds(one.process.pid) for one in shards)
+                took = time_one(server, count, batches)
+                shards_s = sum(cpu_seconds(one.process.pid) for one in shards) - before_s
+                rate = uvloop.run(time_many(server, 3, batches))
                 p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
-                line.append(f"{name} p50 {p50:.2f} p99 {p99:.2f} ms, {rate:.0f} batches/s")
+                line.append(
+                    f"{name} p50 {p50:.2f} p99 {p99:.2f} ms, shards {shards_s / count * 1e6:.0f} "
+                    f"us, {rate:.0f} batches/s"
+                )
             print("   ", "; ".join(line))
 
 
@@ -185,9 +220,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--small", type=int, default=0, help="tables of 1,000 rows, of 8")
+    parser.add_argument("--row-cache", type=int, default=0, help="bytes of a router's row cache")
     options = parser.parse_args()
     for parts in options.parts:
-        measure(parts, options.rounds, options.count, options.small)
+        measure(parts, options.rounds, options.count, options.small, options.row_cache)
 
 
 if __name__ == "__main__":

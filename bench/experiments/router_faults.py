@@ -43,8 +43,8 @@ from e2e.parts_cluster import shard_metrics
 from experiments.router_costs import (
     DIM,
     TABLES,
+    Batches,
     features_of,
-    make_batch,
     make_store,
     request_of,
 )
@@ -152,13 +152,13 @@ ACTS: dict[str, Callable[[Shards, threading.Event], None] | None] = {
 def answers_of(server: Running) -> list[np.ndarray]:
     """Returns the values of each batch."""
     with GrpcEmbedClient(server.grpc) as client:
-        return [client.embed(features_of(*make_batch(seed))).values for seed in range(BATCHES)]
+        return [client.embed(features_of(*Batches().make(seed))).values for seed in range(BATCHES)]
 
 
 def ask(server: Running, expected: Sequence[np.ndarray], is_over: Callable[[int], bool]) -> str:
     """Sends one batch after the other, until ``is_over`` of their number. Returns what the caller
     saw."""
-    batches = [features_of(*make_batch(seed)) for seed in range(BATCHES)]
+    batches = [features_of(*Batches().make(seed)) for seed in range(BATCHES)]
     took: list[float] = []
     lost: Counter[str] = Counter()
     sent = wrong = 0
@@ -188,7 +188,7 @@ def overload(server: Running, folder: Path, seconds: int) -> str:
     what a caller of other batches saw meanwhile."""
     expected = answers_of(server)
     body, log = folder / "body", folder / "h2load.log"
-    body.write_bytes(load.framed(request_of(*make_batch(BATCHES, OVERLOAD_USERS))))
+    body.write_bytes(load.framed(request_of(*Batches().make(BATCHES, OVERLOAD_USERS))))
     port, answer_bytes = int(server.grpc.rpartition(":")[2]), OVERLOAD_USERS * TABLES * DIM * 4
     post = load.Post(body, load.GRPC_HEADERS, port, EMBED, answer_bytes)
 

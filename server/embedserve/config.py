@@ -236,6 +236,12 @@ class ServeSettings:
         "smallest of those that are whole on one part, up to this sum. 0: none.",
         min=0,
     )
+    row_cache: int = setting(
+        0,
+        "Bytes of memory, in each worker and for each version, for rows of pooled models that are "
+        "looked up often: a router keeps them, so that they need no call. 0: none.",
+        min=0,
+    )
     on_missing: tuple[str, ...] = setting(
         (),
         "Answer of a router for rows of a part without a replica. fail: the request fails; zeros: "
@@ -377,19 +383,6 @@ class ServeSettings:
     def is_supervised(self) -> bool:
         """Whether a supervisor runs the server's processes."""
         return self.workers > 1 or self.deltas != "none"
-
-
-CHOICES = {
-    "deltas": ("none", "follow"),
-    "follow": ("none", "alias", "latest"),
-    "gpu_layout": ("auto", "replicas", "shards"),
-    "grpc_server": ("native", "grpcio"),
-    "lookup": ("compiled", "eager"),
-    "partial_dtype": ("float32", "float16"),
-    "tables": ("mapped", "resident"),
-    "log_level": ("debug", "info", "warning", "error"),
-    "log_format": ("text", "json"),
-}
 
 
 def is_loopback(host: str) -> bool:

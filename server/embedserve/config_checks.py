@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from embedserve.config import CHOICES, ServeSettings, is_loopback
+from embedserve.config import ServeSettings, is_loopback
 from embedserve.on_missing import MissingPolicy
 from embedserve_store.deltas.notify.channel_url import read_channel_url
 from embedserve_store.errors import StoreError
@@ -25,10 +25,23 @@ UDS_MODE_MAX = 0o777
 UDS_MODE_DIGITS_MAX = 4
 OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 DELTA_POLL_S_MIN = 0.01
+CHOICES: Mapping[str, Sequence[str]] = {
+    "deltas": ("none", "follow"),
+    "follow": ("none", "alias", "latest"),
+    "gpu_layout": ("auto", "replicas", "shards"),
+    "grpc_server": ("native", "grpcio"),
+    "lookup": ("compiled", "eager"),
+    "partial_dtype": ("float32", "float16"),
+    "tables": ("mapped", "resident"),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("text", "json"),
+}
+"""Values of the settings that have a few."""
 ROUTER_SETTINGS: Mapping[str, object] = {
     "local_bytes": ServeSettings.local_bytes,
     "on_missing": (),
     "partial_dtype": "float32",
+    "row_cache": ServeSettings.row_cache,
     "shard_ca": "",
     "shard_cert": "",
     "shard_key": "",

@@ -149,6 +149,7 @@ class Batch:
         missing_counts: int64 [requests, F] number of ids whose rows no server could look up, where
             the values may lack them; None if there are none.
         missing_parts: parts of the tables whose rows the values may lack.
+        cached_count: number of ids whose rows were in the row cache of a router.
         calls: record of the calls of other servers; None if no request of the batch is traced.
     """
 
@@ -164,6 +165,7 @@ class Batch:
     failures: Sequence[tuple[np.ndarray, EmbedServeError]] = ()
     missing_counts: np.ndarray | None = None
     missing_parts: Sequence[int] = ()
+    cached_count: int = 0
     calls: CallTrace | None = None
 
     def newest_rows(self) -> np.ndarray:

@@ -360,6 +360,7 @@ def test_shards_authenticate_their_router_by_certificate_and_token(tmp_path: Pat
         (("--shard-token", "x"), "this server is no router"),
         (("--partial-dtype", "float16"), "this server is no router"),
         (("--local-bytes", "1"), "local_bytes is 1, but this server is no router"),
+        (("--row-cache", "1"), "row_cache is 1, but this server is no router"),
         (("--shards", "file:x", "--partial-dtype", "int8"), "partial_dtype is 'int8'"),
         (("--on-missing", "zeros"), "this server is no router"),
         (

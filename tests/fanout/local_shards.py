@@ -142,6 +142,7 @@ def routed(
     local: LocalTables = NO_ROWS,
     inline_bytes_max: int = 1 << 20,
     programs: Programs | None = None,
+    row_cache_bytes: int = 0,
 ) -> Iterator[RouterEngine]:
     """Yields a router's engine, whose event loop runs in a thread.
 
@@ -161,6 +162,7 @@ def routed(
             on_missing,
             parts.open(version),
             inline_bytes_max,
+            row_cache_bytes,
         )
     finally:
         loop.call_soon_threadsafe(loop.stop)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedserve.fanout.partition import Partition, PartLookup
-from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns, chunk_width
+from embedserve.fanout.pooled_batch import PooledBatch
+from embedserve.fanout.pooled_columns import PooledColumns, chunk_width
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve_store import Manifest, TableSpec
 from embedserve_store.plans.host_plan import HostPlan

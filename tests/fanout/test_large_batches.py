@@ -192,7 +192,7 @@ def test_estimate_of_part_values_is_a_close_upper_bound(tmp_path: Path, is_poole
     with routed(shards, tmp_path, "m") as engine:
         ids, lengths = ids_of(engine)
         batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
-        lookups = engine._parted.divide(batch).lookups()
+        lookups = engine._parted.divide(batch, None).lookups()
         most = sum(4 * lookup.shape[0] * lookup.shape[1] for lookup in lookups)
         assert most <= engine._parted.values_bytes(batch) <= 8 * most
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from embedserve.config import CHOICES, ServeSettings
+from embedserve.config import ServeSettings
 from embedserve.config_checks import (
+    CHOICES,
     ROUTER_SETTINGS,
     check_device,
     check_settings,

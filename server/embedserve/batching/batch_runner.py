@@ -226,8 +226,8 @@ class BatchRunner:
                 self._fail(taken, values)
                 return
             pieces.append(values)
-        if batch.missing_parts:
-            self._counts.count_missing(batch.missing_parts)
+        if batch.missing_parts or batch.cached_count:
+            self._counts.count_parts(batch)
         try:
             requests = [pending.request for pending in taken]
             if results_of_thread is None:

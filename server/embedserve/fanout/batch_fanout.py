@@ -30,6 +30,7 @@ from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
 from embedserve.fanout.parted_version import PartedVersion, ServedPart
 from embedserve.fanout.partition import PartLookup
 from embedserve.fanout.pooled_batch import PooledBatch
+from embedserve.fanout.row_cache import RowCache
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
 from embedserve.shard_client.reply import (
@@ -55,6 +56,7 @@ class BatchFanout:
         batch: Batch,
         messages: Sequence[PartMessages],
         required: np.ndarray,
+        cache: RowCache | None,
         until_s: float,
         finish: Finish,
     ) -> None:
@@ -63,6 +65,7 @@ class BatchFanout:
             version: parts of the version.
             messages: messages of each part that shards serve.
             required: bool [features], whether examples fail if a part with their ids is missing.
+            cache: rows that need no lookup; None for none.
             until_s: time.monotonic() at which the lookups fail.
             finish: called once, and never before ``begin`` has returned.
         """
@@ -70,6 +73,7 @@ class BatchFanout:
         self._batch = batch
         self._messages = messages
         self._required = required
+        self._cache = cache
         self._until_s = until_s
         self._finish = finish
         self._missing: np.ndarray | None = None  # ids of missing parts, int [features, examples]
@@ -108,7 +112,7 @@ class BatchFanout:
             self._give_up()
 
     def _divide(self) -> None:
-        self._divided = self._version.divide(self._batch)
+        self._divided = self._version.divide(self._batch, self._cache)
         self._lookups = self._divided.lookups()
         self._left = len(self._lookups)
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from embedserve.fanout.local_part import LocalPart
 from embedserve.fanout.part_messages import PartMessages
 from embedserve.fanout.partition import Partition
-from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
+from embedserve.fanout.pooled_batch import PooledBatch
+from embedserve.fanout.pooled_columns import PooledColumns
+from embedserve.fanout.row_cache import RowCache
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
@@ -121,9 +123,20 @@ class PartedVersion:
         by_ids = batch.ids.size * widest  # a bag on a part has an id
         return 4 * min(by_ids, batch.batch_size * all_parts)
 
-    def divide(self, batch: Batch) -> PooledBatch | UnpooledBatch:
-        """Divides the ids of ``batch`` over the parts."""
+    def row_cache(self, nbytes: int) -> RowCache | None:
+        """Returns an empty cache for the rows of a pooled model; None without memory for it."""
+        if self._columns is None or not nbytes:
+            return None
+        local = () if self.local is None else self.local.tables
+        return RowCache(self._partition.manifest, self._columns, local, nbytes)
+
+    def divide(self, batch: Batch, cache: RowCache | None) -> PooledBatch | UnpooledBatch:
+        """Divides the ids of ``batch`` that are not in ``cache`` over the parts."""
         if self._columns is None:
             return UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped)
-        divided = self._partition.divide(batch.ids, batch.lengths, batch.weights)
-        return PooledBatch(self._partition, self._columns, divided)
+        ids, lengths, weights, sums = batch.ids, batch.lengths, batch.weights, None
+        if cache is not None:
+            ids, lengths, weights, sums = cache.take_cached(ids, lengths, weights)
+            batch.cached_count = batch.ids.size - ids.size
+        divided = self._partition.divide(ids, lengths, weights)
+        return PooledBatch(self._partition, self._columns, divided, sums)

@@ -30,6 +30,8 @@ from embedserve.fanout.batch_fanout import BatchFanout, Finish
 from embedserve.fanout.local_part import LocalPart
 from embedserve.fanout.part_messages import PartMessages
 from embedserve.fanout.parted_version import PartedVersion
+from embedserve.fanout.row_cache import RowCache
+from embedserve.fanout.row_fetcher import RowFetcher
 from embedserve.fanout.values_budget import BATCHES_MAX
 from embedserve.lookup_types import Batch
 from embedserve.on_missing import MissingPolicy
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 GOLDENS_S_MAX = 30.0
 """Seconds for one lookup of the goldens of a version, before it serves."""
+FETCH_S_MAX = 1.0
+"""Seconds for one lookup of rows for the row cache."""
 LOOP_POLL_S = 0.5
 """Interval of the check whether the event loop that carries a lookup has ended."""
 GOLDENS_PAUSE_S = 1.0
@@ -83,6 +87,7 @@ class RouterEngine:
         on_missing: MissingPolicy = FAIL_ALL,
         local: LocalPart | None = None,
         inline_bytes_max: int = 0,
+        row_cache_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -95,6 +100,8 @@ class RouterEngine:
             local: the tables of ``version`` that are looked up in this process; None for none.
             inline_bytes_max: bytes read and written by the largest lookup of an engine that runs
                 on the event loop. A byte of a router counts COST_FACTOR times.
+            row_cache_bytes: bytes for rows that are looked up often. Values of ``lookup``, and so
+                of the goldens, come from the shards.
         """
         manifest = version.manifest
         self.manifest = manifest
@@ -114,6 +121,8 @@ class RouterEngine:
         features = range(len(manifest.features))
         self._required = np.array([feature in fails for feature in features])
         self._all_required = np.ones_like(self._required)
+        self._cache = self._parted.row_cache(row_cache_bytes)
+        self._fetcher = RowFetcher(self._cache, manifest) if self._cache is not None else None
         self.fingerprint = manifest.fingerprint
         self.part: Part | None = None
         self.spare_rows = None
@@ -126,7 +135,14 @@ class RouterEngine:
 
     def begin(self, batch: Batch, deadline_s: float, finish: Finish) -> None:
         """Begins the lookup of ``batch``; see batching.lookup_engine.RemoteLookups."""
-        self._begin(batch, deadline_s, finish, self._messages, self._required)
+        self._begin(batch, deadline_s, finish, self._messages, self._required, self._cache)
+        if self._fetcher is not None:
+            self._fetcher.fetch_if_due(self._begin_exact)
+
+    def _begin_exact(self, batch: Batch, finish: Finish, timeout_s: float = FETCH_S_MAX) -> None:
+        """Begins a lookup of ``batch`` in the shards, of all its rows and without rounding."""
+        deadline_s = perf_counter() + timeout_s
+        self._begin(batch, deadline_s, finish, self._exact, self._all_required, None)
 
     def _begin(
         self,
@@ -135,6 +151,7 @@ class RouterEngine:
         finish: Finish,
         messages: Sequence[PartMessages],
         required: np.ndarray,
+        cache: RowCache | None,
     ) -> None:
         """Begins the lookup of ``batch`` once there is room for the values of its parts."""
         until_s = monotonic() + deadline_s - perf_counter()
@@ -146,7 +163,7 @@ class RouterEngine:
             finally:
                 budget.end(nbytes)
 
-        fanout = BatchFanout(self._parted, batch, messages, required, until_s, end)
+        fanout = BatchFanout(self._parted, batch, messages, required, cache, until_s, end)
         expire = partial(
             finish, DeadlineExceededError("the deadline passed while its batch waited for others")
         )
@@ -179,8 +196,7 @@ class RouterEngine:
 
         def begin() -> None:
             try:
-                deadline_s = perf_counter() + GOLDENS_S_MAX
-                self._begin(batch, deadline_s, end, self._exact, self._all_required)
+                self._begin_exact(batch, end, GOLDENS_S_MAX)
             except Exception as error:
                 answer.set_exception(error)
 

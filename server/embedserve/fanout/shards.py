@@ -82,6 +82,7 @@ class Shards:
         )
         self._partial_dtype = settings.partial_dtype
         self._local_bytes = settings.local_bytes
+        self._row_cache_bytes = settings.row_cache
         self._inline_bytes_max = settings.limits.inline_bytes_max
         self._local = LocalParts(self._inline_bytes_max)
         self._on_missing = MissingPolicy.parse(settings.on_missing)
@@ -142,7 +143,13 @@ class Shards:
     def _engine(self, version: ModelVersion) -> RouterEngine:
         local = self._local.open(version)
         return RouterEngine(
-            version, self, self._partial_dtype, self._on_missing, local, self._inline_bytes_max
+            version,
+            self,
+            self._partial_dtype,
+            self._on_missing,
+            local,
+            self._inline_bytes_max,
+            self._row_cache_bytes,
         )
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:

@@ -174,6 +174,8 @@ FAMILIES = (
     Family("embedserve_missing_parts", COUNTER, (*VERSION, "part"), "batches",
            "Batches that a router answered without a part, because no replica of it was available "
            "(--on-missing zeros)."),
+    Family("embedserve_row_cache_hits", COUNTER, VERSION, "ids",
+           "Ids whose rows a router had in its row cache (--row-cache)."),
     Family("embedserve_unknown_ids", COUNTER, (*VERSION, "feature"), "ids",
            "Ids without a row that were skipped or looked up as the default row, by feature."),
     Family("embedserve_model_version", GAUGE, NAME, "",

@@ -78,7 +78,7 @@ def version_cells(columns_max: int) -> int:
     """Returns the number of cells of one version, without its key."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
     shadow = KEY_CELLS + shadow_cells(columns_max)
-    of_rows = PARTS_COUNTED_MAX + lookup_cells(columns_max)
+    of_rows = PARTS_COUNTED_MAX + 1 + lookup_cells(columns_max)
     return of_rows + shadow + REQUEST_CELLS + buckets
 
 
@@ -104,6 +104,7 @@ class VersionMetrics:
         self.model = model
         counters.claim(model.version)
         self._missing_parts = counters.allocate(PARTS_COUNTED_MAX)
+        self._cached_ids = counters.allocate(1)
         self.lookups = LookupMetrics(model, counters, columns_max)
         self.shadow = ShadowMetrics(model, counters, columns_max)
         self.requests = RequestMetrics(counters)
@@ -121,11 +122,12 @@ class VersionMetrics:
         self.batch_ids.observe(batch.ids.size)
         self.lookups.observe(batch)
 
-    def count_missing(self, parts: Iterable[int]) -> None:
-        """Counts a batch that a router answered without ``parts``."""
-        for part in parts:
+    def count_parts(self, batch: Batch) -> None:
+        """Counts the parts that a router's batch lacks, and its ids in the row cache."""
+        for part in batch.missing_parts:
             if part < PARTS_COUNTED_MAX:
                 self._missing_parts.own[part] += 1
+        self._cached_ids.own[0] += batch.cached_count
 
     def bound(self) -> None:
         """Flushes what is pending once it is much; called for every batch that is taken.
@@ -155,6 +157,8 @@ class VersionMetrics:
         missing = self._missing_parts.total()[: _parts_of(model)]
         for part, batches in enumerate(missing.tolist()):
             yield "embedserve_missing_parts", [*labels, str(part)], batches
+        if model.shards is not None:
+            yield "embedserve_row_cache_hits", labels, int(self._cached_ids.total()[0])
         for rank, nbytes in enumerate(model.bytes_per_rank):
             yield "embedserve_table_bytes", [*labels, str(rank)], nbytes
         yield from self.lookups.samples(labels)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from server.fake_models import model_info
 from server.fake_parts import FakeParts, in_parts
 
 from embedserve.config import ServeSettings
+from embedserve.lookup_types import Batch
 from embedserve.metrics.histogram import SECONDS_BUCKETS
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
@@ -177,18 +181,27 @@ def test_replicas_of_served_and_next_version_are_exported() -> None:
     assert exported_replicas() == served
 
 
-def test_batches_with_missing_parts_are_counted_by_version_and_part() -> None:
+def batch_in_parts(missing_parts: Sequence[int], cached_count: int) -> Batch:
+    batch = Batch(np.zeros(0, np.int64), np.zeros(1, np.int32), None, [1], 1)
+    batch.missing_parts, batch.cached_count = missing_parts, cached_count
+    return batch
+
+
+def test_missing_parts_and_cached_ids_are_counted_by_version() -> None:
     """Covers counts of all workers, including replaced ones."""
     model = in_parts(model_info(), FakeParts())
     slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
     workers = [Metrics([model], WorkerCounters(slots, worker)) for worker in range(2)]
     for metrics, parts in zip(workers, ([0, 1], [1, 2]), strict=True):  # there is no part 2
-        metrics.models["shop"].version.count_missing(parts)
+        metrics.models["shop"].version.count_parts(batch_in_parts(parts, 5))
         metrics.flush()
     workers[1] = Metrics([model], WorkerCounters(slots, 1))
-    workers[1].models["shop"].version.count_missing([1])
+    workers[1].models["shop"].version.count_parts(batch_in_parts([1], 2))
     workers[1].flush()
-    (family,) = [one for one in workers[0].collect() if one.name == "embedserve_missing_parts"]
+    families = {one.name: one for one in workers[0].collect()}
+    (hits,) = families["embedserve_row_cache_hits"].samples
+    assert hits.value == 12
+    family = families["embedserve_missing_parts"]
     labels = ("model", "version", "part")
     counts = {tuple(one.labels[name] for name in labels): one.value for one in family.samples}
     version = str(model.version)
@@ -201,7 +214,7 @@ def test_server_that_is_no_router_has_no_shard_cells_or_series() -> None:
     more = cells_per_worker(1, 10, 3) - cells_per_worker(1, 10)
     assert more == shard_cells(3, 1 + NAMES_SPARE) > 0
     names = {family.name for family in Metrics([model]).collect() if family.samples}
-    assert not [name for name in names if "shard" in name or "missing" in name]
+    assert not [name for name in names if re.search("shard|missing|row_cache", name)]
 
 
 def test_latency_histogram_counts_by_upper_bound() -> None:

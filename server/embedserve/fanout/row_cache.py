@@ -1,0 +1,250 @@
+"""Rows that a router keeps of the tables in its shards, because they are looked up often.
+
+A cached row needs no call: its vectors are added in the router. Rows are in buckets of four. A row
+that is looked up for the second time is fetched (row_fetcher.py). In a full bucket it replaces one
+that was not looked up since the bucket's last replacement (the CLOCK algorithm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from embedserve.fanout.pooled_columns import (
+    ChunkLayout,
+    PooledColumns,
+    group_by_target,
+    join_ranges,
+)
+from embedserve_store.format.manifest import Manifest
+
+WAYS = 4
+"""Rows of a bucket."""
+ENTRY_BYTES = 17
+"""Bytes of a row's place beside its vectors: two row numbers and whether it was looked up."""
+CANDIDATES_MAX = 4096
+"""Rows that wait to be fetched, at most about; further ones are fetched when looked up again."""
+
+
+class UncachedIds(NamedTuple):
+    """The ids of a batch that are not in the cache, and the sums of the others.
+
+    Attributes:
+        ids: int64 [n] row numbers, feature-major.
+        lengths: int32 [features * examples].
+        weights: float32 [n], or None.
+        sums: float32 [examples, columns with padding]; None if no id is in the cache.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    sums: np.ndarray | None
+
+
+class RowCache:
+    """Cached rows of one version, for batches on the event loop and in threads.
+
+    A row of a feature has the vectors of all tables of the feature, float32, one after the other,
+    each padded to whole chunks. Features of the same tables share their rows.
+    """
+
+    def __init__(
+        self, manifest: Manifest, columns: PooledColumns, local_tables: Sequence[str], nbytes: int
+    ) -> None:
+        """
+        Args:
+            columns: columns of the vectors of ``manifest``, which has pooled tables.
+            local_tables: tables that need no cache, because the router has them.
+            nbytes: bytes of memory, which is used as rows come.
+        """
+        features = range(len(manifest.features))
+        keys = [[i for i, one in enumerate(manifest.columns) if one.feature == f] for f in features]
+        self._features = np.arange(len(features))
+        self._width, self._chunks_whole = columns.width, columns.whole.chunks
+        dims = manifest.length_per_key
+        self._layouts = [ChunkLayout([dims[i] for i in own], columns.width) for own in keys]
+        self._chunks = np.array([layout.chunks for layout in self._layouts])
+        # Positions in a row of the whole result of the chunks of each feature, one after the other.
+        firsts = [*columns.whole.first_chunks, columns.whole.chunks]
+        chunks = [np.arange(firsts[i], firsts[i + 1]) for own in keys for i in own]
+        self._targets = np.concatenate(chunks)
+        self._target_starts = self._chunks.cumsum() - self._chunks
+        tables = [tuple(manifest.columns[i].table.name for i in own) for own in keys]
+        # The first feature of the same tables, whose buckets a feature shares.
+        self._groups = np.array([tables.index(names) for names in tables])
+        is_remote = [not set(names) <= set(local_tables) for names in tables]
+        rows = manifest.rows_per_feature
+        needs = {
+            i: (rows[i], WAYS * (ENTRY_BYTES + 4 * columns.width * int(self._chunks[i])))
+            for i in features
+            if self._groups[i] == i and is_remote[i]
+        }
+        buckets = _share(needs, nbytes)
+        # The first bucket stays empty; features without a cache have it.
+        self._buckets = np.ones(len(features), np.int64)
+        self._first_buckets = np.zeros(len(features), np.int64)
+        self._first_chunks = np.zeros(len(features), np.int64)
+        bucket, chunk = 1, 0
+        for group, count in buckets.items():
+            members = self._groups == group
+            self._buckets[members], self._first_buckets[members] = count, bucket
+            self._first_chunks[members] = chunk - bucket * WAYS * self._chunks[group]
+            bucket, chunk = bucket + count, chunk + count * WAYS * int(self._chunks[group])
+        self._is_cached = self._first_buckets > 0
+        # Keys are row numbers plus one; zeros are no rows. Zeros take no memory until written.
+        self._keys = np.zeros((bucket, WAYS), np.int64)
+        self._missed = np.zeros(bucket * WAYS, np.int64)
+        self._is_used = np.zeros((bucket, WAYS), np.bool_)
+        self._chunk_rows = torch.zeros(chunk, columns.width)
+        self._lock = Lock()
+        self._readers = 0
+        self._candidates: list[tuple[np.ndarray, np.ndarray]] = []
+        self._candidate_count = 0
+
+    def take_cached(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
+    ) -> UncachedIds:
+        """Adds the cached rows of a batch, as Engine.lookup takes it, and returns the rest."""
+        features = len(self._features)
+        examples = lengths.size // features
+        feature = np.repeat(self._features, lengths.reshape(features, -1).sum(axis=1))
+        with self._reading():
+            bucket = ids % self._buckets[feature] + self._first_buckets[feature]
+            keys = ids + 1
+            is_here = self._keys.take(bucket, axis=0) == keys[:, None]
+            place = bucket * WAYS + is_here.argmax(axis=1)  # of no use where no key is equal
+            is_hit = self._keys.take(place) == keys
+            hits, left = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
+            if left.size:
+                self._note_misses(feature[left], ids[left], bucket[left])
+            if not hits.size:
+                return UncachedIds(ids, lengths, weights, None)
+            own, places = feature[hits], place[hits]
+            self._is_used.reshape(-1)[places] = True
+            bags = np.repeat(np.arange(lengths.size), lengths)[hits]
+            chunks = self._first_chunks[own] + places * self._chunks[own]
+            factors = None if weights is None else weights[hits]
+            sums = self._sum(own, chunks, bags - own * examples, examples, factors)
+        rest = lengths - np.bincount(bags, minlength=lengths.size).astype(np.int32)
+        return UncachedIds(ids[left], rest, None if weights is None else weights[left], sums)
+
+    def _sum(
+        self,
+        feature: np.ndarray,
+        chunks: np.ndarray,
+        example: np.ndarray,
+        examples: int,
+        weights: np.ndarray | None,
+    ) -> np.ndarray:
+        """Returns the sums of cached rows, float32 [examples, columns with padding].
+
+        Args:
+            chunks: the first chunk of each row.
+        """
+        counts, starts = self._chunks[feature], self._target_starts[feature]
+        targets = example * self._chunks_whole
+        if (counts == 1).all():
+            targets = targets + self._targets[starts]
+        else:
+            chunks = join_ranges(chunks, counts)
+            targets = np.repeat(targets, counts) + self._targets[join_ranges(starts, counts)]
+            weights = None if weights is None else np.repeat(weights, counts)
+        order, offsets = group_by_target(targets, examples * self._chunks_whole)
+        summed = torch.nn.functional.embedding_bag(
+            torch.from_numpy(chunks[order]),
+            self._chunk_rows,
+            torch.from_numpy(offsets),
+            mode="sum",
+            per_sample_weights=None if weights is None else torch.from_numpy(weights[order]),
+        )
+        sums: np.ndarray = summed.numpy().reshape(examples, -1)
+        return sums
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Keeps the rows as they are during its block."""
+        with self._lock:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+
+    def _note_misses(self, feature: np.ndarray, ids: np.ndarray, bucket: np.ndarray) -> None:
+        """Makes candidates of the rows that were missed before, too."""
+        place = bucket * WAYS + ids // self._buckets[feature] % WAYS
+        keys = ids + 1
+        is_again = (self._missed[place] == keys) & self._is_cached[feature]
+        self._missed[place] = keys
+        if self._candidate_count < CANDIDATES_MAX and is_again.any():
+            again = np.flatnonzero(is_again)
+            self._candidates.append((self._groups[feature[again]], ids[again]))
+            self._candidate_count += again.size
+
+    def candidates(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns (features, row numbers) that are to be fetched, each row once, and forgets them;
+        None if there are none."""
+        found, self._candidates, self._candidate_count = self._candidates, [], 0
+        if not found:
+            return None
+        features, rows = (np.concatenate(one) for one in zip(*found, strict=True))
+        pairs = np.unique(rows * len(self._features) + features)
+        return pairs % len(self._features), pairs // len(self._features)
+
+    def store(self, feature: int, ids: np.ndarray, vectors: np.ndarray) -> None:
+        """Stores rows of a feature, of those with one bucket the first; none while a thread reads.
+
+        Args:
+            ids: int64 [n] row numbers, each once.
+            vectors: float32 [n, sum of dims], the vectors of all keys of the feature.
+        """
+        layout = self._layouts[feature]
+        bucket = ids % self._buckets[feature] + self._first_buckets[feature]
+        bucket, first = np.unique(bucket, return_index=True)
+        keys = ids[first] + 1
+        with self._lock:
+            if self._readers:
+                return
+            present, is_used = self._keys[bucket], self._is_used[bucket]
+            is_full = (present != 0).all(axis=1) & is_used.all(axis=1)
+            self._is_used[bucket[is_full]] = is_used[is_full] = False
+            # The first free place, else the first that was not looked up.
+            way = np.where(present == 0, -1, is_used).argmin(axis=1)
+            is_new = ~(present == keys[:, None]).any(axis=1)
+            bucket, way, first = bucket[is_new], way[is_new], first[is_new]
+            rows = np.zeros((first.size, layout.chunks * self._width), np.float32)
+            layout.copy_padded(vectors[first], rows)
+            chunks = self._first_chunks[feature] + (bucket * WAYS + way) * layout.chunks
+            places = chunks[:, None] + np.arange(layout.chunks)
+            self._chunk_rows[torch.from_numpy(places)] = torch.from_numpy(
+                rows.reshape(*places.shape, self._width)
+            )
+            self._keys[bucket, way] = keys[is_new]
+            self._is_used[bucket, way] = True
+
+
+def _share(needs: dict[int, tuple[int, int]], nbytes: int) -> dict[int, int]:
+    """Divides memory evenly, but gives none more than it needs.
+
+    Args:
+        needs: (rows, bytes of a bucket) of each group.
+
+    Returns:
+        The number of buckets of each group that has any.
+    """
+    shares = {}
+    by_need = sorted(needs, key=lambda group: -(-needs[group][0] // WAYS) * needs[group][1])
+    for position, group in enumerate(by_need):
+        rows, bucket_bytes = needs[group]
+        count = min(-(-rows // WAYS), nbytes // (len(by_need) - position) // bucket_bytes)
+        nbytes -= count * bucket_bytes
+        if count:
+            shares[group] = count
+    return shares

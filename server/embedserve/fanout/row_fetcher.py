@@ -1,0 +1,76 @@
+"""Fetches rows for the row cache of a router, by lookups of its own: each example has one id of a
+feature, so that its sum is the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+
+import numpy as np
+
+from embedserve.errors import EmbedServeError
+from embedserve.fanout.batch_fanout import Finish
+from embedserve.fanout.row_cache import RowCache
+from embedserve.lookup_types import Batch
+from embedserve_store.format.manifest import Manifest
+
+FETCH_S = 0.05
+"""Interval of the lookups that fetch rows."""
+FAILED_S = 1.0
+"""Seconds until the next one after one that failed."""
+VALUES_BYTES_MAX = 128 << 10
+"""Bytes of the values of such a lookup, unless one example has more; 128 KiB. They are copied on
+the event loop."""
+
+LookUp = Callable[[Batch, Finish], None]
+
+
+class RowFetcher:
+    """Fetches the rows that a row cache asks for. Used on one event loop."""
+
+    def __init__(self, cache: RowCache, manifest: Manifest) -> None:
+        self._cache = cache
+        self._columns = [
+            [slice(one.start, one.end) for one in manifest.columns if one.feature == feature]
+            for feature in range(len(manifest.features))
+        ]
+        row_bytes = 4 * sum(manifest.length_per_key)
+        self._examples_max = max(1, VALUES_BYTES_MAX // row_bytes)
+        self._next_s = 0.0
+        self._is_fetching = False
+
+    def fetch_if_due(self, look_up: LookUp) -> None:
+        """Begins a lookup of rows, unless the last one is in flight or was just now.
+
+        Args:
+            look_up: begins a lookup of float32 values; calls its second argument with them.
+        """
+        now_s = monotonic()
+        if self._is_fetching or now_s < self._next_s:
+            return
+        self._next_s = now_s + FETCH_S
+        if (found := self._cache.candidates()) is None:
+            return
+        features, rows = found
+        by_feature = [rows[features == i][: self._examples_max] for i in range(len(self._columns))]
+        counts = np.array([own.size for own in by_feature])
+        examples = int(counts.max())
+        lengths = (np.arange(examples) < counts[:, None]).astype(np.int32).reshape(-1)
+        batch = Batch(np.concatenate(by_feature), lengths, None, [examples], examples)
+        self._is_fetching = True
+        look_up(batch, partial(self._store, batch, by_feature))
+
+    def _store(
+        self, batch: Batch, by_feature: list[np.ndarray], values: np.ndarray | EmbedServeError
+    ) -> None:
+        """Stores the rows of a lookup. Those of one that failed are fetched once they are looked up
+        again."""
+        self._is_fetching = False
+        if isinstance(values, EmbedServeError) or not batch.is_whole:
+            self._next_s = monotonic() + FAILED_S
+            return
+        for feature, rows in enumerate(by_feature):
+            if rows.size:
+                own = [values[: rows.size, columns] for columns in self._columns[feature]]
+                self._cache.store(feature, rows, np.concatenate(own, axis=1))
