@@ -102,6 +102,7 @@ def test_few_swaps_find_nothing_wrong(
         workers=workers,
         parts=parts,
         replicas=2,
+        row_cache=4 << 20,  # of the router of parts
         versions=3,
         swaps=6,
         every_s=0.5,

@@ -118,7 +118,7 @@ class EmbedserveServer(SwapServer):
         shards: list[list[str]] = []
         if self._chosen.parts:
             shards, addresses = self._shards()
-            options += ["--shards", f"file:{addresses}"]
+            options += ["--shards", f"file:{addresses}", "--row-cache", self._chosen.row_cache]
         return [*shards, self._serve(http_port, grpc_port, *options)]
 
     def _shards(self) -> tuple[list[list[str]], Path]:

@@ -353,6 +353,7 @@ def main() -> None:
         "--parts", type=int, default=0, help="divide the tables over shards; embedserve"
     )
     parser.add_argument("--replicas", type=int, default=2, help="shards of each part")
+    parser.add_argument("--row-cache", type=int, default=0, help="bytes, of the router of parts")
     parser.add_argument("--versions", type=int, default=3, help="that take turns")
     parser.add_argument("--rows", type=int, default=100_000, help="of each of the eight tables")
     parser.add_argument(
