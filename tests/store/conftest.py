@@ -28,6 +28,8 @@ from embedserve_store.publishing.publish import publish
 
 ROWS = {"user": 300, "item": 77, "tag": 16}
 
+MakeEbc = Callable[..., EmbeddingBagCollection]
+
 
 def small_collection(
     *, is_weighted: bool = False, pooling: str | None = None, half: bool = False
@@ -66,7 +68,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def make_ebc() -> Callable[..., EmbeddingBagCollection]:
+def make_ebc() -> MakeEbc:
     return small_collection
 
 

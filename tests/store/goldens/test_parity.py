@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from half import rows_in_half
+from store.conftest import MakeEbc
 from torchrec import EmbeddingBagCollection
 
 from embedserve_store.errors import StoreError
@@ -39,7 +39,7 @@ def check(
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
 def test_rounding_of_every_dtype_and_magnitude_is_accepted(
-    make_ebc: Callable[..., EmbeddingBagCollection],
+    make_ebc: MakeEbc,
     tmp_path: Path,
     dtype: str,
     scale: float,
@@ -105,7 +105,7 @@ def as_float16(version: ModelVersion) -> np.ndarray:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e2])
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
 def test_on_gpus_quantized_values_may_be_rounded_to_float16(
-    make_ebc: Callable[..., EmbeddingBagCollection],
+    make_ebc: MakeEbc,
     tmp_path: Path,
     dtype: str,
     scale: float,

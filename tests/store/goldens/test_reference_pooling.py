@@ -3,12 +3,10 @@ FBGEMM's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection
+from store.conftest import MakeEbc
 
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
@@ -19,7 +17,7 @@ from embedserve_store.sources import live
 
 @pytest.mark.parametrize(("is_weighted", "pooling"), [(False, None), (True, "sum")])
 def test_reference_pooling_matches_the_torch_module(
-    make_ebc: Callable[..., EmbeddingBagCollection], is_weighted: bool, pooling: str | None
+    make_ebc: MakeEbc, is_weighted: bool, pooling: str | None
 ) -> None:
     ebc = make_ebc(is_weighted=is_weighted, pooling=pooling)
     manifest = Manifest("m", 1, live.describe(ebc), is_weighted)

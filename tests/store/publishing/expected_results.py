@@ -66,7 +66,7 @@ def publish_state(
     return ""
 
 
-def answered(
+def expected_results_of(
     module: EmbeddingBagCollection, lengths: list[list[int]], weight: float | None = None
 ) -> Expected:
     """Returns the results of ``module`` for bags of these lengths. The ids of each feature are 0,

@@ -46,8 +46,8 @@ def arrange(rank: int, case: str) -> Any:
     if (case, rank) == ("saving", 1):
         return patch.object(FileSystemWriter, "write_data", late(FileSystemWriter.write_data))
     if (case, rank) == ("unwritable", 1):
-        refused = StoreError("cannot be written on rank 1")
-        return patch.object(publish, "check_writable", side_effect=refused)
+        write_error = StoreError("cannot be written on rank 1")
+        return patch.object(publish, "check_writable", side_effect=write_error)
     return patch.dict({})
 
 

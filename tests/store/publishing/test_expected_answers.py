@@ -3,7 +3,7 @@ the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store.conftest import small_collection
+from store.conftest import MakeEbc, small_collection
 from store.listing import everything_under
-from store.publishing.expected_results import answered, described, publish_state, state_of, twins
-from torchrec import (
-    EmbeddingBagCollection,
+from store.publishing.expected_results import (
+    described,
+    expected_results_of,
+    publish_state,
+    state_of,
+    twins,
 )
 
 from embedserve_store.errors import InvalidModelError
@@ -30,8 +33,6 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.write_expected import expected_of, write_expected
 from embedserve_store.sources import live
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
 
 
 @pytest.mark.parametrize(
@@ -210,11 +211,11 @@ def test_zero_rows_that_leave_pooling_unchecked_are_rejected(tmp_path: Path) -> 
     with torch.no_grad():
         ebc.embedding_bags["b"].weight[:3] = 0
     reason = "expected: feature 'b' has rows of which a sum is a mean, such as zeros: use inputs"
-    given = answered(ebc, [[2, 1], [2, 1]])
+    given = expected_results_of(ebc, [[2, 1], [2, 1]])
     for pooling in ("sum", "mean"):
         tables = described(ebc, b={"pooling": pooling})
         assert publish_state(ebc, tmp_path, tables, expected=given).startswith(reason)
-    given = answered(ebc, [[2, 1], [2, 3]])
+    given = expected_results_of(ebc, [[2, 1], [2, 3]])
     assert publish_state(ebc, tmp_path, live.describe(ebc), expected=given) == ""
 
 
@@ -223,10 +224,10 @@ def test_weights_of_one_that_leave_weighting_unchecked_are_rejected(
 ) -> None:
     ebc = make_ebc(is_weighted=True, pooling="sum")
     options: dict[str, Any] = {"is_weighted": True}
-    given = answered(ebc, [[2, 3]] * 4, 1.0)
+    given = expected_results_of(ebc, [[2, 3]] * 4, 1.0)
     error = publish_state(ebc, tmp_path, live.describe(ebc), expected=given, **options)
     assert error.startswith("expected: the answers are the same without weights: use inputs")
-    given = answered(ebc, [[2, 3]] * 4, 0.5)
+    given = expected_results_of(ebc, [[2, 3]] * 4, 0.5)
     assert publish_state(ebc, tmp_path, live.describe(ebc), expected=given, **options) == ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store.publishing.expected_results import answered, described, publish_state, state_of, twins
+from store.conftest import MakeEbc
+from store.publishing.expected_results import (
+    described,
+    expected_results_of,
+    publish_state,
+    state_of,
+    twins,
+)
 from torchrec import (
-    EmbeddingBagCollection,
     EmbeddingCollection,
     EmbeddingConfig,
 )
@@ -30,8 +35,6 @@ from embedserve_store.publishing.expected_answers import GOLDEN_EXAMPLES_MAX
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.write_expected import expected_of, write_expected
 from embedserve_store.sources import live
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
@@ -140,7 +143,7 @@ def test_goldens_of_an_embedding_collection_come_from_training(tmp_path: Path) -
 
 def test_goldens_are_limited_to_the_first_examples(tmp_path: Path) -> None:
     ebc = twins()
-    expected = answered(ebc, [[2] * 20_000, [1, 2] * 10_000])
+    expected = expected_results_of(ebc, [[2] * 20_000, [1, 2] * 10_000])
     assert publish_state(ebc, tmp_path, described(ebc), expected=expected) == ""
     version = LocalStore(tmp_path).load("m")
     assert version.manifest.source["compared"]["examples"] == 20_000
@@ -169,7 +172,7 @@ def test_goldens_stay_within_id_and_byte_limits(
     """An example has 2 lengths and 16 values."""
     monkeypatch.setattr(expected_answers, limit, value)
     ebc = twins()
-    expected = answered(ebc, [[2, 2, 2], [2, 2, 2]])
+    expected = expected_results_of(ebc, [[2, 2, 2], [2, 2, 2]])
     assert publish_state(ebc, tmp_path, described(ebc), expected=expected) == ""
     goldens = LocalStore(tmp_path).load("m").goldens()
     assert goldens.bags.lengths.tolist() == [[2] * examples] * 2
@@ -181,7 +184,7 @@ def test_first_examples_without_ids_are_rejected(
 ) -> None:
     monkeypatch.setattr(expected_answers, "GOLDEN_IDS_MAX", 9)
     ebc = twins()
-    expected = answered(ebc, [[0, 8, 2], [0, 2, 0]])
+    expected = expected_results_of(ebc, [[0, 8, 2], [0, 2, 0]])
     error = publish_state(ebc, tmp_path, described(ebc), expected=expected)
     assert error.startswith("expected: its first 1 examples have no ids that callers have, and")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from store.conftest import MakeEbc
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve_store.errors import InvalidModelError
@@ -29,8 +29,6 @@ from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources import live
 from embedserve_store.sources.description import Description
 from embedserve_store.verification import verify
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
 
 RELATIVE_ERROR_MAX = {"float16": 1e-3, "int8": 1e-2, "int4": 0.2}
 

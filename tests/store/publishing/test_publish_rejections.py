@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from store.conftest import MakeEbc
 from store.listing import everything_under
 from torchrec import EmbeddingBagCollection
 
@@ -24,8 +24,6 @@ DRAFT = """
 tables:  # check: answers are in this order
   - {name: user, num_embeddings: 10, embedding_dim: 4, feature_names: [user], pooling: sum}
 """
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
 
 
 def test_url_given_as_a_path_is_rejected(

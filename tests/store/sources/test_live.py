@@ -4,12 +4,12 @@ supported."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from store.conftest import MakeEbc
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -55,9 +55,7 @@ def test_embedding_collection_tables_are_unpooled(ec: EmbeddingCollection) -> No
     )
 
 
-def test_weights_equal_the_rows_of_the_module(
-    make_ebc: Callable[..., EmbeddingBagCollection], ec: EmbeddingCollection
-) -> None:
+def test_weights_equal_the_rows_of_the_module(make_ebc: MakeEbc, ec: EmbeddingCollection) -> None:
     half = make_ebc(half=True)
     rows = live.weights_of(half)
     assert list(rows) == ["user", "item", "tag"]
@@ -83,7 +81,7 @@ def test_results_equal_those_of_the_module(ebc: EmbeddingBagCollection) -> None:
 
 
 def test_only_float32_modules_without_weighted_means_compute_goldens(
-    make_ebc: Callable[..., EmbeddingBagCollection],
+    make_ebc: MakeEbc,
 ) -> None:
     assert live.can_answer(make_ebc())
     assert live.can_answer(make_ebc(is_weighted=True, pooling="sum"))
