@@ -146,8 +146,8 @@ class Page:
 
     def picture(self, path: Path) -> None:
         """Writes a PNG of the whole page."""
-        taken = self.do("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
+        screenshot = self.do("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(screenshot["data"]))
 
 
 @contextmanager

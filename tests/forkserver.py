@@ -64,7 +64,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForkRequest:
     """A process to fork.
 
     Attributes:
@@ -86,7 +86,7 @@ class Asked:
 class WarmPopen(subprocess.Popen[Any]):
     """subprocess.Popen for a forked process.
 
-    The command begins with PYTHON. Asked describes the other arguments.
+    The command begins with PYTHON. ForkRequest describes the other arguments.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class WarmPopen(subprocess.Popen[Any]):
         pipes = others[9:15]
         ends = (pipes[0], pipes[3], pipes[5])
         files = [own if end == -1 else end for own, end in enumerate(ends)]
-        asked = Asked(
+        fork_request = ForkRequest(
             [str(part) for part in args],
             os.path.abspath(cwd or ""),
             dict(os.environ if env is None else env),
@@ -116,7 +116,7 @@ class WarmPopen(subprocess.Popen[Any]):
         )
         try:
             with _ONE_AT_A_TIME:
-                self.pid = self._forker().fork(asked, files)
+                self.pid = self._forker().fork(fork_request, files)
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         self._child_created = True
@@ -166,11 +166,11 @@ class Forker:
         self._wait = wait
         atexit.register(self._end)
 
-    def fork(self, asked: Asked, files: list[int]) -> int:
+    def fork(self, fork_request: ForkRequest, files: list[int]) -> int:
         """Forks a process that becomes a child of this one, and returns its pid."""
-        if tuple(asked.args[: len(PYTHON)]) != PYTHON:
-            raise ValueError(f"is not run by {PYTHON}: {asked.args}")
-        message = json.dumps(vars(asked)).encode()
+        if tuple(fork_request.args[: len(PYTHON)]) != PYTHON:
+            raise ValueError(f"is not run by {PYTHON}: {fork_request.args}")
+        message = json.dumps(vars(fork_request)).encode()
         _adopt_orphans(True)
         try:
             socket.send_fds(self._channel, [len(message).to_bytes(LENGTH_BYTES)], files)
@@ -215,36 +215,38 @@ def received(channel: socket.socket, length: int) -> bytes:
     return bytes(received)
 
 
-def _fork_until_closed(channel: socket.socket) -> Asked:
+def _fork_until_closed(channel: socket.socket) -> ForkRequest:
     """Forks a process per request. Returns only in the forked processes, with their description."""
     while True:
         head, files, _, _ = socket.recv_fds(channel, LENGTH_BYTES, 3)
         if not head:
             os._exit(0)
-        asked = Asked(**json.loads(received(channel, int.from_bytes(head))))
-        told, tell = os.pipe()
+        fork_request = ForkRequest(**json.loads(received(channel, int.from_bytes(head))))
+        pid_reader, pid_writer = os.pipe()
         adopted, let_go = os.pipe()
         between = os.fork()
         if not between:
             pid = os.fork()
             if pid:
-                os.write(tell, pid.to_bytes(LENGTH_BYTES))
+                os.write(pid_writer, pid.to_bytes(LENGTH_BYTES))
                 os._exit(0)
             os.read(adopted, 1)
             for number, file in enumerate(files):
                 os.dup2(file, number)
-            os.closerange(3, max(*files, told, tell, adopted, let_go, channel.detach()) + 1)
-            if asked.is_session:
+            os.closerange(
+                3, max(*files, pid_reader, pid_writer, adopted, let_go, channel.detach()) + 1
+            )
+            if fork_request.is_session:
                 os.setsid()
-            if asked.mounts:
-                _enter(asked.mounts)
+            if fork_request.mounts:
+                _enter(fork_request.mounts)
             os.environ.clear()
-            os.environ.update(asked.env)
-            return asked
+            os.environ.update(fork_request.env)
+            return fork_request
         os.waitpid(between, 0)  # from now on its child belongs to the process that sent the request
         os.write(let_go, b"!")
-        channel.sendall(os.read(told, LENGTH_BYTES))
-        for file in (*files, told, tell, adopted, let_go):
+        channel.sendall(os.read(pid_reader, LENGTH_BYTES))
+        for file in (*files, pid_reader, pid_writer, adopted, let_go):
             os.close(file)
 
 
@@ -255,7 +257,7 @@ def _enter(mounts: str) -> None:
             raise OSError(ctypes.get_errno(), "setns", mounts)
 
 
-def _fork_what_this_starts() -> Asked | None:
+def _fork_what_this_starts() -> ForkRequest | None:
     """Forks a second fork server, for the PYTHON processes that this process starts.
 
     Returns None in this process, and the description in each process that the second server forks.
@@ -350,11 +352,11 @@ def _main() -> None:
     gc.collect()
     gc.freeze()
     installed = sys.path[1:]
-    asked = _fork_until_closed(socket.socket(fileno=int(sys.argv[1])))
-    if asked.has_warm_children:
-        asked = _fork_what_this_starts() or asked
+    fork_request = _fork_until_closed(socket.socket(fileno=int(sys.argv[1])))
+    if fork_request.has_warm_children:
+        fork_request = _fork_what_this_starts() or fork_request
     try:
-        _run(asked, installed)
+        _run(fork_request, installed)
     except SystemExit as error:
         end.status = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
@@ -366,15 +368,15 @@ def _main() -> None:
         raise
 
 
-def _run(asked: Asked, installed: list[str]) -> None:
-    os.chdir(asked.cwd)
-    args = asked.args[len(PYTHON) :]
+def _run(fork_request: ForkRequest, installed: list[str]) -> None:
+    os.chdir(fork_request.cwd)
+    args = fork_request.args[len(PYTHON) :]
     path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if args[0] == "-c":
         sys.path[:], sys.argv[:] = ["", *path, *installed], ["-c", *args[2:]]
         exec(compile(args[1], "<string>", "exec"), {"__name__": "__main__"})
     elif args[0] == "-m":
-        sys.path[:], sys.argv[:] = [asked.cwd, *path, *installed], args[1:]
+        sys.path[:], sys.argv[:] = [fork_request.cwd, *path, *installed], args[1:]
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[:], sys.argv[:] = [os.path.dirname(args[0]), *path, *installed], args

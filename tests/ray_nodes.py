@@ -54,7 +54,7 @@ class RayNodes:
     servers: dict[int, int]
     _process: subprocess.Popen[str]
 
-    def ask(self, question: str) -> Any:
+    def send_question(self, question: str) -> Any:
         """Sends a question of QUESTIONS, and returns the response."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -91,8 +91,8 @@ def test_processes_started_by_the_child_are_forked_on_request() -> None:
     )
     for is_warm in (True, False):
         done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S, has_warm_children=is_warm)
-        *said, pid = done.stdout.splitlines()
-        assert said == [f"{is_warm} {pid}", "another"], done.stderr
+        *printed, pid = done.stdout.splitlines()
+        assert printed == [f"{is_warm} {pid}", "another"], done.stderr
 
 
 def test_child_may_lead_a_session() -> None:

@@ -41,9 +41,9 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 def test_output_and_exit_code_are_those_of_the_server(relay: WarmRelay, tmp_path: Path) -> None:
     process = start(relay, tmp_path / "nothing")
-    _, said = process.communicate(timeout=WAIT_S_MAX)
+    _, error_output = process.communicate(timeout=WAIT_S_MAX)
     assert process.returncode == 1
-    assert f"embedserve: {tmp_path}/nothing" in said
+    assert f"embedserve: {tmp_path}/nothing" in error_output
     assert process.pid in relay.servers
 
 

@@ -171,8 +171,8 @@ def answers(dmp: DistributedModelParallel) -> dict[str, np.ndarray]:
     with torch.no_grad():
         result: KeyedTensor = dmp.module.sparse["ebc"](bags)
         pooled = {f"answer.{key}": value for key, value in result.to_dict().items()}
-    asked = {"ids": bags.values(), "lengths": bags.lengths().view(len(FEATURES), SAMPLED)}
-    return {name: value.numpy() for name, value in (asked | pooled).items()}
+    requested = {"ids": bags.values(), "lengths": bags.lengths().view(len(FEATURES), SAMPLED)}
+    return {name: value.numpy() for name, value in (requested | pooled).items()}
 
 
 def describe(dtype: str) -> str:
@@ -199,10 +199,10 @@ def run(rank: int, world_size: int, out: Path, dtype: str, rendezvous: str) -> N
     optimizer = train(dmp, rank)
     state = {"model": dmp.state_dict(), "optimizer": optimizer.state_dict(), "step": STEPS}
     dcp.save(state, checkpoint_id=out / "checkpoint")
-    tables, answered = gathered(dmp, rank), answers(dmp)
+    tables, results = gathered(dmp, rank), answers(dmp)
     if rank == 0:
         torch.save(tables, out / "gathered.pt")
-        np.savez(out / "answers.npz", allow_pickle=False, **answered)
+        np.savez(out / "answers.npz", allow_pickle=False, **results)
         (out / "tables.yaml").write_text(describe(dtype))
     dist.barrier()
     dist.destroy_process_group()

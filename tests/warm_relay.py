@@ -55,8 +55,8 @@ class WarmRelay:
         with channel:
             head, files, _, _ = socket.recv_fds(channel, LENGTH_BYTES, 3)
             try:
-                asked = json.loads(received(channel, int.from_bytes(head)))
-                process = _started(asked, files)
+                start_request = json.loads(received(channel, int.from_bytes(head)))
+                process = _started(start_request, files)
             finally:
                 for file in files:
                     os.close(file)
@@ -70,11 +70,16 @@ class WarmRelay:
             passing_on.join()
 
 
-def _started(asked: dict[str, Any], files: list[int]) -> WarmPopen:
+def _started(start_request: dict[str, Any], files: list[int]) -> WarmPopen:
     stdin, stdout, stderr = files
-    command = [PYTHON[0], *asked["args"]]
+    command = [PYTHON[0], *start_request["args"]]
     return WarmPopen(
-        command, cwd=asked["cwd"], env=asked["env"], stdin=stdin, stdout=stdout, stderr=stderr
+        command,
+        cwd=start_request["cwd"],
+        env=start_request["env"],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
     )
 
 

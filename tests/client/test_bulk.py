@@ -70,7 +70,7 @@ def test_error_ends_the_lookup_and_later_requests_are_not_sent(
 
 
 class HeldClient:
-    """A client whose calls fail only once ``go_on`` is set."""
+    """A client whose calls fail only once ``may_fail`` is set."""
 
     def __init__(self) -> None:
         self.requested = threading.Semaphore(0)

@@ -122,6 +122,6 @@ def test_command_examples_are_accepted_by_their_commands(example: str) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/sizing.md"])
 def test_pages_name_the_memory_bound_of_clients(page: str) -> None:
-    said = re.search(r"\[([\d.]+ \w+)\]\([\w/]*settings\.md#memory\)", (ROOT / page).read_text())
-    assert said is not None
-    assert said[1] == human_bytes(memory_bytes_max(DEFAULT_LIMITS))
+    bound = re.search(r"\[([\d.]+ \w+)\]\([\w/]*settings\.md#memory\)", (ROOT / page).read_text())
+    assert bound is not None
+    assert bound[1] == human_bytes(memory_bytes_max(DEFAULT_LIMITS))

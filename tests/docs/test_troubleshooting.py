@@ -23,7 +23,7 @@ def quoted() -> list[str]:
 
 
 @cache
-def said() -> tuple[str, ...]:
+def source_texts() -> tuple[str, ...]:
     """Returns every text in the sources, with … in place of each formatted value."""
     paths = [path for folder in SOURCES for path in Path(ROOT, folder).rglob("*.py")]
     return tuple(text for path in paths for text in _texts(ast.parse(path.read_text("utf-8"))))
@@ -31,9 +31,9 @@ def said() -> tuple[str, ...]:
 
 def _texts(tree: ast.AST) -> Iterator[str]:
     """Yields the texts of a module, without docstrings."""
-    said_alone = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if node in said_alone:
+        if node in docstrings:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield re.sub(r"%[\d.]*[a-z]", ANYTHING, node.value)
@@ -56,4 +56,4 @@ def test_troubleshooting_page_quotes_messages() -> None:
 @pytest.mark.parametrize("message", quoted())
 def test_quoted_messages_exist_in_the_code(message: str) -> None:
     wanted = pattern(message)
-    assert any(wanted.search(text) for text in said())
+    assert any(wanted.search(text) for text in source_texts())

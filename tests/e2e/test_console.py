@@ -127,13 +127,13 @@ def test_narrow_page_begins_with_the_form(page: Page, demo: Demo) -> None:
     page.until("document.querySelector('#tiles .value')")
     try:
         page.be(390, 844)
-        ask, figures, models = page.value(POSITIONS)
-        assert ask["top"] < figures["top"] < models["top"]
+        form, figures, models = page.value(POSITIONS)
+        assert form["top"] < figures["top"] < models["top"]
         page.be(1280, 900)
-        ask, figures, models = page.value(POSITIONS)
+        form, figures, models = page.value(POSITIONS)
         assert figures["top"] < models["top"]
-        assert figures["top"] < ask["top"]
-        assert models["left"] < ask["left"]
+        assert figures["top"] < form["top"]
+        assert models["left"] < form["left"]
     finally:
         page.be(1280, 900)
 

@@ -29,7 +29,7 @@ from running_servers import (
     run_command,
     run_warm_command,
 )
-from server.arrow_streams import ARROW, read_answer, said_in, stream_of, vectors
+from server.arrow_streams import ARROW, metadata_in, read_answer, stream_of, vectors
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import ModelStore
@@ -115,8 +115,8 @@ def test_arrow_returns_the_same_bytes(server: Running) -> None:
     with EmbedClient(server.http) as rest:
         expected = rest.embed(FEATURES)
     assert vectors(table["values"]).tobytes() == expected.values.tobytes()
-    assert said_in(table)["keys"] == list(TABLE_OF)
-    assert said_in(table)["unknown_ids"] == expected.unknown_ids
+    assert metadata_in(table)["keys"] == list(TABLE_OF)
+    assert metadata_in(table)["unknown_ids"] == expected.unknown_ids
 
 
 def test_result_becomes_a_keyed_tensor(server: Running) -> None:

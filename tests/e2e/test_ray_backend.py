@@ -144,7 +144,7 @@ def test_sigterm_ends_the_shards_and_leaves_nothing_in_ray(nodes: RayNodes, tmp_
         one.process.send_signal(signal.SIGHUP)
         one.wait_for(lambda log: log.count("polls") == 2)
         assert {*POLLS.findall(one.log())} == {"part 0 replica 0", "part 1 replica 0"}
-        nodes.ask("kill")  # Ray does not restart it
+        nodes.send_question("kill")  # Ray does not restart it
         one.wait_for(lambda log: log.count("threads") == 3)
         assert "part 1 replica 0: its actor ended, and is created again: " in one.log()
         one.process.terminate()
@@ -153,7 +153,7 @@ def test_sigterm_ends_the_shards_and_leaves_nothing_in_ray(nodes: RayNodes, tmp_
         assert len(one.shards()) == 2
         for _, shard in one.shards().values():  # SIGTERM is what makes shards drain
             assert (tmp_path / f"stopped-{shard}").exists()
-        assert nodes.ask("left") == [[], 0]
+        assert nodes.send_question("left") == [[], 0]
 
 
 def test_killed_process_leaves_nothing_and_its_name_is_free_again(
@@ -168,7 +168,9 @@ def test_killed_process_leaves_nothing_and_its_name_is_free_again(
         one.process.kill()
         one.process.wait()
         wait_until(lambda: not any(map(is_running, one.pids())), one.pids)
-        wait_until(lambda: nodes.ask("left") == [[], 0], lambda: nodes.ask("left"))
+        wait_until(
+            lambda: nodes.send_question("left") == [[], 0], lambda: nodes.send_question("left")
+        )
 
 
 def test_shards_that_cannot_start_are_reported(nodes: RayNodes, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_shards_that_cannot_start_are_reported(nodes: RayNodes, tmp_path: Path) 
         assert one.process.wait(WAIT_S_MAX) == 1
         assert "replicas is 4, and each replica of a part needs a Ray node of its own" in one.log()
         assert "with 1 CPU: 3 nodes are alive" in one.log()
-    assert nodes.ask("left") == [[], 0]
+    assert nodes.send_question("left") == [[], 0]
 
 
 def test_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hostile.conftest import MakePeer, Victim, victim_and_canary
 from hostile.peer import WAIT_S_MAX
 from hostile.target_server import ROWS
 from server.arrow_streams import ARROW, columns_of, stream_of
-from server.open_inference import Asked, jagged
+from server.open_inference import InferRequest, jagged
 
 from embedserve.config import DEFAULT_LIMITS
 from embedserve_proto import embedding_pb2 as pb
@@ -268,7 +268,7 @@ def test_template_cache_is_bounded_when_every_request_differs(
     path = b"/inference.GRPCInferenceService/ModelInfer"
     for at in range(300):
         names = [f"{at}-{number}-{'x' * 30}" for number in range(40)]
-        inference_request = Asked(jagged({name: [[1]] * (at % 50 + 1) for name in names}))
+        inference_request = InferRequest(jagged({name: [[1]] * (at % 50 + 1) for name in names}))
         body, headers = inference_request.binary_body()
         url = "/v2/models/m/infer"
         assert post(victim, body, "application/octet-stream", url=url, **headers)[0] == 400

@@ -115,9 +115,9 @@ def test_many_messages_in_few_frames_are_answered_in_order(
     peer = grpc_peer()
     body = b"".join(f.message(embed_request([i % 500])) for i in range(500))
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + f.data(1, body))
-    answered = peer.response(1)
-    assert answered.grpc_status == 0
-    rest, values = answered.body, []
+    response = peer.response(1)
+    assert response.grpc_status == 0
+    rest, values = response.body, []
     while rest:
         end = 5 + int.from_bytes(rest[1:5], "big")
         values.append(np.frombuffer(pb.EmbedResponse.FromString(rest[5:end]).values, "<f4"))

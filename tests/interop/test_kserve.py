@@ -35,7 +35,7 @@ def received(server: Running) -> dict[str, Any]:
         "http": server.http,
         "grpc": server.grpc,
         "model": MODEL,
-        "asked": [as_json(one, at) for at, one in enumerate(all_lookups())],
+        "requests": [as_json(one, at) for at, one in enumerate(all_lookups())],
         "wrong": as_json(INVALID, 0),
     }
     return run_python_client("kserve", parameters)

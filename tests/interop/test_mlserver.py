@@ -23,7 +23,7 @@ def received(server: Running) -> dict[str, Any]:
         "http": server.http.removeprefix("http://"),
         "grpc": server.grpc,
         "model": MODEL,
-        "asked": [{"bags": one.bags, "id": name} for name, one in LOOKUPS.items()],
+        "requests": [{"bags": one.bags, "id": name} for name, one in LOOKUPS.items()],
     }
     return run_python_client("mlserver", parameters)
 

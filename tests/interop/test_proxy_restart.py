@@ -31,7 +31,7 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 ANSWERED = {"200", "OK"}
 RESET = "CANCELLED before an answer"
 """Outcome of a stream that HAProxy 2.6 resets after its 503; grpcio may see the reset first."""
-REFUSED = {"502", "503", "UNAVAILABLE", RESET}
+UNAVAILABLE_OUTCOMES = {"502", "503", "UNAVAILABLE", RESET}
 ANSWERS = 50
 """Number of responses that each client waits for before and after the restart."""
 STREAM_REQUESTS = 5
@@ -48,11 +48,11 @@ class Load:
         self.changed = threading.Condition()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._asks: list[SendRequest] = []
+        self._send_requests: list[SendRequest] = []
 
     def add(self, name: str, send_request: SendRequest) -> None:
         self.outcomes[name] = Counter()
-        self._asks.append(send_request)
+        self._send_requests.append(send_request)
         self._threads.append(threading.Thread(target=self._run, args=(name, send_request)))
 
     def _run(self, name: str, send_request: SendRequest) -> None:
@@ -96,7 +96,7 @@ class Load:
         A proxy with health checks sends nothing to a server before a check has succeeded.
         """
         end = time.monotonic() + STEP_S_MAX
-        for send_request in self._asks:
+        for send_request in self._send_requests:
             while send_request(lookups(1)[0]) not in ANSWERED:
                 assert time.monotonic() < end
                 time.sleep(PAUSE_S)
@@ -157,7 +157,7 @@ def stream(stub: EmbeddingServiceStub) -> SendRequest:
 
 def _code(error: grpc.RpcError) -> str:
     code: str = error.code().name
-    return code if code in REFUSED else f"{code}: {error.details()}"
+    return code if code in UNAVAILABLE_OUTCOMES else f"{code}: {error.details()}"
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_server_restart_behind_proxies_loses_no_requests_outside_the_gap(
             assert set(seen_counts) <= ANSWERED, (name, seen_counts)
         server.process.terminate()
         assert server.process.wait(timeout=STEP_S_MAX) == 0
-    load.wait_for_each(3, REFUSED)
+    load.wait_for_each(3, UNAVAILABLE_OUTCOMES)
     with running(store, tmp_path / "second", ports_used=same):
         load.wait_for_each(20, ANSWERED)
         before = {name: seen_counts.copy() for name, seen_counts in load.outcomes.items()}
@@ -220,4 +220,4 @@ def test_server_restart_behind_proxies_loses_no_requests_outside_the_gap(
         load.stop()
     for name, seen_counts in load.outcomes.items():
         assert set(seen_counts - before[name]) <= ANSWERED, (name, seen_counts - before[name])
-        assert set(seen_counts) <= ANSWERED | REFUSED, (name, seen_counts)
+        assert set(seen_counts) <= ANSWERED | UNAVAILABLE_OUTCOMES, (name, seen_counts)

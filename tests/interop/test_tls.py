@@ -199,8 +199,8 @@ def test_java_is_authorized_by_its_token(secured: Secured) -> None:
     url = secured.server.http.replace("http://127.0.0.1", "https://localhost") + "/embed"
     arguments = (HERE / "java" / "Client.java", url, store, "changeit", secured.token, "")
     output = run_tool("java", *SHORT_LIVED, *arguments, stdin=lookup(1).json_body)
-    answered, rejected = output.splitlines()
-    assert answered.startswith(b"HTTP_2 200 {")
+    accepted, rejected = output.splitlines()
+    assert accepted.startswith(b"HTTP_2 200 {")
     assert rejected.startswith(b"HTTP_2 401 {")
 
 

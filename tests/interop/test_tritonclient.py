@@ -56,7 +56,7 @@ def received(server: Running) -> dict[str, Any]:
         "http": server.http.removeprefix("http://"),
         "grpc": server.grpc,
         "model": MODEL,
-        "asked": [*requested, as_json(large_response(), len(LOOKUPS))],
+        "requests": [*requested, as_json(large_response(), len(LOOKUPS))],
         "wrong": [requested[0], as_json(INVALID, 1), requested[1]],
         "placed": [as_json(one, at) for at, one in lookups_with_outputs()],
         "key": f"{SHARED_MEMORY}{os.getpid()}",

@@ -8,16 +8,16 @@ from protocols.connections import unframed
 from protocols.formats import Format, Grpc, metadata, rest_headers
 from protocols.requests import EncodedRequest, RawResponse, Request, Response, Vectors
 from server.fake_engine import FakeEngine
-from server.open_inference import LENGTH_HEADER, Answered, Asked, Input, jagged
+from server.open_inference import LENGTH_HEADER, InferRequest, InferResponse, Input, jagged
 
 from embedserve_proto import open_inference_pb2 as inference
 from server import open_inference
 
-FRACTIONS = Asked([Input("user", "FP32", [[1.5]])])
+FRACTIONS = InferRequest([Input("user", "FP32", [[1.5]])])
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
-def infer_request(request: Request) -> Asked:
+def infer_request(request: Request) -> InferRequest:
     """Returns the tensors and parameters of a request in the Open Inference Protocol."""
     inputs = jagged(request.bags)
     for feature, weights in request.weights.items():
@@ -29,20 +29,20 @@ def infer_request(request: Request) -> Asked:
     if request.output_dtype:
         names = {"float16": "FP16", "float32": "FP32"}
         parameters["output_dtype"] = names.get(request.output_dtype, request.output_dtype)
-    return Asked(inputs, list(request.output_keys), parameters=parameters)
+    return InferRequest(inputs, list(request.output_keys), parameters=parameters)
 
 
-def vectors_of_result(answered: Answered) -> Vectors:
-    parameters = dict(answered.parameters)
+def vectors_of_result(response: InferResponse) -> Vectors:
+    parameters = dict(response.parameters)
     seq = parameters.pop("seq", None)
     counts: dict[str, dict[str, int]] = {"unknown_ids": {}, "missing_ids": {}}
     for name, count in parameters.items():
         kind, _, feature = name.partition(".")
         counts[kind][feature] = int(count)
     return Vectors(
-        answered.model,
-        answered.version,
-        answered.outputs,
+        response.model,
+        response.version,
+        response.outputs,
         counts["unknown_ids"],
         seq=seq,
         missing_ids=counts["missing_ids"],

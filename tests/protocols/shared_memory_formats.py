@@ -13,7 +13,7 @@ from protocols.formats import metadata
 from protocols.inference_formats import INFER, Infer, InferMessage, infer_request, vectors_of_result
 from protocols.requests import EncodedRequest, RawResponse, Request, Vectors
 from server.fake_engine import FakeEngine
-from server.open_inference import Answered
+from server.open_inference import InferResponse
 
 from embedserve_proto import open_inference_pb2 as inference
 from server import open_inference
@@ -88,7 +88,7 @@ class SharedMemory(Infer):
             for one in result["outputs"]
         }
         named = result["model_name"], result["model_version"], "", result.get("parameters", {})
-        return vectors_of_result(Answered(*named, self.shared_folder.read(outputs)))
+        return vectors_of_result(InferResponse(*named, self.shared_folder.read(outputs)))
 
 
 class SharedMemoryMessage(InferMessage):
@@ -125,7 +125,7 @@ class SharedMemoryMessage(InferMessage):
             outputs[one.name] = (one.datatype, list(one.shape), place)
         parameters = {name: one.int64_param for name, one in message.parameters.items()}
         named = message.model_name, message.model_version, "", parameters
-        return vectors_of_result(Answered(*named, self.shared_folder.read(outputs)))
+        return vectors_of_result(InferResponse(*named, self.shared_folder.read(outputs)))
 
 
 def _put(parameters: Any, place: Mapping[str, Any]) -> None:

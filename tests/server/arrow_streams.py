@@ -58,12 +58,12 @@ def read_answer(body: bytes) -> Any:
     return table
 
 
-def said_in(table: Any) -> dict[str, Any]:
+def metadata_in(table: Any) -> dict[str, Any]:
     """Returns the entries of the metadata of a response."""
-    said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-    assert all(key.startswith("embedserve.") for key in said)
-    said = {key.removeprefix("embedserve."): value for key, value in said.items()}
-    return {key: value if key == "model" else json.loads(value) for key, value in said.items()}
+    entries = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    assert all(key.startswith("embedserve.") for key in entries)
+    entries = {key.removeprefix("embedserve."): value for key, value in entries.items()}
+    return {key: value if key == "model" else json.loads(value) for key, value in entries.items()}
 
 
 def vectors(column: Any) -> np.ndarray:

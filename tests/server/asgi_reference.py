@@ -30,14 +30,14 @@ class AsgiWriter(ResponseWriter):
     """Response writer that keeps the response.
 
     Attributes:
-        answered: future of (status, headers, body).
+        response: future of (status, headers, body).
     """
 
     def __init__(self, codec: Codec, scope: Scope) -> None:
         self._codec = codec
         self._scope = scope
         loop = asyncio.get_running_loop()
-        self.answered: asyncio.Future[tuple[int, Headers, bytes]] = loop.create_future()
+        self.response: asyncio.Future[tuple[int, Headers, bytes]] = loop.create_future()
 
     @property
     def can_delay_rejection(self) -> bool:
@@ -64,8 +64,8 @@ class AsgiWriter(ResponseWriter):
         self._end(error.http_status, *error_answer(error, headers, self._codec.encode_error))
 
     def _end(self, status: int, headers: Headers, body: bytes) -> None:
-        if not self.answered.done():
-            self.answered.set_result((status, headers, body))
+        if not self.response.done():
+            self.response.set_result((status, headers, body))
 
 
 class EmbedEndpoint:
@@ -108,7 +108,7 @@ class EmbedEndpoint:
             self._pipeline.submit(call, body)
         except EmbedServeError as error:
             call.reject(error)
-        await _send(send, *await writer.answered)
+        await _send(send, *await writer.response)
 
 
 async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:

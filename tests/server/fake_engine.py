@@ -154,10 +154,10 @@ class FakeEngine:
         return totals
 
     def _pool(self, table: TableSpec, rows: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        taken = self.tables[table.name][rows]
+        vectors = self.tables[table.name][rows]
         if weights is not None:
-            taken = taken * weights[:, np.newaxis]
-        total: np.ndarray = taken.sum(0, initial=np.float32(0))
+            vectors = vectors * weights[:, np.newaxis]
+        total: np.ndarray = vectors.sum(0, initial=np.float32(0))
         return total / np.float32(max(len(rows), 1)) if table.pooling == "mean" else total
 
     def expected(self, bags: Bags, weights: Weights | None = None) -> np.ndarray:
@@ -177,8 +177,10 @@ class FakeEngine:
                 mine = (
                     weights[feature][example] if weights and feature in weights else [1] * len(bag)
                 )
-                taken = np.array([mine[i] for i in known], np.float32)
-                pooled.append(self._pool(table, np.array([rows[i] for i in known], int), taken))
+                known_weights = np.array([mine[i] for i in known], np.float32)
+                pooled.append(
+                    self._pool(table, np.array([rows[i] for i in known], int), known_weights)
+                )
             blocks.append(np.stack(pooled))
         if self.model.is_pooled:
             return np.concatenate(blocks, axis=1)

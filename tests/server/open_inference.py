@@ -66,7 +66,7 @@ def jagged(bags: Mapping[str, Sequence[Sequence[Any]]]) -> list[Input]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class InferRequest:
     """A request, independent of its format."""
 
     inputs: Sequence[Input]
@@ -113,7 +113,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class InferResponse:
     """A response, independent of its format."""
 
     model: str
@@ -123,12 +123,12 @@ class Answered:
     outputs: dict[str, np.ndarray]
 
 
-def read_body(body: bytes, head_bytes: str | None) -> Answered:
+def read_body(body: bytes, head_bytes: str | None) -> InferResponse:
     """Returns a REST response; ``head_bytes`` is the value of its header."""
     end = len(body) if head_bytes is None else int(head_bytes)
-    told, rest = json.loads(body[:end]), body[end:]
+    parsed, rest = json.loads(body[:end]), body[end:]
     outputs = {}
-    for one in told["outputs"]:
+    for one in parsed["outputs"]:
         dtype = np.dtype(DTYPES[one["datatype"]])
         size = one.get("parameters", {}).get("binary_data_size")
         if size is None:
@@ -137,20 +137,20 @@ def read_body(body: bytes, head_bytes: str | None) -> Answered:
             values, rest = np.frombuffer(rest[:size], dtype), rest[size:]
         outputs[one["name"]] = values.reshape(one["shape"])
     assert rest == b""
-    return Answered(
-        told["model_name"],
-        told["model_version"],
-        told.get("id", ""),
-        told.get("parameters", {}),
+    return InferResponse(
+        parsed["model_name"],
+        parsed["model_version"],
+        parsed.get("id", ""),
+        parsed.get("parameters", {}),
         outputs,
     )
 
 
-def read_message(message: pb.ModelInferResponse) -> Answered:
+def read_message(message: pb.ModelInferResponse) -> InferResponse:
     assert len(message.outputs) == len(message.raw_output_contents)
     outputs = {
         one.name: np.frombuffer(raw, DTYPES[one.datatype]).reshape(list(one.shape))
         for one, raw in zip(message.outputs, message.raw_output_contents, strict=True)
     }
     parameters = {name: one.int64_param for name, one in message.parameters.items()}
-    return Answered(message.model_name, message.model_version, message.id, parameters, outputs)
+    return InferResponse(message.model_name, message.model_version, message.id, parameters, outputs)

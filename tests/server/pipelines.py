@@ -29,7 +29,7 @@ def make_pipeline(
     authenticator: Authenticator | None = None,
     shared_memory: RegionRegistry | None = None,
 ) -> RequestPipeline:
-    """Builds a pipeline as server.build_exchange does of restored engines; the first is the
+    """Builds a pipeline as server.build_pipeline does of restored engines; the first is the
     default."""
     limits = limits or Limits()
     metrics = Metrics([engine.model for engine in engines], counters)

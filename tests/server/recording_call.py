@@ -25,12 +25,12 @@ class RecordingWriter(ResponseWriter):
     """Keeps the responses of one request.
 
     Attributes:
-        told: responses and errors, in order.
+        responses: responses and errors, in order.
         failure: exception that the next response raises; None for none.
     """
 
     def __init__(self) -> None:
-        self.told: list[bytes | EmbedServeError] = []
+        self.responses: list[bytes | EmbedServeError] = []
         self.failure: Exception | None = None
 
     def write_response(
@@ -40,10 +40,10 @@ class RecordingWriter(ResponseWriter):
             raise self.failure
         body = b"".join(parts)
         assert len(body) == nbytes
-        self.told.append(body)
+        self.responses.append(body)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        self.told.append(error)
+        self.responses.append(error)
 
 
 class RecordingCall(RequestContext):
@@ -63,12 +63,12 @@ class RecordingCall(RequestContext):
         super().__init__(options, start_s, pipeline, writer or RecordingWriter())
 
     @property
-    def told(self) -> list[bytes | EmbedServeError]:
-        return self.writer.told
+    def responses(self) -> list[bytes | EmbedServeError]:
+        return self.writer.responses
 
     @property
     def error(self) -> EmbedServeError:
-        (one,) = self.told
+        (one,) = self.responses
         assert isinstance(one, EmbedServeError)
         return one
 
@@ -81,7 +81,7 @@ def outcomes(pipeline: RequestPipeline) -> dict[str, int]:
     return dict(outcomes_of(metrics_of(pipeline)))
 
 
-def asked(
+def make_options(
     pipeline: RequestPipeline,
     codec: Codec = JSON,
     *,
@@ -91,8 +91,10 @@ def asked(
     return RequestOptions(model, codec, PROTOBUF, timeout_s, metrics_of(pipeline))
 
 
-def ask(pipeline: RequestPipeline, body: bytes = BODY, *, model: str = "") -> RecordingCall:
-    call = RecordingCall(pipeline, asked(pipeline, model=model))
+def submit_request(
+    pipeline: RequestPipeline, body: bytes = BODY, *, model: str = ""
+) -> RecordingCall:
+    call = RecordingCall(pipeline, make_options(pipeline, model=model))
     pipeline.submit(call, body)
     return call
 

@@ -20,12 +20,12 @@ from server.recording_call import (
     SECRET,
     RecordingCall,
     RecordingWriter,
-    ask,
-    asked,
     expect_internal,
     fail,
+    make_options,
     metrics_of,
     outcomes,
+    submit_request,
 )
 from server.waiting import until
 
@@ -61,14 +61,14 @@ async def full(pipeline: RequestPipeline, engine: FakeEngine) -> AsyncIterator[R
     """Returns a pipeline whose default model "shop" has a full queue; the queue of "films" is
     open."""
     engine.hold()
-    running = ask(pipeline)
+    running = submit_request(pipeline)
     await until(lambda: engine.lookups)
-    waiting = ask(pipeline)
-    assert isinstance(ask(pipeline).error, OverloadedError)
+    waiting = submit_request(pipeline)
+    assert isinstance(submit_request(pipeline).error, OverloadedError)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1}
     yield pipeline
     engine.release()
-    await until(lambda: running.told and waiting.told)
+    await until(lambda: running.responses and waiting.responses)
 
 
 def recording_codec(decoded: list[bytes], codec: Codec) -> Codec:
@@ -90,7 +90,7 @@ def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
 
 
 def submit_each(pipeline: RequestPipeline, codec: Codec, *bodies: bytes) -> list[RecordingCall]:
-    calls = [RecordingCall(pipeline, asked(pipeline, codec)) for _ in bodies]
+    calls = [RecordingCall(pipeline, make_options(pipeline, codec)) for _ in bodies]
     for call, body in zip(calls, bodies, strict=True):
         pipeline.submit(call, body)
     return calls
@@ -101,7 +101,7 @@ async def test_request_to_an_overloaded_model_is_rejected_before_decoding(
 ) -> None:
     decoded: list[bytes] = []
     for model in ("", "shop"):
-        call = RecordingCall(full, asked(full, recording_codec(decoded, JSON), model=model))
+        call = RecordingCall(full, make_options(full, recording_codec(decoded, JSON), model=model))
         full.submit(call, b"not decoded, so not said to be wrong")
         assert isinstance(call.error, OverloadedError)
         assert call.error.message == "the queue of 'shop' is full: it holds 1 examples and 1 ids"
@@ -112,9 +112,9 @@ async def test_request_to_an_overloaded_model_is_rejected_before_decoding(
 async def test_overloaded_model_does_not_block_another_model(
     full: RequestPipeline, other: FakeEngine
 ) -> None:
-    call = ask(full, model="films")
-    await until(lambda: call.told)
-    assert isinstance(call.told[0], bytes)
+    call = submit_request(full, model="films")
+    await until(lambda: call.responses)
+    assert isinstance(call.responses[0], bytes)
     assert len(other.lookups) == 1
 
 
@@ -125,12 +125,12 @@ async def test_model_named_in_a_message_decides_rejection_before_decoding(
     full: RequestPipeline, named_model: str, is_rejected: bool
 ) -> None:
     decoded: list[bytes] = []
-    call = RecordingCall(full, asked(full, recording_codec(decoded, PROTOBUF)))
+    call = RecordingCall(full, make_options(full, recording_codec(decoded, PROTOBUF)))
     message = pb.EmbedRequest(model=named_model, keys=["user"], ids=[1], lengths=[1])
     full.submit(call, message.SerializeToString())
-    await until(lambda: call.told)
+    await until(lambda: call.responses)
     assert bool(decoded) != is_rejected
-    assert isinstance(call.told[0], OverloadedError) == is_rejected
+    assert isinstance(call.responses[0], OverloadedError) == is_rejected
 
 
 @pytest.mark.parametrize("codec", [JSON, PROTOBUF])
@@ -149,15 +149,15 @@ async def test_large_requests_are_rejected_before_decoding_if_their_queue_is_ful
     decoded: list[bytes] = []
     watched = replace(recording_codec(decoded, codec), decode=fail)
     undecoded = submit_each(pipeline, watched, large, huge)
-    await until(lambda: all(call.told for call in undecoded))  # the last one in the thread
+    await until(lambda: all(call.responses for call in undecoded))  # the last one in the thread
     assert [call.error.message for call in undecoded] == [message, message]
     assert large not in decoded  # a large request is not even decoded in the thread
     (small,) = submit_each(pipeline, watched, body)
-    await until(lambda: small.told)
-    assert isinstance(small.told[0], bytes)
+    await until(lambda: small.responses)
+    assert isinstance(small.responses[0], bytes)
     assert decoded[-1] == body
     engine.release()
-    await until(lambda: all(call.told for call in accepted))
+    await until(lambda: all(call.responses for call in accepted))
     assert outcomes(pipeline) == {"OK": 3, "RESOURCE_EXHAUSTED": 3}
 
 
@@ -181,26 +181,26 @@ async def test_requests_waiting_for_decoding_are_rejected_once_the_queue_is_full
     (rejected,) = submit_each(pipeline, JSON, large)
     assert isinstance(rejected.error, OverloadedError)
     gate.set()
-    await until(lambda: queued.told)
+    await until(lambda: queued.responses)
     assert decoded.error.message == queued.error.message
     assert "for large requests is full" in queued.error.message
     engine.release()
-    await until(lambda: all(call.told for call in accepted))
+    await until(lambda: all(call.responses for call in accepted))
     assert outcomes(pipeline) == {"OK": 2, "RESOURCE_EXHAUSTED": 3}
 
 
 async def test_overloaded_model_rejects_requests_before_their_body_arrives(
     full: RequestPipeline,
 ) -> None:
-    call = RecordingCall(full, asked(full, model="shop"))
+    call = RecordingCall(full, make_options(full, model="shop"))
     full.reject_if_overloaded(call)
     assert isinstance(call.error, OverloadedError)
     assert not call.is_waiting
     assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
     for model in ("", "films", "nobody"):
-        call = RecordingCall(full, asked(full, model=model))
+        call = RecordingCall(full, make_options(full, model=model))
         full.reject_if_overloaded(call)
-        assert call.told == []
+        assert call.responses == []
         assert call.is_waiting
     assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
 
@@ -208,9 +208,9 @@ async def test_overloaded_model_rejects_requests_before_their_body_arrives(
 async def test_requests_are_not_rejected_early_while_the_queue_has_room(
     pipeline: RequestPipeline,
 ) -> None:
-    call = RecordingCall(pipeline, asked(pipeline, model="shop"))
+    call = RecordingCall(pipeline, make_options(pipeline, model="shop"))
     pipeline.reject_if_overloaded(call)
-    assert (call.told, outcomes(pipeline)) == ([], {})
+    assert (call.responses, outcomes(pipeline)) == ([], {})
 
 
 async def test_subscribers_are_notified_when_the_queue_reopens(
@@ -219,13 +219,13 @@ async def test_subscribers_are_notified_when_the_queue_reopens(
     notified: list[bool] = []
     pipeline.on_queue_reopened(lambda: notified.append(not pipeline.models.has_full_queue))
     engine.hold()
-    first = ask(pipeline)
+    first = submit_request(pipeline)
     await until(lambda: engine.lookups)
-    second = ask(pipeline)
-    ask(pipeline)
+    second = submit_request(pipeline)
+    submit_request(pipeline)
     assert (notified, pipeline.models.has_full_queue) == ([], True)
     engine.release()
-    await until(lambda: first.told and second.told)
+    await until(lambda: first.responses and second.responses)
     assert notified == [True]
 
 
@@ -233,7 +233,7 @@ async def test_deadline_counts_from_the_start_of_the_request(
     pipeline: RequestPipeline, engine: FakeEngine
 ) -> None:
     decoded: list[bytes] = []
-    options = asked(pipeline, recording_codec(decoded, JSON), timeout_s=500.0)
+    options = make_options(pipeline, recording_codec(decoded, JSON), timeout_s=500.0)
     late = RecordingCall(pipeline, options, perf_counter() - 510)
     pipeline.submit(late, BODY)
     assert isinstance(late.error, DeadlineExceededError)
@@ -246,8 +246,8 @@ async def test_deadline_counts_from_the_start_of_the_request(
     assert outcomes(pipeline) == {"DEADLINE_EXCEEDED": 1}
     in_time = RecordingCall(pipeline, options, perf_counter() - 100)
     pipeline.submit(in_time, BODY)
-    await until(lambda: in_time.told)
-    assert isinstance(in_time.told[0], bytes)
+    await until(lambda: in_time.responses)
+    assert isinstance(in_time.responses[0], bytes)
     assert len(engine.lookups) == 1
 
 
@@ -256,9 +256,9 @@ async def test_rejected_slow_requests_are_among_the_slowest(
 ) -> None:
     caplog.set_level(logging.INFO)
     pipeline.telemetry = RequestTelemetry(slow_ms=100_000)
-    ask(pipeline, b"{")
+    submit_request(pipeline, b"{")
     assert pipeline.telemetry.slow.fields() == []
-    late = RecordingCall(pipeline, asked(pipeline, timeout_s=5.0), perf_counter() - 110)
+    late = RecordingCall(pipeline, make_options(pipeline, timeout_s=5.0), perf_counter() - 110)
     pipeline.submit(late, BODY)
     (slow,) = pipeline.telemetry.slow.fields()
     assert slow["outcome"] == "DEADLINE_EXCEEDED"
@@ -273,7 +273,7 @@ async def test_rejected_slow_requests_are_among_the_slowest(
 async def test_unexpected_error_while_decoding_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RecordingCall(pipeline, asked(pipeline, replace(JSON, try_decode_inline=fail)))
+    call = RecordingCall(pipeline, make_options(pipeline, replace(JSON, try_decode_inline=fail)))
     pipeline.submit(call, BODY)
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
@@ -282,7 +282,7 @@ async def test_unexpected_error_while_decoding_returns_a_general_message(
 async def test_unexpected_error_while_reading_the_model_returns_a_general_message(
     full: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RecordingCall(full, asked(full, replace(PROTOBUF, peek_model=fail)))
+    call = RecordingCall(full, make_options(full, replace(PROTOBUF, peek_model=fail)))
     full.submit(call, b"")
     expect_internal(call, caplog)
 
@@ -294,15 +294,15 @@ async def test_encoding_error_fails_only_its_own_request(
     options = RequestOptions(
         "", JSON, replace(PROTOBUF, try_encode_inline=fail), None, metrics_of(pipeline)
     )
-    others = (RecordingCall(pipeline, one) for one in (options, asked(pipeline)))
-    batch_calls = [ask(pipeline), *others]
+    others = (RecordingCall(pipeline, one) for one in (options, make_options(pipeline)))
+    batch_calls = [submit_request(pipeline), *others]
     for call in batch_calls[1:]:
         pipeline.submit(call, BODY)
-    await until(lambda: all(call.told for call in batch_calls))
+    await until(lambda: all(call.responses for call in batch_calls))
     assert len(engine.lookups) == 1
     expect_internal(batch_calls[1], caplog)
-    assert isinstance(batch_calls[0].told[0], bytes)
-    assert batch_calls[0].told == batch_calls[2].told
+    assert isinstance(batch_calls[0].responses[0], bytes)
+    assert batch_calls[0].responses == batch_calls[2].responses
     assert outcomes(pipeline) == {"OK": 2, "INTERNAL": 1}
 
 
@@ -310,13 +310,13 @@ async def test_write_error_fails_only_its_own_request(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
-    first, second = (RecordingCall(pipeline, asked(pipeline)) for _ in range(2))
+    first, second = (RecordingCall(pipeline, make_options(pipeline)) for _ in range(2))
     first.writer.failure = ZeroDivisionError(SECRET)
     for call in (first, second):
         pipeline.submit(call, BODY)
-    await until(lambda: first.told and second.told)
+    await until(lambda: first.responses and second.responses)
     expect_internal(first, caplog)
-    assert isinstance(second.told[0], bytes)
+    assert isinstance(second.responses[0], bytes)
     assert outcomes(pipeline) == {"OK": 1, "INTERNAL": 1}
 
 
@@ -355,7 +355,7 @@ async def test_responses_of_a_batch_are_flushed_together_at_its_end(
     outputs = Output(), Output()
     for i in range(5):
         writer = BufferedWriter(pipeline, outputs[i % 2])
-        pipeline.submit(RecordingCall(pipeline, asked(pipeline), writer=writer), BODY)
+        pipeline.submit(RecordingCall(pipeline, make_options(pipeline), writer=writer), BODY)
     await until(lambda: outputs[1].flushes)
     await asyncio.sleep(0)
     assert [output.flushes for output in outputs] == [[3], [2]]

@@ -20,11 +20,11 @@ from server.recording_call import (
     BODY,
     RecordingCall,
     RecordingWriter,
-    ask,
-    asked,
     expect_internal,
     fail,
+    make_options,
     outcomes,
+    submit_request,
 )
 from server.waiting import until
 
@@ -60,7 +60,7 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
 
 
 def submit_large(pipeline: RequestPipeline, codec: Codec, body: bytes = LARGE) -> RecordingCall:
-    call = RecordingCall(pipeline, asked(pipeline, codec))
+    call = RecordingCall(pipeline, make_options(pipeline, codec))
     pipeline.submit(call, body)
     return call
 
@@ -69,12 +69,12 @@ async def test_other_requests_are_served_while_a_large_request_is_decoded(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
 ) -> None:
     large = submit_large(pipeline, gated_codec(gate))
-    small = ask(pipeline)
-    await until(lambda: small.told)
-    assert large.told == []
+    small = submit_request(pipeline)
+    await until(lambda: small.responses)
+    assert large.responses == []
     gate.opened.set()
-    await until(lambda: large.told)
-    (body,) = large.told
+    await until(lambda: large.responses)
+    (body,) = large.responses
     assert isinstance(body, bytes)
     values = np.frombuffer(pb.EmbedResponse.FromString(body).values, "<f4")
     expected = engine.expected({"user": [[1, 2] * json_codec.INLINE_BYTES_MAX]})[0]
@@ -85,8 +85,8 @@ async def test_other_requests_are_served_while_a_large_request_is_decoded(
 
 async def test_invalid_large_request_names_the_wrong_field(pipeline: RequestPipeline) -> None:
     call = submit_large(pipeline, JSON, WRONG)
-    assert call.told == []
-    await until(lambda: call.told)
+    assert call.responses == []
+    await until(lambda: call.responses)
     assert isinstance(call.error, InvalidRequestError)
     assert call.error.field == f"features.user[{json_codec.INLINE_BYTES_MAX}][0]"
     assert outcomes(pipeline) == {"INVALID_ARGUMENT": 1}
@@ -96,7 +96,7 @@ async def test_unexpected_error_in_the_decoding_thread_returns_a_general_message
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = submit_large(pipeline, replace(JSON, decode=fail))
-    await until(lambda: call.told)
+    await until(lambda: call.responses)
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
 
@@ -110,8 +110,8 @@ async def test_request_cancelled_during_decoding_is_not_looked_up(
     cancelled.cancel()
     after = submit_large(pipeline, gated_codec(gate))
     gate.opened.set()
-    await until(lambda: after.told)
-    assert cancelled.told == []
+    await until(lambda: after.responses)
+    assert cancelled.responses == []
     assert len(engine.lookups) == 1
     assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
 
@@ -119,12 +119,12 @@ async def test_request_cancelled_during_decoding_is_not_looked_up(
 async def test_deadline_that_passes_during_decoding_rejects_the_request(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
 ) -> None:
-    late = RecordingCall(pipeline, asked(pipeline, gated_codec(gate), timeout_s=60.0))
+    late = RecordingCall(pipeline, make_options(pipeline, gated_codec(gate), timeout_s=60.0))
     pipeline.submit(late, LARGE)
     await until(lambda: gate.threads)
     late.deadline_s = perf_counter()
     gate.opened.set()
-    await until(lambda: late.told)
+    await until(lambda: late.responses)
     assert isinstance(late.error, DeadlineExceededError)
     assert engine.lookups == []
 
@@ -137,12 +137,12 @@ async def test_requests_waiting_to_be_decoded_are_limited_by_bytes(
     over = submit_large(pipeline, gated_codec(gate))
     assert isinstance(over.error, OverloadedError)
     assert f"{2 * len(LARGE)} of other large requests and answers wait" in over.error.message
-    small = ask(pipeline)
-    await until(lambda: small.told)
+    small = submit_request(pipeline)
+    await until(lambda: small.responses)
     gate.opened.set()
-    await until(lambda: all(call.told for call in waiting))
+    await until(lambda: all(call.responses for call in waiting))
     again = submit_large(pipeline, gated_codec(gate))
-    await until(lambda: again.told)
+    await until(lambda: again.responses)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 4}
 
 
@@ -165,7 +165,7 @@ async def test_decoding_thread_is_shared_fairly_between_callers(
 
     def submit_as(origin: str) -> RecordingCall:
         call = RecordingCall(
-            pipeline, asked(pipeline, gated_codec(gate)), writer=OriginWriter(origin)
+            pipeline, make_options(pipeline, gated_codec(gate)), writer=OriginWriter(origin)
         )
         pipeline.submit(call, LARGE)
         return call
@@ -186,10 +186,10 @@ async def test_decoding_thread_is_shared_fairly_between_callers(
 
     monkeypatch.setattr(pipeline.models, "enqueue", record_enqueued)
     gate.opened.set()
-    await until(lambda: all(call.told for call in (*many, other)))
+    await until(lambda: all(call.responses for call in (*many, other)))
     assert [call is other for call in ended] == [False, False, True, False]
     again = submit_as("A")
-    await until(lambda: again.told)
+    await until(lambda: again.responses)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 5}
 
 
@@ -198,11 +198,11 @@ async def test_request_that_expires_while_queued_is_not_decoded(
 ) -> None:
     first = submit_large(pipeline, gated_codec(gate))
     await until(lambda: gate.threads)
-    late = RecordingCall(pipeline, asked(pipeline, gated_codec(gate), timeout_s=60.0))
+    late = RecordingCall(pipeline, make_options(pipeline, gated_codec(gate), timeout_s=60.0))
     pipeline.submit(late, LARGE)
     late.deadline_s = perf_counter()
     gate.opened.set()
-    await until(lambda: first.told and late.told)
+    await until(lambda: first.responses and late.responses)
     assert isinstance(late.error, DeadlineExceededError)
     assert "while the body waited" in late.error.message
     assert len(gate.threads) == 1
@@ -222,11 +222,11 @@ async def test_decoding_thread_is_restarted_after_failed_starts(
 
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
     calls = [submit_large(pipeline, JSON) for _ in range(3)]
-    await until(lambda: all(call.told for call in calls))
+    await until(lambda: all(call.responses for call in calls))
     assert [call.error.code for call in calls[:2]] == ["INTERNAL"] * 2
     assert "can't start new thread: second" in caplog.text
     again = submit_large(pipeline, JSON)
-    await until(lambda: again.told)
+    await until(lambda: again.responses)
     assert outcomes(pipeline) == {"INTERNAL": 2, "OK": 2}
 
 
@@ -235,7 +235,7 @@ async def test_single_request_is_decoded_whatever_its_size(
 ) -> None:
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 1)
     call = submit_large(pipeline, JSON)
-    await until(lambda: call.told)
+    await until(lambda: call.responses)
     assert outcomes(pipeline) == {"OK": 1}
 
 

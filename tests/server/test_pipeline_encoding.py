@@ -14,7 +14,14 @@ from server.codecs import JSON
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
-from server.recording_call import RecordingCall, ask, asked, expect_internal, fail, outcomes
+from server.recording_call import (
+    RecordingCall,
+    expect_internal,
+    fail,
+    make_options,
+    outcomes,
+    submit_request,
+)
 from server.waiting import until
 
 from embedserve.codec import json_codec
@@ -38,7 +45,7 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
 
 
 def submit_large(pipeline: RequestPipeline, codec: Codec) -> RecordingCall:
-    call = RecordingCall(pipeline, replace(asked(pipeline), response_codec=codec))
+    call = RecordingCall(pipeline, replace(make_options(pipeline), response_codec=codec))
     pipeline.submit(call, BODY)
     return call
 
@@ -48,13 +55,13 @@ async def test_other_requests_are_served_while_a_large_response_is_encoded(
 ) -> None:
     large = submit_large(pipeline, gated_codec(gate))
     await until(lambda: gate.threads)
-    small = ask(pipeline)
-    await until(lambda: small.told)
-    assert large.told == []
+    small = submit_request(pipeline)
+    await until(lambda: small.responses)
+    assert large.responses == []
     assert outcomes(pipeline) == {"OK": 1}
     gate.opened.set()
-    await until(lambda: large.told)
-    (body,) = large.told
+    await until(lambda: large.responses)
+    (body,) = large.responses
     assert isinstance(body, bytes)
     values = np.array(orjson.loads(body)["values"], np.float32)
     expected = engine.expected({"user": [*([] for _ in range(EXAMPLES - 1)), [1, 2]]})
@@ -70,8 +77,8 @@ async def test_request_cancelled_during_encoding_gets_no_response(
     await until(lambda: gate.threads)
     cancelled.cancel()
     gate.opened.set()
-    await until(lambda: other.told)
-    assert cancelled.told == []
+    await until(lambda: other.responses)
+    assert cancelled.responses == []
     assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
 
 
@@ -79,7 +86,7 @@ async def test_unexpected_error_while_encoding_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = submit_large(pipeline, replace(JSON, encode=fail))
-    await until(lambda: call.told)
+    await until(lambda: call.responses)
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
 
@@ -90,7 +97,7 @@ async def test_unexpected_error_while_writing_returns_a_general_message(
     call = submit_large(pipeline, gated_codec(gate))
     call.writer.failure = ZeroDivisionError("secret of the server")
     gate.opened.set()
-    await until(lambda: call.told)
+    await until(lambda: call.responses)
     expect_internal(call, caplog)
 
 
@@ -102,11 +109,11 @@ async def test_responses_waiting_to_be_encoded_are_limited_by_bytes(
     waiting = submit_large(pipeline, gated_codec(gate))
     await until(lambda: gate.threads)
     over = submit_large(pipeline, gated_codec(gate))
-    await until(lambda: over.told)
+    await until(lambda: over.responses)
     assert isinstance(over.error, OverloadedError)
     assert over.error.message.startswith(f"answer has {nbytes} bytes, and {nbytes} of other ")
     gate.opened.set()
-    await until(lambda: waiting.told)
+    await until(lambda: waiting.responses)
     again = submit_large(pipeline, gated_codec(gate))
-    await until(lambda: again.told)
+    await until(lambda: again.responses)
     assert outcomes(pipeline) == {"OK": 2, "RESOURCE_EXHAUSTED": 1}

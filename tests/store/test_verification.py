@@ -51,7 +51,7 @@ def flips(path: Path, positions: Iterator[int]) -> Iterator[int]:
     path.write_bytes(data)
 
 
-def is_found(folder: Path) -> bool:
+def is_damage_detected(folder: Path) -> bool:
     try:
         check(folder)
     except StoreError as error:
@@ -67,7 +67,7 @@ def test_flipped_bit_is_detected_in_every_file(folder: Path, name: str) -> None:
     path = folder / name
     size = path.stat().st_size
     sampled = sorted(random.Random(1).sample(range(size), min(FLIPS, size)))
-    missed = [byte for byte in flips(path, iter(sampled)) if not is_found(folder)]
+    missed = [byte for byte in flips(path, iter(sampled)) if not is_damage_detected(folder)]
     assert missed == []
     check(folder)
 
@@ -78,7 +78,7 @@ def test_flipped_bit_is_detected_in_header_padding(folder: Path, name: str) -> N
     padding = len(path.read_bytes()[:HEADER_BYTES].rstrip(b" "))
     assert padding < HEADER_BYTES
     positions = iter((padding, (padding + HEADER_BYTES) // 2, HEADER_BYTES - 1))
-    assert [byte for byte in flips(path, positions) if not is_found(folder)] == []
+    assert [byte for byte in flips(path, positions) if not is_damage_detected(folder)] == []
 
 
 def test_tabs_in_place_of_header_spaces_are_detected(folder: Path) -> None:

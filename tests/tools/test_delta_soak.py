@@ -74,9 +74,9 @@ def test_undo_returns_the_number_of_undone_deltas(
         assert 0 < count <= undone_max
         assert reverted[-1] == last - count
 
-    def refuse(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise StoreError("nothing to undo")
 
-    monkeypatch.setattr(deltas, "undo_deltas", refuse)
+    monkeypatch.setattr(deltas, "undo_deltas", fail)
     assert soak._undo() == 0
     assert soak.report.counts["undos"] == 20

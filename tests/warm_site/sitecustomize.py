@@ -20,8 +20,8 @@ def _be_relayed(address: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(address)
-    asked = {"args": sys.orig_argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}
-    message = json.dumps(asked).encode()
+    start_request = {"args": sys.orig_argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}
+    message = json.dumps(start_request).encode()
     socket.send_fds(channel, [len(message).to_bytes(8)], [0, 1, 2])
     channel.sendall(message)
     for number in numbers:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from hostile import frames as f
 from hostile.canary_client import embed_request
 from server.arrow_streams import ARROW, columns_of, stream_of
-from server.open_inference import LENGTH_HEADER, Asked, jagged
+from server.open_inference import LENGTH_HEADER, InferRequest, jagged
 from server.predictions import prediction_request
 
 from embedserve_proto import embedding_pb2 as pb
@@ -99,9 +99,9 @@ def streams() -> list[bytes]:
     ]
 
 
-def infer() -> Asked:
+def infer() -> InferRequest:
     """Returns the ids as tensors of the Open Inference Protocol."""
-    return Asked(jagged({"user": [[one] for one in IDS]}))
+    return InferRequest(jagged({"user": [[one] for one in IDS]}))
 
 
 def post_infer(body: bytes) -> bytes:
@@ -127,8 +127,8 @@ def call_predict(message: bytes) -> bytes:
 
 def infer_messages() -> list[bytes]:
     raw, typed = (infer().message("m", is_raw=is_raw) for is_raw in (True, False))
-    asked = Asked(infer().inputs, ("user",), "an id").message("m", is_raw=True)
-    return [one.SerializeToString() for one in (raw, typed, asked)]
+    message = InferRequest(infer().inputs, ("user",), "an id").message("m", is_raw=True)
+    return [one.SerializeToString() for one in (raw, typed, message)]
 
 
 def predictions() -> list[bytes]:

@@ -148,19 +148,19 @@ def test_exception_of_the_request_iterable_is_raised(stream_client: Any) -> None
 
 def test_result_arrives_before_the_next_request_is_sent(grpc_target: str) -> None:
     """Checks that a caller can wait for one response before it sends its next request."""
-    answered = threading.Event()
+    responded = threading.Event()
 
     def items() -> Iterator[Any]:
         yield {"user": [1]}
         yield {"user": "not sent"}
-        assert answered.wait(RESPONSE_S_MAX)
+        assert responded.wait(RESPONSE_S_MAX)
         yield {"user": [2]}
 
     with GrpcEmbedClient(grpc_target) as client:
         answers = client.embed_stream(items())
         assert next(answers).result()["user"].tolist() == [[2, 3]]
         assert isinstance(next(answers), InvalidRequest)
-        answered.set()
+        responded.set()
         assert next(answers).result()["user"].tolist() == [[4, 5]]
         assert list(answers) == []
 

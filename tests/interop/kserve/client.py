@@ -53,7 +53,7 @@ async def over_rest(url: str, model: str, parameters: dict[str, Any]) -> dict[st
             response_as_json(
                 await client.infer(url, request_of(model, one, is_binary=is_binary), model)
             )
-            for one in parameters["asked"]
+            for one in parameters["requests"]
         ]
     ready = [await client.is_server_live(url), await client.is_server_ready(url)]
     ready += [await client.is_model_ready(url, one) for one in (model, "nothing")]
@@ -69,7 +69,7 @@ async def over_grpc(target: str, model: str, parameters: dict[str, Any]) -> dict
     for name, is_raw in (("gRPC, typed", False), ("gRPC, raw", True)):
         responses[name] = [
             response_as_json(await client.infer(request_of(model, one, is_binary=is_raw)))
-            for one in parameters["asked"]
+            for one in parameters["requests"]
         ]
     ready = [await client.is_server_live(), await client.is_server_ready()]
     ready += [await client.is_model_ready(one) for one in (model, "nothing")]

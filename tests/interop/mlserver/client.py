@@ -51,12 +51,12 @@ def response_as_json(response: InferenceResponse) -> dict[str, Any]:
 def by_command(target: str, model: str, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
     """Runs `mlserver infer`, which writes responses in the order of their arrival."""
     with tempfile.TemporaryDirectory() as folder:
-        requested, answered = Path(folder) / "requests", Path(folder) / "responses"
+        requested, responses = Path(folder) / "requests", Path(folder) / "responses"
         requested.write_text("".join(f"{one.model_dump_json()}\n" for one in requests))
         command = [str(Path(sys.executable).with_name("mlserver")), "infer", "-u", target]
-        command += ["-m", model, "-i", str(requested), "-o", str(answered)]
+        command += ["-m", model, "-i", str(requested), "-o", str(responses)]
         subprocess.run(command, check=True, stdout=sys.stderr, timeout=INFER_S_MAX)
-        lines = answered.read_text().splitlines()
+        lines = responses.read_text().splitlines()
     return [response_as_json(InferenceResponse.model_validate_json(line)) for line in lines]
 
 
@@ -73,7 +73,7 @@ def by_stub(target: str, model: str, requests: list[InferenceRequest]) -> list[d
 
 def main() -> None:
     parameters = json.load(sys.stdin)
-    requests = [request_of(one) for one in parameters["asked"]]
+    requests = [request_of(one) for one in parameters["requests"]]
     json.dump(
         {
             "command": by_command(parameters["http"], parameters["model"], requests),

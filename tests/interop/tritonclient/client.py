@@ -159,9 +159,9 @@ async def over_grpc_aio(target: str, model: str, requested: list[dict[str, Any]]
 
 
 def over_a_stream(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
-    answered: queue.Queue[Any] = queue.Queue()
+    results: queue.Queue[Any] = queue.Queue()
     with triton_grpc.InferenceServerClient(target) as client:
-        client.start_stream(callback=lambda result, error: answered.put((result, error)))
+        client.start_stream(callback=lambda result, error: results.put((result, error)))
         for one in requested:
             client.async_stream_infer(
                 model,
@@ -171,7 +171,7 @@ def over_a_stream(target: str, model: str, requested: list[dict[str, Any]]) -> l
             )
         responses = []
         for one in requested:
-            result, error = answered.get(timeout=WAIT_S_MAX)
+            result, error = results.get(timeout=WAIT_S_MAX)
             responses.append(str(error) if error else result_as_json(result, one["outputs"]))
         client.stop_stream()
     return responses
@@ -321,7 +321,7 @@ def main() -> None:
         parameters["http"],
         parameters["grpc"],
         parameters["model"],
-        parameters["asked"],
+        parameters["requests"],
     )
     json.dump(
         {

@@ -252,11 +252,11 @@ async def test_frequent_rejections_are_delayed(tokens: Tokens) -> None:
 async def test_tokens_may_be_limited_to_models(tokens: Tokens) -> None:
     client = tokens.admit(await tokens.add("x", models=["shop"])).quota
     assert client is not None
-    for asked, default in (("shop", "films"), ("shop@3", ""), ("", "shop"), ("@old", "shop@3")):
-        client.check_model(asked, default)
-    for asked, default in (("films", "shop"), ("none@3", "shop"), ("", "films"), ("@3", "films")):
+    for model, default in (("shop", "films"), ("shop@3", ""), ("", "shop"), ("@old", "shop@3")):
+        client.check_model(model, default)
+    for model, default in (("films", "shop"), ("none@3", "shop"), ("", "films"), ("@3", "films")):
         with pytest.raises(PermissionDeniedError, match=r"'x' may not ask model '(films|none)'"):
-            client.check_model(asked, default)
+            client.check_model(model, default)
 
 
 async def test_certificate_names_identify_callers(tokens: Tokens) -> None:

@@ -76,12 +76,12 @@ def test_source_that_requests_again_each_time_gets_only_its_share() -> None:
     taken."""
     for waiting in ("abbbbb", "aabbbbb"):
         queued = Queued(waiting)
-        taken = ""
+        served = ""
         for _ in range(8):
-            taken += queued.names(1)
-            if taken[-1] == "a":
+            served += queued.names(1)
+            if served[-1] == "a":
                 queued.put("a")
-        assert taken == "abababab"
+        assert served == "abababab"
 
 
 def test_withdrawn_requests_do_not_count_against_their_source() -> None:

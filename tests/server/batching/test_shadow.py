@@ -12,7 +12,7 @@ from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.live import make_pipeline
 from server.pending_requests import submit_to
-from server.thread_limit import refuse_thread
+from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
 from embedserve.batching.join import adapt_to_model, join
@@ -258,7 +258,7 @@ async def test_comparison_without_a_thread_fails_and_the_next_succeeds(
 ) -> None:
     caplog.set_level(logging.WARNING)
     pipeline.models.set_shadow("shop@canary", 100.0)
-    refuse_thread(monkeypatch, "shadow")
+    make_thread_start_fail(monkeypatch, "shadow")
     await send_request(pipeline)
     assert batch_count(pipeline, "failed") == 1
     for count in (1, 2):  # the failed one is not compared later

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import polars as pl
 import pytest
-from server.arrow_streams import read_answer, said_in, vectors
+from server.arrow_streams import metadata_in, read_answer, vectors
 from server.codecs import ARROW
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
@@ -60,7 +60,7 @@ def test_values_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cu
         assert table.column_names == ["values"]
         assert vectors(table["values"]).dtype == dtype
         assert np.array_equal(vectors(table["values"]), values)
-        assert said_in(table) == metadata_of(POOLED)
+        assert metadata_in(table) == metadata_of(POOLED)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -74,7 +74,7 @@ def test_each_key_has_its_own_column_if_requested(examples: int, dtype: str) -> 
         assert table.column_names == list(KEYS)
         for key, columns in KEYS.items():
             assert np.array_equal(vectors(table[key]), values[:, columns])
-        assert said_in(table) == metadata_of(POOLED)
+        assert metadata_in(table) == metadata_of(POOLED)
 
 
 def test_polars_reads_pooled_responses() -> None:
@@ -94,11 +94,11 @@ def test_selected_keys_and_unknown_ids_are_encoded(output_options: OutputOptions
     table = read_answer(encoded(result))
     found = [vectors(column) for column in table.columns]
     assert np.array_equal(np.concatenate(found, axis=1), values)
-    assert said_in(table) == metadata_of(part, unknown_ids={"tag": 3})
+    assert metadata_in(table) == metadata_of(part, unknown_ids={"tag": 3})
     again = read_answer(
         encoded(LookupResult(part, np.ascontiguousarray(values), output=output_options))
     )
-    assert said_in(again) == metadata_of(part)
+    assert metadata_in(again) == metadata_of(part)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -116,7 +116,7 @@ def test_unpooled_response_has_a_list_of_vectors_per_example(
     for key, own, rows in zip(UNPOOLED.keys, lengths, np.split(values, ends[:-1]), strict=True):
         assert [len(one) for one in table[key].to_pylist()] == own.tolist()
         assert np.array_equal(vectors(table[key]), rows)
-    assert said_in(table) == metadata_of(UNPOOLED)
+    assert metadata_in(table) == metadata_of(UNPOOLED)
 
 
 def test_values_are_not_copied_and_large_by_key_results_are_not_inline() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server.open_inference import LENGTH_HEADER, Asked, Input, jagged
+from server.open_inference import LENGTH_HEADER, InferRequest, Input, jagged
 from server.strategies import bags_of_ids, weights_or_none
 
 from embedserve.codec import json_codec, protobuf_codec
@@ -42,7 +42,7 @@ def test_open_inference_estimate_equals_the_declared_shapes(
 ) -> None:
     inputs = jagged(bags)
     inputs += [Input("more", "INT64", padded)] if padded else []
-    infer_request = Asked(inputs)
+    infer_request = InferRequest(inputs)
     flat = [bag for feature in (*bags.values(), padded) for bag in feature]
     expected = len(flat), sum(map(len, flat))
     assert bodies.estimate_size(infer_request.json_body()) == expected
@@ -55,7 +55,7 @@ def test_open_inference_estimate_equals_the_declared_shapes(
 
 @pytest.mark.parametrize("size", [-1, 2**62])
 def test_estimate_of_false_shapes_is_at_most_the_body_size(size: int) -> None:
-    infer_request = Asked([Input("f.ids", "INT64", [1], [size])])
+    infer_request = InferRequest([Input("f.ids", "INT64", [1], [size])])
     for estimate_size, body in (
         (bodies.estimate_size, infer_request.json_body()),
         (

@@ -11,7 +11,7 @@ import pytest
 from fuzz.mutate import mutated
 from hypothesis import given
 from hypothesis import strategies as st
-from server.open_inference import LENGTH_HEADER, Asked, jagged
+from server.open_inference import LENGTH_HEADER, InferRequest, jagged
 from server.strategies import bags_of_ids
 
 from embedserve.codec.open_inference import message_template
@@ -53,7 +53,7 @@ def parsed_body(body: bytes, json_bytes: int) -> tuple[object, ...] | None:
         return None
 
 
-def message(infer_request: Asked, version: str = "") -> bytes:
+def message(infer_request: InferRequest, version: str = "") -> bytes:
     return infer_request.message("shop", is_raw=True, version=version).SerializeToString()
 
 
@@ -79,10 +79,12 @@ def test_message_matching_a_template_is_read_like_by_protobuf(
     version: str,
     times: int,
 ) -> None:
-    template = template_of(message(Asked(jagged({name: [[1]] for name in bags}), outputs), version))
+    template = template_of(
+        message(InferRequest(jagged({name: [[1]] for name in bags}), outputs), version)
+    )
     larger = {name: [bag * times for bag in of_feature] for name, of_feature in bags.items()}
     for one in (bags, larger, {name: bags_of * times for name, bags_of in bags.items()}):
-        body = message(Asked(jagged(one), outputs, request_id), version)
+        body = message(InferRequest(jagged(one), outputs, request_id), version)
         request = template.read(body, LIMITS)
         assert request is not None
         assert fields_of(request) == parsed_message(body)
@@ -91,8 +93,8 @@ def test_message_matching_a_template_is_read_like_by_protobuf(
 @pytest.mark.parametrize("seed", range(40))
 def test_mutated_message_matches_no_template_or_reads_like_protobuf(seed: int) -> None:
     random = Random(seed)
-    body = message(Asked(jagged(BAGS), (), "id"))
-    others = [body, message(Asked(jagged(dict(reversed(BAGS.items())))))]
+    body = message(InferRequest(jagged(BAGS), (), "id"))
+    others = [body, message(InferRequest(jagged(dict(reversed(BAGS.items())))))]
     template = template_of(body)
     for _ in range(200):
         changed = mutated(random, body, others)
@@ -109,16 +111,16 @@ def test_body_matching_a_template_is_read_like_by_the_parser(
     bags: dict[str, list[list[int]]], outputs: tuple[str, ...], times: int
 ) -> None:
     BODIES.try_decode_inline(
-        *inline_arguments(Asked(jagged({name: [[1]] for name in bags}), outputs))
+        *inline_arguments(InferRequest(jagged({name: [[1]] for name in bags}), outputs))
     )
     for one in (bags, {name: bags_of * times for name, bags_of in bags.items()}):
-        body, _, limits, json_bytes = inline_arguments(Asked(jagged(one), outputs))
+        body, _, limits, json_bytes = inline_arguments(InferRequest(jagged(one), outputs))
         request = BODIES.templates.read(body, json_bytes, "shop", limits)
         assert request is not None
         assert fields_of(request) == parsed_body(body, json_bytes)
 
 
-def inline_arguments(infer_request: Asked) -> tuple[bytes, str, Limits, int]:
+def inline_arguments(infer_request: InferRequest) -> tuple[bytes, str, Limits, int]:
     body, headers = infer_request.binary_body()
     return body, "shop", LIMITS, int(headers[LENGTH_HEADER])
 
@@ -126,7 +128,7 @@ def inline_arguments(infer_request: Asked) -> tuple[bytes, str, Limits, int]:
 @pytest.mark.parametrize("seed", range(40))
 def test_mutated_body_matches_no_template_or_reads_like_the_parser(seed: int) -> None:
     random = Random(seed)
-    body, model, limits, json_bytes = inline_arguments(Asked(jagged(BAGS)))
+    body, model, limits, json_bytes = inline_arguments(InferRequest(jagged(BAGS)))
     BODIES.try_decode_inline(body, model, limits, json_bytes)
     assert BODIES.templates.read(body, json_bytes, model, limits) is not None
     for _ in range(200):
@@ -139,7 +141,7 @@ def test_mutated_body_matches_no_template_or_reads_like_the_parser(seed: int) ->
 @pytest.mark.parametrize("name", ["user [7,8]", "user: 12,", "9, 9]"])
 def test_numbers_in_feature_names_are_not_read_as_sizes(name: str) -> None:
     for ids in ([[1, 2]], [[3]]):
-        body, model, limits, json_bytes = inline_arguments(Asked(jagged({name: ids})))
+        body, model, limits, json_bytes = inline_arguments(InferRequest(jagged({name: ids})))
         request = BODIES.try_decode_inline(body, model, limits, json_bytes)
         assert request is not None
         assert (request.features, request.ids.tolist()) == ((name,), ids[0])
@@ -148,23 +150,23 @@ def test_numbers_in_feature_names_are_not_read_as_sizes(name: str) -> None:
 
 def test_template_cache_is_bounded() -> None:
     cache = message_template.MessageTemplateCache()
-    first = message(Asked(jagged({"f": [[1]]})))
+    first = message(InferRequest(jagged({"f": [[1]]})))
     cache.remember(first, template_of(first), LIMITS)
     assert cache.read(first, LIMITS) is not None
     for at in range(TEMPLATES_MAX):
-        body = message(Asked(jagged({f"f{at}": [[1]]})))
+        body = message(InferRequest(jagged({f"f{at}": [[1]]})))
         cache.remember(body, template_of(body), LIMITS)
     assert cache.read(first, LIMITS) is None
     assert cache.read(body, LIMITS) is not None
-    long = message(Asked(jagged({"f" * message_template.TEMPLATE_BYTES_MAX: [[1]]})))
+    long = message(InferRequest(jagged({"f" * message_template.TEMPLATE_BYTES_MAX: [[1]]})))
     cache.remember(long, template_of(long), LIMITS)
     assert cache.read(long, LIMITS) is None
 
 
 def test_template_does_not_match_requests_over_a_limit() -> None:
-    body = message(Asked(jagged(BAGS)))
+    body = message(InferRequest(jagged(BAGS)))
     template = template_of(body)
-    binary, model, _, json_bytes = inline_arguments(Asked(jagged(BAGS)))
+    binary, model, _, json_bytes = inline_arguments(InferRequest(jagged(BAGS)))
     BODIES.try_decode_inline(binary, model, LIMITS, json_bytes)
     for limits in (
         Limits(request_examples_max=2),
@@ -179,8 +181,8 @@ def test_template_does_not_match_requests_over_a_limit() -> None:
 
 def test_large_message_is_read_by_its_template() -> None:
     bags = {"user": [list(range(5000))] * 3, "tag": [[2], [], [3]]}
-    body = message(Asked(jagged(bags)))
-    request = template_of(message(Asked(jagged(BAGS)))).read(body, LIMITS)
+    body = message(InferRequest(jagged(bags)))
+    request = template_of(message(InferRequest(jagged(BAGS)))).read(body, LIMITS)
     assert request is not None
     assert np.array_equal(request.ids[:15000], np.tile(np.arange(5000), 3))
     assert fields_of(request) == parsed_message(body)

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from server.arrow_streams import stream_of
-from server.open_inference import Asked, jagged
+from server.open_inference import InferRequest, jagged
 from server.predictions import prediction_request
 
 from embedserve.codec.codec import Codec, Codecs
@@ -88,8 +88,10 @@ class Infer(Format):
         body = self.infer_request(min_seq).json_body()
         return self.codecs.infer, body
 
-    def infer_request(self, min_seq: Any) -> Asked:
-        return Asked(jagged(BAGS), parameters={} if min_seq is None else {"min_seq": min_seq})
+    def infer_request(self, min_seq: Any) -> InferRequest:
+        return InferRequest(
+            jagged(BAGS), parameters={} if min_seq is None else {"min_seq": min_seq}
+        )
 
 
 class InferBinary(Infer):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server.open_inference import Asked, Input, jagged
+from server.open_inference import InferRequest, Input, jagged
 
 from embedserve.codec.open_inference.answers import ResponseOptions
 from embedserve.codec.open_inference.bodies import BodyDecoder
@@ -98,7 +98,7 @@ def body(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "
 
 
 def message(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "") -> bytes:
-    infer_request = Asked([], (OUTPUT,), request_id, {"output_dtype": "FP16"})
+    infer_request = InferRequest([], (OUTPUT,), request_id, {"output_dtype": "FP16"})
     request = infer_request.message("shop", is_raw=True)
     tensors = [(request.outputs[0], "vectors", OUTPUT_PLACE)]
     for one, place in zip(inputs, places, strict=True):

@@ -20,7 +20,7 @@ from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
 
 
-class Held(Followed):
+class HeldFollower(Followed):
     """A follower that is held at delta 1."""
 
     def __init__(self, folder: Path) -> None:
@@ -38,8 +38,8 @@ class Held(Followed):
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Held:
-    return Held(tmp_path / "store")
+def held(tmp_path: Path) -> HeldFollower:
+    return HeldFollower(tmp_path / "store")
 
 
 def read_nothing(delta: DeltaManifest) -> None:
@@ -58,7 +58,7 @@ def test_hold_flag_is_shared_with_forked_processes() -> None:
 
 
 def test_held_line_applies_nothing_and_reports_pending_deltas(
-    held: Held, monkeypatch: pytest.MonkeyPatch
+    held: HeldFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert held.poll_once() == ("held", 1, 1)
     assert held.status.read().lag_s() == 0
@@ -80,7 +80,7 @@ def test_held_line_applies_nothing_and_reports_pending_deltas(
     assert held.status.read().lag_s() == 0
 
 
-def test_lag_is_that_of_the_oldest_pending_delta(held: Held) -> None:
+def test_lag_is_that_of_the_oldest_pending_delta(held: HeldFollower) -> None:
     for seq in (2, 3):
         held.push(seq)
         held.poll_once()
@@ -91,7 +91,7 @@ def test_lag_is_that_of_the_oldest_pending_delta(held: Held) -> None:
 
 
 def test_hold_lets_the_step_in_progress_complete(
-    held: Held, monkeypatch: pytest.MonkeyPatch
+    held: HeldFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held.hold.set(False)
     apply = held.rows.apply
@@ -108,7 +108,9 @@ def test_hold_lets_the_step_in_progress_complete(
     assert held.poll_once() == ("held", 3, 4)
 
 
-def test_hold_survives_applier_restart(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_hold_survives_applier_restart(
+    held: HeldFollower, caplog: pytest.LogCaptureFixture
+) -> None:
     held.push(2)
     held.poll_once()
     held.status.stall("the process that applies deltas was ended by SIGKILL")
@@ -122,7 +124,7 @@ def test_hold_survives_applier_restart(held: Held, caplog: pytest.LogCaptureFixt
     assert held.poll_once() == ("following", 3, 3)
 
 
-def test_new_hold_begins_after_the_last_applied_delta(held: Held) -> None:
+def test_new_hold_begins_after_the_last_applied_delta(held: HeldFollower) -> None:
     held.push(2)
     held.poll_once()
     held.hold.set(False)
@@ -136,7 +138,7 @@ def test_new_hold_begins_after_the_last_applied_delta(held: Held) -> None:
 
 
 def test_beginning_and_end_of_a_hold_are_logged_once(
-    held: Held, caplog: pytest.LogCaptureFixture
+    held: HeldFollower, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         for is_set in (True, False):
@@ -147,7 +149,7 @@ def test_beginning_and_end_of_a_hold_are_logged_once(
 
 
 def test_delta_with_invalid_manifest_stalls_the_line_after_the_hold(
-    held: Held, caplog: pytest.LogCaptureFixture
+    held: HeldFollower, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Covers a delta with a bad manifest. Manifests are read during the hold, rows are not."""
     held.push(2)
@@ -167,7 +169,7 @@ def test_delta_with_invalid_manifest_stalls_the_line_after_the_hold(
 
 
 def test_store_error_during_a_hold_is_reported(
-    held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    held: HeldFollower, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     held.poll_once()
 
@@ -184,7 +186,7 @@ def test_store_error_during_a_hold_is_reported(
     assert (held.status.read().reason, caplog.messages) == ("", [])
 
 
-def test_full_line_can_be_held(held: Held) -> None:
+def test_full_line_can_be_held(held: HeldFollower) -> None:
     held.hold.set(False)
     held.rows.room = 1
     held.push(2)
@@ -195,7 +197,7 @@ def test_full_line_can_be_held(held: Held) -> None:
     assert held.poll_once()[0] == "full"
 
 
-def test_delta_found_during_a_hold_postpones_the_next_listing(held: Held) -> None:
+def test_delta_found_during_a_hold_postpones_the_next_listing(held: HeldFollower) -> None:
     """Checks that a delta found during a hold postpones the next listing, like one that is
     applied."""
     held.follower._list_after_s = 300.0
@@ -204,7 +206,7 @@ def test_delta_found_during_a_hold_postpones_the_next_listing(held: Held) -> Non
     assert held.follower._list_after_s == 10.0
 
 
-def test_delta_undone_during_a_hold_is_never_applied(held: Held) -> None:
+def test_delta_undone_during_a_hold_is_never_applied(held: HeldFollower) -> None:
     held.push(2, value=2)
     undo_deltas(held.models.where, "m", to=1, why="CTR fell")
     held.poll_once()

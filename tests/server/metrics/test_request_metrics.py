@@ -12,7 +12,7 @@ from server.fake_engine import FakeEngine, model_info
 from server.live import IN_THREAD
 from server.metrics.metric_samples import families_of
 from server.pipelines import make_pipeline, outcomes_of
-from server.recording_call import RecordingCall, ask, asked
+from server.recording_call import RecordingCall, make_options, submit_request
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -86,7 +86,7 @@ def timed_counts(metrics: Metrics) -> dict[str, float]:
 
 
 async def wait_for_outcomes(*calls: RecordingCall) -> None:
-    await until(lambda: all(call.told for call in calls))
+    await until(lambda: all(call.responses for call in calls))
 
 
 async def test_failing_canary_is_counted_apart_from_stable(
@@ -94,7 +94,7 @@ async def test_failing_canary_is_counted_apart_from_stable(
 ) -> None:
     canary.failure = ZeroDivisionError("secret")
     for model in ("shop", "shop@stable", "shop@canary", "shop@8"):
-        await wait_for_outcomes(ask(pipeline, USER, model=model))
+        await wait_for_outcomes(submit_request(pipeline, USER, model=model))
     assert request_counts(pipeline.metrics) == {
         ("stable", "7"): {"OK": 2},
         ("canary", "8"): {"INTERNAL": 2},
@@ -108,8 +108,12 @@ async def test_rejection_by_a_version_is_counted_for_that_version(
     pipeline: RequestPipeline,
 ) -> None:
     """Covers unknown features, an id without a row, and a request over a limit."""
-    await wait_for_outcomes(ask(pipeline, FILM), ask(pipeline, FILM, model="shop@canary"))
-    await wait_for_outcomes(ask(pipeline, b'{"features": {"user": [99]}}', model="shop@canary"))
+    await wait_for_outcomes(
+        submit_request(pipeline, FILM), submit_request(pipeline, FILM, model="shop@canary")
+    )
+    await wait_for_outcomes(
+        submit_request(pipeline, b'{"features": {"user": [99]}}', model="shop@canary")
+    )
     assert request_counts(pipeline.metrics) == {
         ("stable", "7"): {"OK": 1},
         ("canary", "8"): {"INVALID_ARGUMENT": 2},
@@ -120,14 +124,16 @@ async def test_rejection_by_a_full_queue_is_counted_for_its_version(
     pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.hold()
-    running = ask(pipeline, USER, model="shop@canary")
+    running = submit_request(pipeline, USER, model="shop@canary")
     await until(lambda: canary.lookups)
-    waiting = ask(pipeline, USER, model="shop@canary")
+    waiting = submit_request(pipeline, USER, model="shop@canary")
     for _ in range(3):  # the first is rejected when queued, others undecoded
-        assert ask(pipeline, USER, model="shop@canary").error.code == "RESOURCE_EXHAUSTED"
-    early = RecordingCall(pipeline, asked(pipeline, model="shop@canary"))
+        assert (
+            submit_request(pipeline, USER, model="shop@canary").error.code == "RESOURCE_EXHAUSTED"
+        )
+    early = RecordingCall(pipeline, make_options(pipeline, model="shop@canary"))
     pipeline.reject_if_overloaded(early)
-    await wait_for_outcomes(ask(pipeline, USER))
+    await wait_for_outcomes(submit_request(pipeline, USER))
     canary.release()
     await wait_for_outcomes(running, waiting)
     assert request_counts(pipeline.metrics) == {
@@ -140,9 +146,9 @@ async def test_expired_and_cancelled_requests_are_counted_for_their_version(
     pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.hold()
-    running = ask(pipeline, USER, model="shop@canary")
+    running = submit_request(pipeline, USER, model="shop@canary")
     await until(lambda: canary.lookups)
-    late = RecordingCall(pipeline, asked(pipeline, model="shop@canary", timeout_s=60.0))
+    late = RecordingCall(pipeline, make_options(pipeline, model="shop@canary", timeout_s=60.0))
     pipeline.submit(late, USER)
     late.deadline_s = perf_counter()
     running.cancel()
@@ -152,7 +158,7 @@ async def test_expired_and_cancelled_requests_are_counted_for_their_version(
     assert request_counts(pipeline.metrics) == {
         ("canary", "8"): {"CANCELLED": 1, "DEADLINE_EXCEEDED": 1},
     }
-    queued = RecordingCall(pipeline, asked(pipeline, model="shop@canary"))
+    queued = RecordingCall(pipeline, make_options(pipeline, model="shop@canary"))
     pipeline.submit(queued, USER)
     queued.cancel()
     assert request_counts(pipeline.metrics)["canary", "8"]["CANCELLED"] == 2
@@ -161,11 +167,11 @@ async def test_expired_and_cancelled_requests_are_counted_for_their_version(
 async def test_unknown_model_names_add_no_series(pipeline: RequestPipeline) -> None:
     before = len(families_of(pipeline.metrics)["embedserve_model_requests"].samples)
     for i in range(50):
-        assert ask(pipeline, USER, model=f"film{i}").error.code == "NOT_FOUND"
-        assert ask(pipeline, USER, model=f"shop@{i + 100}").error.code == "NOT_FOUND"
+        assert submit_request(pipeline, USER, model=f"film{i}").error.code == "NOT_FOUND"
+        assert submit_request(pipeline, USER, model=f"shop@{i + 100}").error.code == "NOT_FOUND"
         body = f'{{"version": "n{i}", "features": {{"user": [1]}}}}'.encode()
-        assert ask(pipeline, body).error.code == "NOT_FOUND"
-    assert ask(pipeline, b"{").error.code == "INVALID_ARGUMENT"
+        assert submit_request(pipeline, body).error.code == "NOT_FOUND"
+    assert submit_request(pipeline, b"{").error.code == "INVALID_ARGUMENT"
     family = families_of(pipeline.metrics)["embedserve_model_requests"]
     assert len(family.samples) == before
     assert request_counts(pipeline.metrics) == {}
@@ -179,9 +185,9 @@ def workers_of(count: int, *models: ModelInfo) -> tuple[SharedCounters, list[Met
     return slots, [Metrics(models, WorkerCounters(slots, worker)) for worker in range(count)]
 
 
-def record(metrics: Metrics, name: str, answered: int, failed: int) -> None:
+def record(metrics: Metrics, name: str, completed: int, failed: int) -> None:
     requests = metrics.models[name].version.requests
-    for _ in range(answered):
+    for _ in range(completed):
         requests.count_answered(0.25)
     for _ in range(failed):
         requests.count_outcome("INTERNAL", 0.5)

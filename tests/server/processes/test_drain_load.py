@@ -42,11 +42,11 @@ class Outcomes:
     """Results of the clients of one drain.
 
     Attributes:
-        answered: number of responses by kind and client.
+        responses: number of responses by kind and client.
         lost: descriptions of the requests without a response.
     """
 
-    answered: Counter[tuple[str, int]] = field(default_factory=Counter)
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
 
 
@@ -68,7 +68,7 @@ async def send_over_http(port: int, pipelined: int, number: int, outcomes: Outco
                     assert status == 200
                     left -= 1
                     is_last = headers.get(b"connection") == b"close"
-                    outcomes.answered[kind, number] += 1
+                    outcomes.responses[kind, number] += 1
             except (OSError, asyncio.IncompleteReadError) as error:
                 outcomes.lost.append(f"{kind}: {error!r}")
                 is_last = True
@@ -88,7 +88,7 @@ async def send_unary_calls(target: str, number: int, outcomes: Outcomes) -> None
                 if not _is_rejected_by_drain(error):
                     outcomes.lost.append(f"unary: {error.code().name} {error.details()}")
                 return
-            outcomes.answered["unary", number] += 1
+            outcomes.responses["unary", number] += 1
 
 
 def send_over_stream(target: str, number: int, outcomes: Outcomes) -> None:
@@ -104,7 +104,7 @@ def send_over_stream(target: str, number: int, outcomes: Outcomes) -> None:
         try:
             for answer in EmbeddingServiceStub(channel).EmbedStream(requests()):
                 assert answer.batch_size == 1
-                outcomes.answered["stream", number] += 1
+                outcomes.responses["stream", number] += 1
                 slots.release()
         except grpc.RpcError as error:
             if error.details() != "draining before the stop":
@@ -138,7 +138,8 @@ async def run_drain(seed: int) -> Outcomes:
         # Each client has a response, too: a stream that began after the drain would count as lost.
         await until(
             lambda: (
-                outcomes.answered.total() >= ANSWERS_MIN and len(outcomes.answered) == len(clients)
+                outcomes.responses.total() >= ANSWERS_MIN
+                and len(outcomes.responses) == len(clients)
             )
         )
         await asyncio.sleep(random.Random(seed).random() * 0.05)  # any moment of a batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from server.thread_limit import refuse_thread
+from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
 from embedserve.processes.threads import is_any_running, run_in_daemon_thread
@@ -12,7 +12,7 @@ from embedserve.processes.threads import is_any_running, run_in_daemon_thread
 async def test_thread_that_cannot_start_does_not_count_as_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refuse_thread(monkeypatch, "work")
+    make_thread_start_fail(monkeypatch, "work")
     with pytest.raises(BlockingIOError, match="can't start new thread"):
         await run_in_daemon_thread("work", lambda: 7)
     assert not is_any_running()

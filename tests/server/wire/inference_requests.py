@@ -11,8 +11,8 @@ from server.fake_models import ruled_info, unpooled_info
 from server.live import Live, live_server
 from server.open_inference import (
     LENGTH_HEADER,
-    Answered,
-    Asked,
+    InferRequest,
+    InferResponse,
     read_body,
     read_message,
 )
@@ -21,7 +21,7 @@ from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 BAGS: Bags = {"tag": [[1], [2, 3], []], "user": [[4], [], [6]]}
 COLUMNS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
-Infer = Callable[[Live, Asked, str], Awaitable[Answered]]
+Infer = Callable[[Live, InferRequest, str], Awaitable[InferResponse]]
 
 
 @pytest.fixture
@@ -40,31 +40,31 @@ def stub(live: Live) -> GRPCInferenceServiceStub:
     return GRPCInferenceServiceStub(live.channel)
 
 
-async def as_json(live: Live, asked: Asked, model: str = "shop") -> Answered:
-    answer = await live.http.post(f"/v2/models/{model}/infer", content=asked.json_body())
+async def as_json(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
+    answer = await live.http.post(f"/v2/models/{model}/infer", content=infer_request.json_body())
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/json"
     return read_body(answer.content, answer.headers.get(LENGTH_HEADER))
 
 
-async def as_binary(live: Live, asked: Asked, model: str = "shop") -> Answered:
-    body, headers = asked.binary_body()
+async def as_binary(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
+    body, headers = infer_request.binary_body()
     answer = await live.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/octet-stream"
     return read_body(answer.content, answer.headers[LENGTH_HEADER])
 
 
-async def as_raw(live: Live, asked: Asked, model: str = "shop") -> Answered:
-    return read_message(await stub(live).ModelInfer(asked.message(model, is_raw=True)))
+async def as_raw(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
+    return read_message(await stub(live).ModelInfer(infer_request.message(model, is_raw=True)))
 
 
-async def as_typed(live: Live, asked: Asked, model: str = "shop") -> Answered:
-    return read_message(await stub(live).ModelInfer(asked.message(model, is_raw=False)))
+async def as_typed(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
+    return read_message(await stub(live).ModelInfer(infer_request.message(model, is_raw=False)))
 
 
-async def as_stream(live: Live, asked: Asked, model: str = "shop") -> Answered:
-    requests = iter([asked.message(model, is_raw=True)])
+async def as_stream(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
+    requests = iter([infer_request.message(model, is_raw=True)])
     (answer,) = [one async for one in stub(live).ModelStreamInfer(requests)]
     assert answer.error_message == ""
     return read_message(answer.infer_response)
@@ -80,9 +80,11 @@ def infer(request: pytest.FixtureRequest) -> Infer:
     return FORMS[request.param]
 
 
-def check(answered: Answered, expected: np.ndarray, keys: tuple[str, ...] = tuple(COLUMNS)) -> None:
-    assert (answered.model, answered.version) == ("shop", "7")
-    assert list(answered.outputs) == list(keys)
+def check(
+    response: InferResponse, expected: np.ndarray, keys: tuple[str, ...] = tuple(COLUMNS)
+) -> None:
+    assert (response.model, response.version) == ("shop", "7")
+    assert list(response.outputs) == list(keys)
     for key in keys:
-        assert np.array_equal(answered.outputs[key], expected[:, COLUMNS[key]])
-        assert answered.outputs[key].dtype == expected.dtype
+        assert np.array_equal(response.outputs[key], expected[:, COLUMNS[key]])
+        assert response.outputs[key].dtype == expected.dtype

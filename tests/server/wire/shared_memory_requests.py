@@ -57,7 +57,7 @@ class Memory:
 
 
 @dataclass
-class Placed:
+class SharedMemoryRequest:
     """A request with some of its tensors in shared memory.
 
     Attributes:
@@ -77,7 +77,7 @@ class Placed:
         inputs, rest = [], b""
         for at, one in enumerate(self.inputs):
             if at in self.ins:
-                inputs.append(one.head | {"parameters": told(self.ids, self.ins[at])})
+                inputs.append(one.head | {"parameters": region_parameters(self.ids, self.ins[at])})
             elif is_binary:
                 inputs.append(one.head | {"parameters": {"binary_data_size": len(one.raw)}})
                 rest += one.raw
@@ -91,7 +91,7 @@ class Placed:
                 if place is None
                 else {
                     "name": name,
-                    "parameters": told(self.vectors, place) | {"binary_data": False},
+                    "parameters": region_parameters(self.vectors, place) | {"binary_data": False},
                 }
                 for name, place in self.outs.items()
             ]
@@ -103,25 +103,25 @@ class Placed:
         for at, one in enumerate(self.inputs):
             message = request.inputs.add(name=one.name, datatype=one.datatype, shape=one.sizes)
             if at in self.ins:
-                tell(message.parameters, self.ids, self.ins[at])
+                set_region_parameters(message.parameters, self.ids, self.ins[at])
             else:
                 request.raw_input_contents.append(one.raw)
         for name, place in self.outs.items():
             output = request.outputs.add(name=name)
             if place is not None:
-                tell(output.parameters, self.vectors, place)
+                set_region_parameters(output.parameters, self.vectors, place)
         for name, value in self.parameters.items():
             request.parameters[name].string_param = value
         return request
 
 
-def told(region: str, place: tuple[int, int]) -> dict[str, Any]:
+def region_parameters(region: str, place: tuple[int, int]) -> dict[str, Any]:
     """Returns the parameters as Triton's clients send them, without an offset of 0."""
     at = {"shared_memory_offset": place[0]} if place[0] else {}
     return {"shared_memory_region": region, "shared_memory_byte_size": place[1]} | at
 
 
-def tell(parameters: Any, region: str, place: tuple[int, int]) -> None:
+def set_region_parameters(parameters: Any, region: str, place: tuple[int, int]) -> None:
     parameters["shared_memory_region"].string_param = region
     parameters["shared_memory_byte_size"].int64_param = place[1]
     if place[0]:
@@ -138,10 +138,10 @@ class Output:
 
 
 Outputs = dict[str, Output]
-Infer = Callable[[Live, Placed, str], Awaitable[Outputs]]
+Infer = Callable[[Live, SharedMemoryRequest, str], Awaitable[Outputs]]
 
 
-class RefusedRequestError(Exception):
+class RejectedRequestError(Exception):
     """A request was rejected, with this message and status."""
 
     def __init__(self, message: str, status: int | str) -> None:
@@ -181,35 +181,39 @@ def read_message(message: pb.ModelInferResponse) -> Outputs:
     return outputs
 
 
-async def post(live: Live, placed: Placed, model: str, *, is_binary: bool) -> Outputs:
-    body, headers = placed.body(is_binary=is_binary)
+async def post(
+    live: Live, infer_request: SharedMemoryRequest, model: str, *, is_binary: bool
+) -> Outputs:
+    body, headers = infer_request.body(is_binary=is_binary)
     answer = await live.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
     if answer.status_code != 200:
-        raise RefusedRequestError(answer.json()["error"], answer.status_code)
+        raise RejectedRequestError(answer.json()["error"], answer.status_code)
     return read_body(answer.content, answer.headers.get(LENGTH_HEADER))
 
 
-async def as_json(live: Live, placed: Placed, model: str = "shop") -> Outputs:
-    return await post(live, placed, model, is_binary=False)
+async def as_json(live: Live, infer_request: SharedMemoryRequest, model: str = "shop") -> Outputs:
+    return await post(live, infer_request, model, is_binary=False)
 
 
-async def as_binary(live: Live, placed: Placed, model: str = "shop") -> Outputs:
-    return await post(live, placed, model, is_binary=True)
+async def as_binary(live: Live, infer_request: SharedMemoryRequest, model: str = "shop") -> Outputs:
+    return await post(live, infer_request, model, is_binary=True)
 
 
 def stub(live: Live) -> GRPCInferenceServiceStub:
     return GRPCInferenceServiceStub(live.channel)
 
 
-async def as_message(live: Live, placed: Placed, model: str = "shop") -> Outputs:
+async def as_message(
+    live: Live, infer_request: SharedMemoryRequest, model: str = "shop"
+) -> Outputs:
     try:
-        return read_message(await stub(live).ModelInfer(placed.message(model)))
+        return read_message(await stub(live).ModelInfer(infer_request.message(model)))
     except grpc.aio.AioRpcError as error:
-        raise RefusedRequestError(str(error.details()), error.code().name) from None
+        raise RejectedRequestError(str(error.details()), error.code().name) from None
 
 
-async def as_stream(live: Live, placed: Placed, model: str = "shop") -> Outputs:
-    requests = iter([placed.message(model)])
+async def as_stream(live: Live, infer_request: SharedMemoryRequest, model: str = "shop") -> Outputs:
+    requests = iter([infer_request.message(model)])
     (answer,) = [one async for one in stub(live).ModelStreamInfer(requests)]
     assert answer.error_message == ""
     return read_message(answer.infer_response)
@@ -232,7 +236,7 @@ def memory(tmp_path: Path) -> Memory:
     return Memory(folder)
 
 
-def exchange_over(
+def pipeline_over(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory, limits: Limits | None = None
 ) -> RequestPipeline:
     others = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
@@ -244,7 +248,7 @@ def exchange_over(
 async def live(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory
 ) -> AsyncIterator[Live]:
-    async with serving(exchange_over(engine, executor, memory)) as live:
+    async with serving(pipeline_over(engine, executor, memory)) as live:
         yield live
 
 
@@ -268,10 +272,12 @@ def places_of(expected: np.ndarray, keys: Sequence[str]) -> dict[str, tuple[int,
     return places
 
 
-def check(memory: Memory, placed: Placed, outputs: Outputs, expected: np.ndarray) -> None:
+def check(
+    memory: Memory, infer_request: SharedMemoryRequest, outputs: Outputs, expected: np.ndarray
+) -> None:
     """Checks the values in shared memory, and their location in the response."""
-    assert set(outputs) == set(placed.outs)
-    for name, place in placed.outs.items():
+    assert set(outputs) == set(infer_request.outs)
+    for name, place in infer_request.outs.items():
         columns = COLUMNS.get(name, slice(None))
         wanted = expected[:, columns]
         output = outputs[name]
@@ -283,7 +289,7 @@ def check(memory: Memory, placed: Placed, outputs: Outputs, expected: np.ndarray
             continue
         assert output.values is None
         assert output.place == {
-            "shared_memory_region": placed.vectors,
+            "shared_memory_region": infer_request.vectors,
             "shared_memory_offset": place[0],
             "shared_memory_byte_size": wanted.nbytes,
         }

@@ -129,7 +129,7 @@ async def test_each_request_of_a_stream_counts_toward_the_rate(live: Live) -> No
     assert kinds == [EmbedResult, Overloaded, Overloaded]
 
 
-REFUSALS = int(REFUSALS_BURST_S * REFUSALS_PER_S) + 40
+REJECTIONS = int(REFUSALS_BURST_S * REFUSALS_PER_S) + 40
 WAITED_S_MIN = 39 / REFUSALS_PER_S
 
 
@@ -138,10 +138,10 @@ async def test_frequent_rejections_are_delayed_over_http1(server: OurServer) -> 
     reader, writer = await server.open()
     start_s = perf_counter()
     statuses = []
-    for _ in range(1 + REFUSALS):
+    for _ in range(1 + REJECTIONS):
         writer.write(post(BODY, *line_of("es_slow")))
         statuses.append((await read_answer(reader))[0])
-    assert statuses == [200] + [429] * REFUSALS
+    assert statuses == [200] + [429] * REJECTIONS
     assert perf_counter() - start_s >= WAITED_S_MIN
     writer.write(post(BODY, *line_of("es_right")))
     assert (await read_answer(reader))[0] == 200
@@ -153,28 +153,28 @@ async def test_frequent_rejections_are_delayed_over_http2(server: OurServer) -> 
     start_s = perf_counter()
     answers = [
         await client.request("POST", "/embed", BODY, {"authorization": "Bearer es_slow"})
-        for _ in range(1 + REFUSALS)
+        for _ in range(1 + REJECTIONS)
     ]
-    assert [one.status for one in answers] == [200] + [429] * REFUSALS
+    assert [one.status for one in answers] == [200] + [429] * REJECTIONS
     assert perf_counter() - start_s >= WAITED_S_MIN
-    assert server.outcomes() == {"OK": 1, "RESOURCE_EXHAUSTED": REFUSALS}
+    assert server.outcomes() == {"OK": 1, "RESOURCE_EXHAUSTED": REJECTIONS}
 
 
 async def test_frequent_rejections_are_delayed_over_grpc(live: Live) -> None:
     start_s = perf_counter()
     codes = [
         await code_of(live.stub.Embed(REQUEST, metadata=metadata_of("es_slow")))
-        for _ in range(1 + REFUSALS)
+        for _ in range(1 + REJECTIONS)
     ]
-    assert codes == ["OK"] + ["RESOURCE_EXHAUSTED"] * REFUSALS
+    assert codes == ["OK"] + ["RESOURCE_EXHAUSTED"] * REJECTIONS
     assert perf_counter() - start_s >= WAITED_S_MIN
-    assert live.outcomes("grpc") == {"OK": 1, "RESOURCE_EXHAUSTED": REFUSALS}
+    assert live.outcomes("grpc") == {"OK": 1, "RESOURCE_EXHAUSTED": REJECTIONS}
 
 
 async def test_disconnected_clients_with_delayed_rejections_are_forgotten(
     server: OurServer,
 ) -> None:
-    count = 2 * REFUSALS
+    count = 2 * REJECTIONS
     writers = [(await server.open())[1] for _ in range(count)]
     for writer in writers:
         writer.write(post(BODY, *line_of("es_slow")))
@@ -266,8 +266,8 @@ async def test_no_response_or_log_line_contains_a_token(
     caplog.set_level("DEBUG")
     tokens = ("es_right", "es_unknown-secret", "es_late", "hunter2-secret")
     requests = [make(b"{", *line_of(one), "Connection: close") for one in tokens for make in MAKES]
-    said = [await server.talk(one) for one in requests]
-    shown = b"".join(said).decode() + caplog.text
+    responses = [await server.talk(one) for one in requests]
+    shown = b"".join(responses).decode() + caplog.text
     for secret in ("es_right", "secret", "es_late", "Bearer es"):
         assert secret not in shown
 
@@ -308,8 +308,8 @@ STATISTICS = {
 async def test_statistics_are_limited_to_the_models_of_a_token(live: Live, token: str) -> None:
     headers, names = {"Authorization": f"Bearer {token}"}, STATISTICS[token]
     service = GRPCInferenceServiceStub(live.channel)
-    told = (await live.http.get("/v2/models/stats", headers=headers)).json()
-    assert {one["name"] for one in told["model_stats"]} == names
+    model_statistics = (await live.http.get("/v2/models/stats", headers=headers)).json()
+    assert {one["name"] for one in model_statistics["model_stats"]} == names
     request = oip.ModelStatisticsRequest()
     statistics = await service.ModelStatistics(request, metadata=metadata_of(token))
     assert {one.name for one in statistics.model_stats} == names

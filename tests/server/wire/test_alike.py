@@ -101,8 +101,8 @@ WAYS = {"http1": over_http1, "cut": over_http1, "chunked": over_http1, "http2": 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 async def test_request_has_the_same_status_over_every_framing(live: Live, case: Case) -> None:
-    for way, ask in WAYS.items():
-        status, body = await ask(live, case.path, list(case.fields), way)
+    for way, send_request in WAYS.items():
+        status, body = await send_request(live, case.path, list(case.fields), way)
         assert (way, status) == (way, case.status)
         assert case.words.encode() in body
         assert b"localhost" not in body

@@ -12,8 +12,8 @@ from server.arrow_streams import (
     ARROW,
     columns_of,
     message_of,
+    metadata_in,
     read_answer,
-    said_in,
     stream_of,
     vectors,
 )
@@ -42,7 +42,9 @@ async def live(engine: FakeEngine) -> AsyncIterator[Live]:
         yield live
 
 
-async def ask(live: Live, body: bytes, path: str = "/embed", **headers: str) -> httpx.Response:
+async def post_arrow(
+    live: Live, body: bytes, path: str = "/embed", **headers: str
+) -> httpx.Response:
     return await live.http.post(path, content=body, headers={"content-type": ARROW, **headers})
 
 
@@ -61,19 +63,21 @@ async def test_arrow_response_equals_the_protobuf_response(
     body = stream_of(columns_of(BAGS, weights), rows=rows)
     expected = await by_protobuf(live, "/embed", message_of(BAGS, weights))
     for path in ("/embed", "/models/shop/embed"):
-        answer = await ask(live, body, path)
+        answer = await post_arrow(live, body, path)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == ARROW
         assert int(answer.headers["content-length"]) == len(answer.content)
         table = read_answer(answer.content)
         assert vectors(table["values"]).tobytes() == expected.values
-        assert said_in(table)["keys"] == list(expected.keys)
+        assert metadata_in(table)["keys"] == list(expected.keys)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 async def test_selected_keys_become_columns(live: Live, engine: FakeEngine, dtype: str) -> None:
     options = {"columns": "keys", "output_keys": '["tag", "user"]', "output_dtype": dtype}
-    table = read_answer((await ask(live, stream_of(columns_of(BAGS), options=options))).content)
+    table = read_answer(
+        (await post_arrow(live, stream_of(columns_of(BAGS), options=options))).content
+    )
     assert table.column_names == ["user", "tag"]
     expected = engine.expected(BAGS).astype(dtype)
     for key in ("user", "tag"):

@@ -21,7 +21,7 @@ from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
 from embedserve.access.grants import hash_of
 
-REFUSED = "refused with INVALID_ARGUMENT"
+REJECTION_LOG = "refused with INVALID_ARGUMENT"
 FORGED = "198.51.100.9"
 CLIENT = "192.0.2.7"
 
@@ -39,7 +39,7 @@ async def test_repeated_header_lines_form_one_list(
             await live.http.post("/embed", content=body, headers=lines)
         async with http2_client(live.http_port) as client:
             await client.request("POST", "/embed", body, lines)
-    assert [fields["address"] for fields in fields_of(caplog, REFUSED)] == [CLIENT] * 3
+    assert [fields["address"] for fields in fields_of(caplog, REJECTION_LOG)] == [CLIENT] * 3
 
 
 @pytest.mark.parametrize("target", ["/embed", "/models", "/metrics"])
@@ -77,7 +77,7 @@ async def test_malformed_request_is_logged_with_the_address(
         writer.write(b"GET %b\r\n\r\n" % path)
         assert (await asyncio.wait_for(reader.read(), WAIT_S_MAX)).startswith(b"HTTP/1.1 400 ")
         writer.close()
-    (fields,) = fields_of(caplog, REFUSED)
+    (fields,) = fields_of(caplog, REJECTION_LOG)
     assert fields["address"] == "127.0.0.1"
 
 
@@ -93,7 +93,7 @@ async def test_unix_socket_peer_has_no_address(
                 body = {"features": {"user": [[7]]}}
                 answer = await client.post("http://localhost/embed", json=body)
                 assert answer.status_code == 400
-    (fields,) = fields_of(caplog, REFUSED)
+    (fields,) = fields_of(caplog, REJECTION_LOG)
     assert fields["address"] == "a Unix socket"
 
 

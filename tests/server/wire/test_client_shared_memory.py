@@ -41,7 +41,7 @@ FEATURES = {"user": (7, 1024), "tag": (5, 1024)}
 EXAMPLES = 70
 
 
-class Telling:
+class RecordingClient:
     """Mixin of a client that records the paths that it requests."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -53,27 +53,27 @@ class Telling:
         return super()._send(call)  # type: ignore[misc]
 
 
-class TellingRest(Telling, EmbedClient):
+class RecordingRestClient(RecordingClient, EmbedClient):
     pass
 
 
-class TellingRestAsync(Telling, AsyncEmbedClient):
+class AsyncRecordingRestClient(RecordingClient, AsyncEmbedClient):
     pass
 
 
-class TellingGrpc(Telling, GrpcEmbedClient):
+class RecordingGrpcClient(RecordingClient, GrpcEmbedClient):
     pass
 
 
-class TellingGrpcAsync(Telling, AsyncGrpcEmbedClient):
+class AsyncRecordingGrpcClient(RecordingClient, AsyncGrpcEmbedClient):
     pass
 
 
 KINDS = {
-    "rest": TellingRest,
-    "rest-async": TellingRestAsync,
-    "grpc": TellingGrpc,
-    "grpc-async": TellingGrpcAsync,
+    "rest": RecordingRestClient,
+    "rest-async": AsyncRecordingRestClient,
+    "grpc": RecordingGrpcClient,
+    "grpc-async": AsyncRecordingGrpcClient,
 }
 ASYNC = ("rest-async", "grpc-async")
 
@@ -103,9 +103,9 @@ class Client:
             return result
         # The thread appends to a list, because its return value would keep the result, and so its
         # region, for a moment longer.
-        told: list[EmbedResult] = []
-        await asyncio.to_thread(lambda: told.append(self._client.embed(features, **options)))
-        return told.pop()
+        results: list[EmbedResult] = []
+        await asyncio.to_thread(lambda: results.append(self._client.embed(features, **options)))
+        return results.pop()
 
     async def close(self) -> None:
         if self._is_async:
@@ -166,22 +166,22 @@ def weighted(of_bags: dict[str, list[list[int]]]) -> dict[str, list[list[float]]
     return {"tag": [[0.5 + one for one in bag] for bag in of_bags["tag"]]}
 
 
-ASKED = bags(3, 2 * EXAMPLES)
+REQUESTED_BAGS = bags(3, 2 * EXAMPLES)
 OPTIONS: list[dict[str, Any]] = [
     {"model": "wide"},
     {"model": "wide@7"},
     {"output_dtype": "float16"},
     {"routing_key": "user 7"},
-    {"weights": weighted(ASKED)},
+    {"weights": weighted(REQUESTED_BAGS)},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 async def test_every_option_works(live: Live, client: Client, options: dict[str, Any]) -> None:
     plain = Client(live)
-    wanted = await plain.embed(ASKED, **options)
+    wanted = await plain.embed(REQUESTED_BAGS, **options)
     for _ in range(3):  # the second may find no file that is large enough
-        result = await client.embed(ASKED, **options)
+        result = await client.embed(REQUESTED_BAGS, **options)
         assert result.values.dtype == wanted.values.dtype
         assert np.array_equal(result.values, wanted.values)
         assert (result.model, result.version) == (wanted.model, wanted.version)
@@ -340,11 +340,11 @@ async def test_cancelled_call_discards_its_region(
         client = Client(live, kind, shared_memory=PREFIX)
         await client.embed(bags(0))
         wide.hold()
-        asked = asyncio.create_task(client.embed(bags(1)))
+        call = asyncio.create_task(client.embed(bags(1)))
         await until(lambda: len(wide.lookups) == 2)
-        asked.cancel()
+        call.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await call
         assert files() == []
         wide.release()
         for number in (2, 3):
@@ -354,8 +354,8 @@ async def test_cancelled_call_discards_its_region(
         await client.close()
 
 
-Refusing = tuple[Callable[[], RegionRegistry | None], str]
-REFUSING: dict[str, Refusing] = {
+RegionRegistryCase = tuple[Callable[[], RegionRegistry | None], str]
+REGION_REGISTRIES: dict[str, RegionRegistryCase] = {
     "none": (lambda: None, "the server has no shared memory: it is started with --shared-memory"),
     "another": (
         lambda: RegionRegistry("/another-", Limits()),
@@ -365,16 +365,18 @@ REFUSING: dict[str, Refusing] = {
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-@pytest.mark.parametrize("of_server", REFUSING)
+@pytest.mark.parametrize("server_registry", REGION_REGISTRIES)
 async def test_missing_or_other_server_prefix_is_an_error(
-    executor: ThreadPoolExecutor, wide: FakeEngine, of_server: str, kind: str
+    executor: ThreadPoolExecutor, wide: FakeEngine, server_registry: str, kind: str
 ) -> None:
-    make, said = REFUSING[of_server]
+    make, expected_error = REGION_REGISTRIES[server_registry]
     pipeline = make_pipeline(wide, executor=executor, shared_memory=make())
     async with serving(pipeline) as live:
         client = Client(live, kind, shared_memory=PREFIX)
         for _ in range(2):
-            with pytest.raises(InvalidRequest, match=f"^shared_memory is '{PREFIX}': .*{said}"):
+            with pytest.raises(
+                InvalidRequest, match=f"^shared_memory is '{PREFIX}': .*{expected_error}"
+            ):
                 await client.embed({"user": [[1]]})
         assert files() == []
         await client.close()

@@ -44,7 +44,7 @@ def of_kind(server: OurServer, kind: type) -> set[Connection]:
     return {one for one in server.wire.connections if isinstance(one, kind)}
 
 
-async def ask(stub: EmbeddingServiceStub, count: int) -> None:
+async def embed_repeatedly(stub: EmbeddingServiceStub, count: int) -> None:
     for _ in range(count):
         answer = await stub.Embed(REQUEST, timeout=ANSWER_S_MAX)
         assert answer.batch_size == 1
@@ -56,13 +56,13 @@ async def test_calls_succeed_over_several_connection_ages(
     """Retires connections at any moment of concurrent calls; grpcio does not retry failed calls."""
     met: set[Connection] = set()
     for _ in range(AGES):
-        asking = [asyncio.create_task(ask(stub, CALLS)) for _ in range(4)]
-        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
+        calls = [asyncio.create_task(embed_repeatedly(stub, CALLS)) for _ in range(4)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
         await until(lambda: of_kind(server, Http2Protocol) - met)
         for connection in of_kind(server, Http2Protocol) - met:
             met.add(connection)
             connection.retire()
-        await asyncio.gather(*asking)
+        await asyncio.gather(*calls)
     assert len(met) >= AGES
     await until(lambda: not of_kind(server, Http2Protocol) & met)
 
@@ -81,12 +81,12 @@ async def test_python_client_with_two_servers_loses_no_call(
                     await client.embed({"user": [1]})
 
             for _ in range(AGES):
-                asking = [asyncio.create_task(embed()) for _ in range(4)]
-                await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
+                calls = [asyncio.create_task(embed()) for _ in range(4)]
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
                 for server in (one, other):
                     for connection in of_kind(server, Http2Protocol):
                         connection.retire()
-                await asyncio.gather(*asking)
+                await asyncio.gather(*calls)
     counts = [outcomes_of(each.metrics.protocols["grpc"])["OK"] for each in pipelines]
     assert sum(counts) == AGES * 4 * CALLS
     assert min(counts) > CALLS
@@ -102,7 +102,7 @@ async def test_stream_keeps_its_connection_until_the_client_ends_it(
     old.retire()
     async with asyncio.timeout(ANSWER_S_MAX):
         while not (others := of_kind(server, Http2Protocol) - {old}):
-            await ask(stub, 1)
+            await embed_repeatedly(stub, 1)
     (new,) = others
     for _ in range(3):
         await stream.write(REQUEST)
@@ -118,17 +118,17 @@ async def test_http1_connection_is_closed_with_a_response(server: OurServer, pat
     base_url = f"http://127.0.0.1:{server.port}"
     async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_S_MAX, verify=False) as client:
 
-        async def asked() -> httpx.Response:
+        async def send_request() -> httpx.Response:
             if path == "/models":
                 return await client.get(path)
             content = REQUEST.SerializeToString()
             return await client.post(path, content=content, headers={"content-type": PROTOBUF})
 
         for _ in range(AGES):
-            assert (await asked()).headers.get("connection") != "close"
+            assert (await send_request()).headers.get("connection") != "close"
             (old,) = of_kind(server, Http1Connection)
             old.retire()
-            answer = await asked()
+            answer = await send_request()
             assert answer.status_code == 200
             assert answer.headers["connection"] == "close"
             await until(lambda: not of_kind(server, Http1Connection))
@@ -159,7 +159,7 @@ async def test_connection_age_limit_makes_clients_reconnect(
     ):
         async with asyncio.timeout(ANSWER_S_MAX):
             while len(ports) < 3:
-                await ask(EmbeddingServiceStub(channel), 1)
+                await embed_repeatedly(EmbeddingServiceStub(channel), 1)
         assert set(live.outcomes("grpc")) == {"OK"}
 
 

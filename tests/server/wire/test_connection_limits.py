@@ -65,10 +65,10 @@ def counted(server: OurServer) -> tuple[float, float]:
     """Returns the numbers of open and of rejected connections in the metrics."""
     metrics = server.pipeline.metrics.connections
     metrics.flush()
-    (_, _, opened), (_, _, refused) = metrics.samples()
+    (_, _, opened), (_, _, rejected) = metrics.samples()
     assert isinstance(opened, float)
-    assert isinstance(refused, float)
-    return opened, refused
+    assert isinstance(rejected, float)
+    return opened, rejected
 
 
 def http2_body() -> bytes:

@@ -37,7 +37,7 @@ WINDOW = 1 << 20
 LIMITS = IN_THREAD
 
 
-def asking_client(examples: int = EXAMPLES) -> H2Connection:
+def requesting_client(examples: int = EXAMPLES) -> H2Connection:
     """Returns a client that requests more vectors than the sockets hold, and opens its window."""
     client = H2Connection()
     client.initiate_connection()
@@ -62,7 +62,7 @@ async def test_late_bytes_do_not_discard_the_last_response(
     server: OurServer, engine: FakeEngine
 ) -> None:
     """Sends bytes late: the kernel discards unsent bytes if unread bytes remain at the close."""
-    client = asking_client()
+    client = requesting_client()
     reader, writer = await server.open_held(engine, client.data_to_send())
     drain = asyncio.create_task(server.wire.drain(WAIT_S_MAX))
     writer.write(PingFrame(0, DRAIN_PING, flags=["ACK"]).serialize())
@@ -124,7 +124,7 @@ async def test_half_closed_connection_without_reads_is_closed(
     """Leaves fewer unread bytes than the transport's limit, so that it does not pause writing."""
     request = post(b'{"features": {"user": [%b[1]]}}' % (b"[1]," * 600))
     if protocol == "HTTP/2":
-        request = asking_client(EXAMPLES // 8).data_to_send()
+        request = requesting_client(EXAMPLES // 8).data_to_send()
     _, writer = await server.open()
     writer.write(request)
     await until(lambda: server.outcomes().get("OK"))
@@ -228,8 +228,8 @@ async def test_unexpected_error_while_reading_on_ends_the_connection(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that such an error has the same effect as an error in a call by the transport."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    loop_errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
     receive = Http2Connection.receive
 
     def fail_later(connection: Http2Connection, data: bytes) -> None:
@@ -247,7 +247,7 @@ async def test_unexpected_error_while_reading_on_ends_the_connection(
     with contextlib.suppress(ConnectionResetError):
         await reader.read()
     await until(lambda: not server.wire.connections)
-    assert isinstance(told[0]["exception"], ZeroDivisionError)
+    assert isinstance(loop_errors[0]["exception"], ZeroDivisionError)
     writer.close()
 
 

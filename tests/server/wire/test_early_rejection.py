@@ -43,14 +43,14 @@ def router(pipeline: RequestPipeline) -> Router:
 def ids_of(router: Router) -> Callable[[Headers], list[bytes]]:
     """Sends equal requests; returns the request ids of their responses."""
 
-    def ask(headers: Headers) -> list[bytes]:
+    def send_requests(headers: Headers) -> list[bytes]:
         peer = Peer(router.resolve_http2)
         block = encode(headers)
         frames = peer.send(*[raw(1, 0x5, 2 * i + 1, block) for i in range(NUMBER)])
         answers = of(frames, HeadersFrame)
         return [dict(peer.answer_headers(one))[b"x-request-id"] for one in answers]
 
-    return ask
+    return send_requests
 
 
 @pytest.mark.parametrize(

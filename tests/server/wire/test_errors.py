@@ -304,8 +304,8 @@ def test_openapi_lists_every_status_of_the_embed_routes(path: str) -> None:
 
 
 def test_admin_errors_have_their_status() -> None:
-    told = {leaf.__name__: leaf.http_status for leaf in leaves()}
-    assert OF_ADMINISTRATORS.items() <= told.items()
+    statuses = {leaf.__name__: leaf.http_status for leaf in leaves()}
+    assert OF_ADMINISTRATORS.items() <= statuses.items()
 
 
 @pytest.mark.parametrize("path", [*EMBED_PATHS, *INFER_PATHS])

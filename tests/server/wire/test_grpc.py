@@ -80,8 +80,10 @@ async def test_full_queue_for_large_requests_admits_a_small_upload(
         await until(lambda: engine.lookups)
         held.append(asyncio.ensure_future(live.stub.Embed(large)))
         await until(lambda: live.queued() == 1)
-        refused = await live.http.post("/embed", json={"features": {"user": [1] * 200}})
-        assert "for large requests holds 1 examples; 1 more would exceed its limit" in refused.text
+        rejection = await live.http.post("/embed", json={"features": {"user": [1] * 200}})
+        assert (
+            "for large requests holds 1 examples; 1 more would exceed its limit" in rejection.text
+        )
         assert live.pipeline.models.has_full_queue
         embed = live.channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
         answer = pb.EmbedResponse.FromString(await embed(small + unknown_field, timeout=WAIT_S_MAX))

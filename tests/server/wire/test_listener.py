@@ -16,7 +16,7 @@ from embedserve.wire.wire_server import ACCEPTS_MAX
 async def test_burst_of_connections_is_accepted_in_portions() -> None:
     iteration, begun = 0, Counter[int]()
 
-    class Taken(asyncio.Protocol):
+    class CountedProtocol(asyncio.Protocol):
         def __init__(self) -> None:
             begun[iteration] += 1
 
@@ -25,7 +25,7 @@ async def test_burst_of_connections_is_accepted_in_portions() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
         clients = [socket.create_connection(sock.getsockname()) for _ in range(40)]
-        listener = Listener(sock, Taken, 16)
+        listener = Listener(sock, CountedProtocol, 16)
         listener.start()
         while begun.total() < len(clients):
             await asyncio.sleep(0)

@@ -79,12 +79,12 @@ async def test_no_worker_is_counted_while_loading(live: Live) -> None:
 async def test_open_inference_grpc_is_unavailable_while_loading(
     live: Live, method: str, message: Message
 ) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as refused:
+    with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as caught:
         await getattr(GRPCInferenceServiceStub(live.channel), method)(message)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_models_over_grpc_are_unavailable_while_loading(live: Live) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as refused:
+    with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as caught:
         await live.stub.ListModels(embedding_pb2.ListModelsRequest())
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -197,8 +197,8 @@ async def test_waiting_bodies_are_bounded(app: CountingApp, router: Router) -> N
     peers = [ManagementPeer(router) for _ in range(count // STREAMS_MAX)]
     streams = [[peer.request("/a", body) for _ in range(STREAMS_MAX)] for peer in peers]
     last = ManagementPeer(router)
-    refused, scrape = last.request("/a", body), last.request("/metrics")
-    assert last.statuses() == {refused: 429}
+    rejected, scrape = last.request("/a", body), last.request("/metrics")
+    assert last.statuses() == {rejected: 429}
     peers[0].send(RstStreamFrame(streams[0].pop()))
     accepted = last.request("/a", body)
     assert last.statuses() == {}

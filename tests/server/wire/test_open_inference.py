@@ -17,7 +17,7 @@ from server.fake_models import model_info
 from server.live import Live, live_server
 from server.open_inference import (
     LENGTH_HEADER,
-    Asked,
+    InferRequest,
     Input,
     jagged,
     read_body,
@@ -44,18 +44,18 @@ async def test_pooled_output_concatenates_all_keys(
     live: Live, engine: FakeEngine, infer: Infer
 ) -> None:
     expected = engine.expected(BAGS)
-    alone = await infer(live, Asked(jagged(BAGS), ["pooled"]), "shop")
+    alone = await infer(live, InferRequest(jagged(BAGS), ["pooled"]), "shop")
     assert list(alone.outputs) == ["pooled"]
     assert np.array_equal(alone.outputs["pooled"], expected)
-    both = await infer(live, Asked(jagged(BAGS), ["tag", "pooled"]), "shop")
+    both = await infer(live, InferRequest(jagged(BAGS), ["tag", "pooled"]), "shop")
     assert set(both.outputs) == {"pooled", "tag"}
     assert np.array_equal(both.outputs["pooled"], expected)
     assert np.array_equal(both.outputs["tag"], expected[:, COLUMNS["tag"]])
 
 
 async def test_request_id_is_returned(live: Live, infer: Infer) -> None:
-    answered = await infer(live, Asked(jagged(BAGS), request_id='a "7" é'), "shop")
-    assert answered.request_id == 'a "7" é'
+    response = await infer(live, InferRequest(jagged(BAGS), request_id='a "7" é'), "shop")
+    assert response.request_id == 'a "7" é'
 
 
 async def test_negative_ids_are_padding(live: Live, engine: FakeEngine, infer: Infer) -> None:
@@ -63,16 +63,16 @@ async def test_negative_ids_are_padding(live: Live, engine: FakeEngine, infer: I
         Input("tag", "INT64", [[1, -1], [2, 3], [-1, -7]]),
         Input("user", "INT64", [[4], [-1], [6]]),
     ]
-    check(await infer(live, Asked(inputs), "shop"), engine.expected(BAGS))
+    check(await infer(live, InferRequest(inputs), "shop"), engine.expected(BAGS))
     mixed = [inputs[0], *jagged({"user": BAGS["user"]})]
-    check(await infer(live, Asked(mixed), "shop"), engine.expected(BAGS))
+    check(await infer(live, InferRequest(mixed), "shop"), engine.expected(BAGS))
     weighted = [*mixed, Input("tag.weights", "FP32", [[0.5, 9], [2, -1], [9, 9]])]
     weights = {"tag": [[0.5], [2.0, -1.0], []], "user": [[1.0], [], [1.0]]}
-    check(await infer(live, Asked(weighted), "shop"), engine.expected(BAGS, weights))
+    check(await infer(live, InferRequest(weighted), "shop"), engine.expected(BAGS, weights))
 
 
 async def test_outputs_may_mix_binary_and_json(live: Live, engine: FakeEngine) -> None:
-    body = json.loads(Asked(jagged(BAGS)).json_body())
+    body = json.loads(InferRequest(jagged(BAGS)).json_body())
     body["outputs"] = [
         {"name": "user", "parameters": {"binary_data": True}},
         {"name": "tag"},
@@ -91,23 +91,23 @@ async def test_outputs_may_mix_binary_and_json(live: Live, engine: FakeEngine) -
 # Errors
 
 
-def one(name: str, datatype: str, values: Any, shape: Any = None) -> Asked:
-    return Asked([Input(name, datatype, values, shape)])
+def one(name: str, datatype: str, values: Any, shape: Any = None) -> InferRequest:
+    return InferRequest([Input(name, datatype, values, shape)])
 
 
 LENGTHS = Input("user.lengths", "INT32", [1, 1])
-WRONG: dict[str, tuple[Asked, str]] = {
+WRONG: dict[str, tuple[InferRequest, str]] = {
     "datatype": (one("user.ids", "INT32", [1]), "'user.ids' (INT32 [1]) is not INT64 or BYTES"),
     "padded datatype": (one("user", "FP32", [[1.0]]), "'user' (FP32 [1, 1]) is not INT64"),
     "rank": (one("user", "INT64", [1, 2]), "'user' (INT64 [2]) is not [batch, k]"),
     "alone": (one("user.ids", "INT64", [1]), "has no input 'user.lengths' beside it"),
-    "lengths alone": (Asked([LENGTHS]), "has no input 'user.ids' beside it"),
+    "lengths alone": (InferRequest([LENGTHS]), "has no input 'user.ids' beside it"),
     "sum": (
-        Asked([Input("user.ids", "INT64", [1, 2, 3]), LENGTHS]),
+        InferRequest([Input("user.ids", "INT64", [1, 2, 3]), LENGTHS]),
         "'user.lengths' (INT32 [2]) adds up to 2, but input 'user.ids' (INT64 [3]) has 3",
     ),
     "sum of another": (
-        Asked(
+        InferRequest(
             [
                 Input("tag.ids", "INT64", [1, 2, 3]),
                 Input("tag.lengths", "INT32", [1, 1]),
@@ -118,32 +118,32 @@ WRONG: dict[str, tuple[Asked, str]] = {
         "'tag.lengths' (INT32 [2]) adds up to 2",
     ),
     "negative": (
-        Asked([Input("user.ids", "INT64", [1]), Input("user.lengths", "INT32", [2, -1])]),
+        InferRequest([Input("user.ids", "INT64", [1]), Input("user.lengths", "INT32", [2, -1])]),
         "'user.lengths' (INT32 [2]) has -1 at 1",
     ),
     "examples": (
-        Asked([*jagged({"tag": [[1]]}), Input("user.ids", "INT64", [1, 2]), LENGTHS]),
+        InferRequest([*jagged({"tag": [[1]]}), Input("user.ids", "INT64", [1, 2]), LENGTHS]),
         "'user.lengths' (INT32 [2]) has 2 examples, input 'tag.lengths' (INT32 [1]) has 1",
     ),
-    "twice": (Asked([*jagged(BAGS), *jagged(BAGS)]), "is given twice"),
+    "twice": (InferRequest([*jagged(BAGS), *jagged(BAGS)]), "is given twice"),
     "both": (
-        Asked([*jagged({"user": [[1]]}), Input("user", "INT64", [[1]])]),
+        InferRequest([*jagged({"user": [[1]]}), Input("user", "INT64", [[1]])]),
         "is given beside 'user.ids'",
     ),
     "weights": (
-        Asked([*jagged({"user": [[1]]}), Input("user.weights", "FP32", [1.0, 2.0])]),
+        InferRequest([*jagged({"user": [[1]]}), Input("user.weights", "FP32", [1.0, 2.0])]),
         "'user.weights' (FP32 [2]) has not the shape of input 'user.ids' (INT64 [1])",
     ),
-    "none": (Asked([]), "inputs is empty"),
+    "none": (InferRequest([]), "inputs is empty"),
     "beside pooled": (
-        Asked(jagged(BAGS), ["pooled", "film"]),
+        InferRequest(jagged(BAGS), ["pooled", "film"]),
         "outputs[0] is 'film': model 'shop' has no such key",
     ),
     "dtype": (
-        Asked(jagged(BAGS), parameters={"output_dtype": "BF16"}),
+        InferRequest(jagged(BAGS), parameters={"output_dtype": "BF16"}),
         "parameters.output_dtype is 'BF16', expected 'FP32' or 'FP16'",
     ),
-    "long id": (Asked(jagged(BAGS), request_id="7" * 2000), "id has 2000 characters"),
+    "long id": (InferRequest(jagged(BAGS), request_id="7" * 2000), "id has 2000 characters"),
 }
 
 
@@ -152,16 +152,18 @@ WRONG: dict[str, tuple[Asked, str]] = {
 async def test_errors_have_the_format_of_the_protocol(
     live: Live, engine: FakeEngine, case: str, form: str
 ) -> None:
-    asked, said = WRONG[case]
+    infer_request, expected_error = WRONG[case]
     if form in ("json", "binary"):
-        body, headers = asked.binary_body() if form == "binary" else (asked.json_body(), {})
+        body, headers = (
+            infer_request.binary_body() if form == "binary" else (infer_request.json_body(), {})
+        )
         answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
         assert answer.status_code == 400
         assert list(answer.json()) == ["error"]
         message = answer.json()["error"]
     elif form == "stream":
-        right = Asked(jagged(BAGS)).message("shop", is_raw=True)
-        requests = iter([right, asked.message("shop", is_raw=True), right])
+        right = InferRequest(jagged(BAGS)).message("shop", is_raw=True)
+        requests = iter([right, infer_request.message("shop", is_raw=True), right])
         answers = [one async for one in stub(live).ModelStreamInfer(requests)]
         check(read_message(answers[0].infer_response), engine.expected(BAGS))
         check(read_message(answers[2].infer_response), engine.expected(BAGS))
@@ -169,49 +171,53 @@ async def test_errors_have_the_format_of_the_protocol(
         assert not answers[1].HasField("infer_response")
     else:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub(live).ModelInfer(asked.message("shop", is_raw=form == "raw"))
+            await stub(live).ModelInfer(infer_request.message("shop", is_raw=form == "raw"))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         message = caught.value.details() or ""
-    assert said in message
+    assert expected_error in message
 
 
-async def refusal(live: Live, body: bytes, headers: dict[str, str], path: str = "") -> str:
+async def error_message_of(live: Live, body: bytes, headers: dict[str, str], path: str = "") -> str:
     answer = await live.http.post(path or "/v2/models/shop/infer", content=body, headers=headers)
     assert answer.status_code in (400, 404, 405, 413, 415), answer.text
-    told = answer.json()
-    assert list(told) == ["error"]
-    message: str = told["error"]
+    error_body = answer.json()
+    assert list(error_body) == ["error"]
+    message: str = error_body["error"]
     return message
 
 
 async def test_binary_sizes_beyond_the_body_are_rejected(live: Live) -> None:
-    body, headers = Asked(jagged(BAGS)).binary_body()
-    assert "size of 12, but of the 61 bytes behind the JSON 9 are" in await refusal(
+    body, headers = InferRequest(jagged(BAGS)).binary_body()
+    assert "size of 12, but of the 61 bytes behind the JSON 9 are" in await error_message_of(
         live, body[:-3], headers
     )
-    assert "bytes behind its JSON, but" in await refusal(live, body + b"x", headers)
+    assert "bytes behind its JSON, but" in await error_message_of(live, body + b"x", headers)
     head = int(headers[LENGTH_HEADER])
-    assert "not an inference request" in await refusal(live, body, {LENGTH_HEADER: str(head - 1)})
-    assert f"is {len(body) + 1}, but the body has {len(body)}" in await refusal(
+    assert "not an inference request" in await error_message_of(
+        live, body, {LENGTH_HEADER: str(head - 1)}
+    )
+    assert f"is {len(body) + 1}, but the body has {len(body)}" in await error_message_of(
         live, body, {LENGTH_HEADER: str(len(body) + 1)}
     )
     for value in ("-1", "x", "9" * 30):
-        assert "Inference-Header-Content-Length is" in await refusal(
+        assert "Inference-Header-Content-Length is" in await error_message_of(
             live, body, {LENGTH_HEADER: value}
         )
-    told = json.loads(body[:head])
-    told["inputs"][0]["parameters"]["binary_data_size"] = 2**62
-    large = json.dumps(told).encode()
-    assert "left" in await refusal(live, large + body[head:], {LENGTH_HEADER: str(len(large))})
-    told["inputs"][0]["parameters"]["binary_data_size"] = -1
-    large = json.dumps(told).encode()
-    assert "binary_data_size" in await refusal(
+    header = json.loads(body[:head])
+    header["inputs"][0]["parameters"]["binary_data_size"] = 2**62
+    large = json.dumps(header).encode()
+    assert "left" in await error_message_of(
+        live, large + body[head:], {LENGTH_HEADER: str(len(large))}
+    )
+    header["inputs"][0]["parameters"]["binary_data_size"] = -1
+    large = json.dumps(header).encode()
+    assert "binary_data_size" in await error_message_of(
         live, large + body[head:], {LENGTH_HEADER: str(len(large))}
     )
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "expected_error"),
     [
         ('"data": [1, "a"]', "has 'a' at 1, which is not INT64"),
         ('"data": [1.5, 2]', "has 1.5 at 0, which is not INT64"),
@@ -225,49 +231,55 @@ async def test_binary_sizes_beyond_the_body_are_rejected(live: Live) -> None:
         ('"parameters": {"shared_memory_region": "a"}', "does not use (--shared-memory)"),
     ],
 )
-async def test_invalid_tensor_data_is_rejected(live: Live, values: str, said: str) -> None:
+async def test_invalid_tensor_data_is_rejected(
+    live: Live, values: str, expected_error: str
+) -> None:
     given = f'{{"name": "user.ids", "datatype": "INT64", "shape": [2], {values}}}'
     other = '{"name": "user.lengths", "datatype": "INT32", "shape": [1], "data": [2]}'
-    message = await refusal(live, f'{{"inputs": [{given}, {other}]}}'.encode(), {})
-    assert said in message
+    message = await error_message_of(live, f'{{"inputs": [{given}, {other}]}}'.encode(), {})
+    assert expected_error in message
 
 
 async def test_classification_is_rejected(live: Live) -> None:
-    body = json.loads(Asked(jagged(BAGS)).json_body())
+    body = json.loads(InferRequest(jagged(BAGS)).json_body())
     body["outputs"] = [{"name": "user", "parameters": {"classification": 3}}]
-    assert "classification" in await refusal(live, json.dumps(body).encode(), {})
+    assert "classification" in await error_message_of(live, json.dumps(body).encode(), {})
 
 
 async def test_body_without_a_request_is_rejected(live: Live) -> None:
     for body in (b"", b"[]", b"{", b'{"inputs": 7}', b"\xff", b"[" * 5000):
-        assert "not an inference request" in await refusal(live, body, {})
+        assert "not an inference request" in await error_message_of(live, body, {})
     answer = await live.http.put("/v2/models/shop/infer", content=b"{}")
     assert (answer.status_code, list(answer.json())) == (405, ["error"])
     compressed = {"content-encoding": "gzip"}
-    assert "Content-Encoding" in await refusal(live, b"x", compressed)
+    assert "Content-Encoding" in await error_message_of(live, b"x", compressed)
 
 
 async def test_raw_and_typed_contents_cannot_be_mixed(live: Live) -> None:
-    message = Asked(jagged(BAGS)).message("shop", is_raw=True)
+    message = InferRequest(jagged(BAGS)).message("shop", is_raw=True)
     message.inputs[1].contents.int_contents.append(1)
-    await refused(live, message, "'tag.lengths' (INT32 [3]) has contents, but there are raw")
+    await assert_rejected(
+        live, message, "'tag.lengths' (INT32 [3]) has contents, but there are raw"
+    )
     del message.inputs[1].contents.int_contents[:]
     message.inputs[1].ClearField("contents")
     message.raw_input_contents.append(b"")
-    await refused(live, message, "raw_input_contents has 5 entries for 4 inputs")
+    await assert_rejected(live, message, "raw_input_contents has 5 entries for 4 inputs")
     del message.raw_input_contents[4:]
     message.raw_input_contents[2] += b"1234"
-    await refused(live, message, "'user.ids' (INT64 [2]) has 20 bytes, not 16")
-    typed = Asked(jagged(BAGS)).message("shop", is_raw=False)
+    await assert_rejected(live, message, "'user.ids' (INT64 [2]) has 20 bytes, not 16")
+    typed = InferRequest(jagged(BAGS)).message("shop", is_raw=False)
     typed.inputs[0].contents.int64_contents.append(1)
-    await refused(live, typed, "'tag.ids' (INT64 [3]) has 4 values in int64_contents, not 3")
+    await assert_rejected(
+        live, typed, "'tag.ids' (INT64 [3]) has 4 values in int64_contents, not 3"
+    )
 
 
-async def refused(live: Live, message: pb.ModelInferRequest, said: str) -> None:
+async def assert_rejected(live: Live, message: pb.ModelInferRequest, expected_error: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub(live).ModelInfer(message)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert said in (caught.value.details() or "")
+    assert expected_error in (caught.value.details() or "")
 
 
 async def test_malformed_message_is_rejected(live: Live) -> None:
@@ -290,21 +302,23 @@ async def test_several_versions_of_a_model_are_served() -> None:
         named = replace(info, manifest=manifest, served_name=f"shop@{alias}")
         engines.append(FakeEngine(named, seed=number))
     stable, canary = engines
-    asked = Asked(jagged(BAGS))
+    infer_request = InferRequest(jagged(BAGS))
     async with live_server(*engines) as live:
         for version, engine in (("7", stable), ("8", canary), ("canary", canary), ("", stable)):
-            message = asked.message("shop", is_raw=True, version=version)
+            message = infer_request.message("shop", is_raw=True, version=version)
             over_grpc = read_message(await stub(live).ModelInfer(message))
             assert over_grpc.version == str(engine.model.version)
-        told = (await live.http.get("/v2/models/shop")).json()
-        assert told["versions"] == ["7", "8"]
-        told = (await live.http.get("/v2/models/shop/versions/canary")).json()
-        assert told["versions"] == ["8"]
-        told = (await live.http.get("/v2/models/shop/stats")).json()["model_stats"]
-        counts = [(one["version"], one["inference_stats"]["success"]["count"]) for one in told]
+        metadata = (await live.http.get("/v2/models/shop")).json()
+        assert metadata["versions"] == ["7", "8"]
+        metadata = (await live.http.get("/v2/models/shop/versions/canary")).json()
+        assert metadata["versions"] == ["8"]
+        statistics = (await live.http.get("/v2/models/shop/stats")).json()["model_stats"]
+        counts = [
+            (one["version"], one["inference_stats"]["success"]["count"]) for one in statistics
+        ]
         assert counts == [("7", 2), ("8", 2)]
         one = await live.http.get("/v2/models/shop/versions/8/stats")
-        assert [told["version"] for told in one.json()["model_stats"]] == ["8"]
+        assert [statistics["version"] for statistics in one.json()["model_stats"]] == ["8"]
         index = (await live.http.post("/v2/repository/index")).json()
         assert [(one["name"], one["version"]) for one in index] == [("shop", "7"), ("shop", "8")]
         wrong = await live.http.get("/v2/models/shop/versions/9/ready")
@@ -315,28 +329,28 @@ async def test_several_versions_of_a_model_are_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "asked"),
+    ("limits", "infer_request"),
     [
-        (Limits(request_features_max=2), Asked(jagged(BAGS), ["user"] * 3)),
-        (Limits(request_text_bytes_max=60), Asked(jagged(BAGS))),
+        (Limits(request_features_max=2), InferRequest(jagged(BAGS), ["user"] * 3)),
+        (Limits(request_text_bytes_max=60), InferRequest(jagged(BAGS))),
         (
             Limits(request_ids_max=3),
-            Asked([Input("tag", "INT64", [[1, 2], [3, 4]]), *jagged({"user": [[1], []]})]),
+            InferRequest([Input("tag", "INT64", [[1, 2], [3, 4]]), *jagged({"user": [[1], []]})]),
         ),
     ],
     ids=["outputs", "text", "padded ids"],
 )
 async def test_limits_apply_in_every_format(
-    engine: FakeEngine, limits: Limits, asked: Asked
+    engine: FakeEngine, limits: Limits, infer_request: InferRequest
 ) -> None:
     async with live_server(engine, limits=limits) as live:
-        for body, headers in ((asked.json_body(), {}), asked.binary_body()):
+        for body, headers in ((infer_request.json_body(), {}), infer_request.binary_body()):
             answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
             assert answer.status_code == 413, answer.text
             assert "the limit is" in answer.json()["error"]
         for is_raw in (True, False):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub(live).ModelInfer(asked.message("shop", is_raw=is_raw))
+                await stub(live).ModelInfer(infer_request.message("shop", is_raw=is_raw))
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "the limit is" in (caught.value.details() or "")
 
@@ -344,13 +358,13 @@ async def test_limits_apply_in_every_format(
 async def test_values_are_counted_before_decoding(engine: FakeEngine) -> None:
     """Checks that the server counts commas in JSON, and fields at all depths in messages."""
     async with live_server(engine, limits=Limits(request_values_max=300)) as live:
-        asked = Asked(jagged({"user": [[1] * 400]}))
-        answer = await live.http.post("/v2/models/shop/infer", content=asked.json_body())
+        infer_request = InferRequest(jagged({"user": [[1] * 400]}))
+        answer = await live.http.post("/v2/models/shop/infer", content=infer_request.json_body())
         assert answer.status_code == 413
-        body, headers = asked.binary_body()
+        body, headers = infer_request.binary_body()
         answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
         assert answer.status_code == 200  # numbers in binary do not count
-        message = asked.message("shop", is_raw=False)
+        message = infer_request.message("shop", is_raw=False)
         assert len((await stub(live).ModelInfer(message)).outputs) == 3  # nor do packed ones
         del message.inputs[0].contents.int64_contents[:]
         message.inputs[0].contents.bytes_contents.extend([b"x"] * 400)
@@ -360,8 +374,8 @@ async def test_values_are_counted_before_decoding(engine: FakeEngine) -> None:
 
 
 async def test_many_outputs_of_different_formats_are_rejected(live: Live) -> None:
-    body = json.loads(Asked(jagged(BAGS)).json_body())
+    body = json.loads(InferRequest(jagged(BAGS)).json_body())
     body["outputs"] = [
         {"name": f"f{at}", "parameters": {"binary_data": at % 2 == 0}} for at in range(200)
     ]
-    assert "another binary_data" in await refusal(live, json.dumps(body).encode(), {})
+    assert "another binary_data" in await error_message_of(live, json.dumps(body).encode(), {})

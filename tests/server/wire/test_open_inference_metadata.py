@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, Live, live_server
 from server.open_inference import (
-    Asked,
+    InferRequest,
     jagged,
 )
 from server.openapi import validate
@@ -59,13 +59,13 @@ async def test_health_and_metadata_over_grpc_equal_those_over_rest(live: Live) -
     assert (await calls.ModelReady(pb.ModelReadyRequest(name="shop"))).ready
     assert (await calls.ModelReady(pb.ModelReadyRequest(name="shop", version="7"))).ready
     for name, version in (("film", ""), ("shop", "8")):
-        asked = pb.ModelReadyRequest(name=name, version=version)
-        assert not (await calls.ModelReady(asked)).ready
+        ready_request = pb.ModelReadyRequest(name=name, version=version)
+        assert not (await calls.ModelReady(ready_request)).ready
     server = await calls.ServerMetadata(pb.ServerMetadataRequest())
     assert (server.name, "statistics" in server.extensions) == ("embedserve", True)
-    told = await calls.ModelMetadata(pb.ModelMetadataRequest(name="shop"))
+    metadata = await calls.ModelMetadata(pb.ModelMetadataRequest(name="shop"))
     described = (await live.http.get("/v2/models/shop")).json()
-    for mine, theirs in ((told.inputs, "inputs"), (told.outputs, "outputs")):
+    for mine, theirs in ((metadata.inputs, "inputs"), (metadata.outputs, "outputs")):
         tensors = [(one.name, one.datatype, list(one.shape)) for one in mine]
         assert tensors == [tuple(one.values()) for one in described[theirs]]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -75,19 +75,19 @@ async def test_health_and_metadata_over_grpc_equal_those_over_rest(live: Live) -
 
 async def test_model_configuration_lists_tensors_over_rest_and_grpc(live: Live) -> None:
     get = live.http.get
-    told = (await get("/v2/models/shop/config")).json()
-    assert (await get("/v2/models/shop/versions/7/config")).json() == told
-    assert (told["name"], told["max_batch_size"]) == ("shop", 0)
+    config = (await get("/v2/models/shop/config")).json()
+    assert (await get("/v2/models/shop/versions/7/config")).json() == config
+    assert (config["name"], config["max_batch_size"]) == ("shop", 0)
     of_user = {"name": "user.ids", "data_type": "TYPE_INT64", "dims": [-1], "optional": True}
-    assert of_user in told["input"]
-    assert {"name": "movie", "data_type": "TYPE_FP32", "dims": [-1, 3]} in told["output"]
+    assert of_user in config["input"]
+    assert {"name": "movie", "data_type": "TYPE_FP32", "dims": [-1, 3]} in config["output"]
     ruled = (await get("/v2/models/ruled/config")).json()["input"]
     assert "TYPE_STRING" in [one["data_type"] for one in ruled if one["name"] == "tag.ids"]
-    config = await stub(live).ModelConfig(pb.ModelConfigRequest(name="shop"))
-    assert MessageToDict(config.config, preserving_proto_field_name=True) == {
-        **{key: value for key, value in told.items() if value},
+    over_grpc = await stub(live).ModelConfig(pb.ModelConfigRequest(name="shop"))
+    assert MessageToDict(over_grpc.config, preserving_proto_field_name=True) == {
+        **{key: value for key, value in config.items() if value},
         **{
-            side: [{**one, "dims": [str(size) for size in one["dims"]]} for one in told[side]]
+            side: [{**one, "dims": [str(size) for size in one["dims"]]} for one in config[side]]
             for side in ("input", "output")
         },
     }
@@ -112,11 +112,11 @@ async def test_draining_server_is_not_ready(live: Live) -> None:
 
 async def test_statistics_count_requests_examples_and_batches(live: Live) -> None:
     for _ in range(3):
-        await as_binary(live, Asked(jagged(BAGS)))
-    told = (await live.http.get("/v2/models/shop/stats")).json()["model_stats"]
-    assert [one["name"] for one in told] == ["shop"]
-    counts = told[0]["inference_stats"]
-    assert (told[0]["inference_count"], told[0]["execution_count"]) == (9, 3)
+        await as_binary(live, InferRequest(jagged(BAGS)))
+    statistics = (await live.http.get("/v2/models/shop/stats")).json()["model_stats"]
+    assert [one["name"] for one in statistics] == ["shop"]
+    counts = statistics[0]["inference_stats"]
+    assert (statistics[0]["inference_count"], statistics[0]["execution_count"]) == (9, 3)
     assert counts["success"]["count"] == counts["queue"]["count"] == 3
     compute = [counts[f"compute_{of}"] for of in ("input", "infer", "output")]
     assert [one["count"] for one in compute] == [3, 3, 3]
@@ -134,17 +134,17 @@ async def test_statistics_count_requests_examples_and_batches(live: Live) -> Non
 async def test_failure_statistics_are_equal_over_rest_and_grpc(
     live: Live, engine: FakeEngine
 ) -> None:
-    await as_binary(live, Asked(jagged(BAGS)))
+    await as_binary(live, InferRequest(jagged(BAGS)))
     engine.failure = ZeroDivisionError("secret")
-    body = Asked(jagged(BAGS)).json_body()
+    body = InferRequest(jagged(BAGS)).json_body()
     for _ in range(2):
         assert (await live.http.post("/v2/models/shop/infer", content=body)).status_code == 500
     engine.failure = None
-    wrong = Asked(jagged({"film": [[1]]})).json_body()
+    wrong = InferRequest(jagged({"film": [[1]]})).json_body()
     assert (await live.http.post("/v2/models/shop/infer", content=wrong)).status_code == 400
     assert (await live.http.post("/v2/models/film/infer", content=body)).status_code == 404
-    told = (await live.http.get("/v2/models/stats")).json()["model_stats"]
-    counts = {one["name"]: one["inference_stats"] for one in told}
+    statistics = (await live.http.get("/v2/models/stats")).json()["model_stats"]
+    counts = {one["name"]: one["inference_stats"] for one in statistics}
     assert {name: one["fail"]["count"] for name, one in counts.items()} == {
         "shop": 3,
         "ruled": 0,
@@ -162,11 +162,11 @@ async def test_failure_statistics_are_equal_over_rest_and_grpc(
 
 async def test_openapi_describes_requests_responses_and_errors(live: Live) -> None:
     described = (await live.http.get("/openapi.json")).json()
-    asked = json.loads(Asked(jagged(BAGS)).json_body())
-    validate(asked, "InferRequest", described)
-    answer = await live.http.post("/v2/models/shop/infer", json=asked)
+    infer_body = json.loads(InferRequest(jagged(BAGS)).json_body())
+    validate(infer_body, "InferRequest", described)
+    answer = await live.http.post("/v2/models/shop/infer", json=infer_body)
     validate(answer.json(), "InferResponse", described)
-    error = await live.http.post("/v2/models/film/infer", json=asked)
+    error = await live.http.post("/v2/models/film/infer", json=infer_body)
     validate(error.json(), "InferError", described)
     for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
         assert "post" in described["paths"][path]

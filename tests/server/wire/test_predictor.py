@@ -60,9 +60,9 @@ async def test_dense_features_are_ignored_and_logged_once(
         answer = await PredictorStub(live.channel).Predict(request)
         expected = await embedded(live, {"features": BAGS})
         assert np.array_equal(predicted(answer, KEYS, 3), expected)
-    said = [one.getMessage() for one in caplog.records if "not read" in one.getMessage()]
-    assert len(said) == 1
-    assert "float_features" in said[0]
+    messages = [one.getMessage() for one in caplog.records if "not read" in one.getMessage()]
+    assert len(messages) == 1
+    assert "float_features" in messages[0]
 
 
 Change = Callable[[pb.PredictionRequest], object]
@@ -158,13 +158,13 @@ WRONG: dict[str, tuple[Change, str, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 async def test_error_names_field_and_sizes(live: Live, name: str) -> None:
-    change, field, said = WRONG[name]
+    change, field, expected_error = WRONG[name]
     request = prediction_request(KEYS, BAGS)
     change(request)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await PredictorStub(live.channel).Predict(request)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert said in str(caught.value.details())
+    assert expected_error in str(caught.value.details())
     assert dict(caught.value.trailing_metadata() or ())["embedserve-field"] == field
     right = await PredictorStub(live.channel).Predict(prediction_request(KEYS, BAGS))
     assert np.array_equal(predicted(right, KEYS, 3), await embedded(live, {"features": BAGS}))
@@ -172,19 +172,21 @@ async def test_error_names_field_and_sizes(live: Live, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected_error"),
     [
         (b"\x1a\xff\xff\xff\xff\x0f", "it ends within a field"),
         (b"\x1a\x05\x12\x7f", "it ends within a field"),
         (b"\x0b", "ends within a field"),
     ],
 )
-async def test_malformed_predictor_message_is_rejected(live: Live, body: bytes, said: str) -> None:
+async def test_malformed_predictor_message_is_rejected(
+    live: Live, body: bytes, expected_error: str
+) -> None:
     call = live.channel.unary_unary("/predictor.Predictor/Predict")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(body)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert said in str(caught.value.details())
+    assert expected_error in str(caught.value.details())
 
 
 async def test_excessive_field_count_is_rejected_early(live: Live) -> None:
@@ -198,8 +200,11 @@ async def test_excessive_field_count_is_rejected_early(live: Live) -> None:
 
 async def test_reflection_lists_the_predictor(live: Live) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(live.channel)
-    asked = reflection_pb2.ServerReflectionRequest
-    requests = [asked(list_services=""), asked(file_containing_symbol="predictor.Predictor")]
+    reflection_request = reflection_pb2.ServerReflectionRequest
+    requests = [
+        reflection_request(list_services=""),
+        reflection_request(file_containing_symbol="predictor.Predictor"),
+    ]
     listed, described = [one async for one in stub.ServerReflectionInfo(iter(requests))]
     names = [one.name for one in listed.list_services_response.service]
     assert "predictor.Predictor" in names

@@ -54,5 +54,5 @@ async def test_every_grpc_rejection_has_a_request_id(
     for ours in ([], [(ID, "mine")]):
         call = live.channel.unary_unary(method)(message, metadata=ours)
         assert await call.code() != grpc.StatusCode.OK
-        told = dict(await call.trailing_metadata())[ID]
-        assert told == "mine" if ours else MADE.fullmatch(told)
+        request_id = dict(await call.trailing_metadata())[ID]
+        assert request_id == "mine" if ours else MADE.fullmatch(request_id)

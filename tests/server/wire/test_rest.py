@@ -41,7 +41,7 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("content_type", "accept", "answered"),
+    ("content_type", "accept", "response_type"),
     [
         (None, None, JSON),
         (None, "*/*", JSON),
@@ -67,7 +67,7 @@ async def test_request_and_response_formats(
     path: str,
     content_type: str | None,
     accept: str | None,
-    answered: str,
+    response_type: str,
 ) -> None:
     del rest.headers["accept"]
     headers = {"content-type": content_type, "accept": accept}
@@ -76,7 +76,7 @@ async def test_request_and_response_formats(
         path, content=body, headers={k: v for k, v in headers.items() if v is not None}
     )
     assert answer.status_code == 200
-    assert answer.headers["content-type"] == answered
+    assert answer.headers["content-type"] == response_type
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert np.array_equal(values_of(answer), engine.expected(BAGS))
 

@@ -30,20 +30,20 @@ from server.wire.shared_memory_requests import (
     VECTORS_BYTES,
     Infer,
     Memory,
-    Placed,
-    RefusedRequestError,
+    RejectedRequestError,
+    SharedMemoryRequest,
     as_binary,
     as_json,
     as_message,
     check,
-    exchange_over,
     infer,
     live,
     memory,
+    pipeline_over,
     places_of,
+    region_parameters,
     register,
     stub,
-    told,
 )
 
 from embedserve.config import Limits
@@ -63,9 +63,9 @@ async def test_ids_are_read_from_and_vectors_written_to_regions(
     ins = dict(enumerate(memory.put(inputs)))
     await register(live, memory)
     for keys in KEYS:
-        placed = Placed(inputs, ins, places_of(expected, keys))
+        infer_request = SharedMemoryRequest(inputs, ins, places_of(expected, keys))
         for _ in range(2):
-            check(memory, placed, await infer(live, placed, "shop"), expected)
+            check(memory, infer_request, await infer(live, infer_request, "shop"), expected)
 
 
 async def test_inputs_may_mix_regions_and_body(
@@ -78,10 +78,10 @@ async def test_inputs_may_mix_regions_and_body(
     for ins in ({0: every[0]}, {1: every[1], 2: every[2]}, {3: every[3]}, {}):
         for inside in (("user",), ("movie", "tag"), ("tag",), ()):
             outs = {name: places[name] if name in inside else None for name in COLUMNS}
-            placed = Placed(inputs, ins, outs)
-            check(memory, placed, await infer(live, placed, "shop"), expected)
-    answered = await infer(live, Placed(inputs, every), "shop")
-    assert {name: one.place for name, one in answered.items()} == dict.fromkeys(COLUMNS)
+            infer_request = SharedMemoryRequest(inputs, ins, outs)
+            check(memory, infer_request, await infer(live, infer_request, "shop"), expected)
+    outputs = await infer(live, SharedMemoryRequest(inputs, every), "shop")
+    assert {name: one.place for name, one in outputs.items()} == dict.fromkeys(COLUMNS)
 
 
 async def test_large_regions_are_read_and_written_off_the_event_loop(
@@ -100,13 +100,13 @@ async def test_large_regions_are_read_and_written_off_the_event_loop(
     nbytes = expected.nbytes // 2
     halves: dict[str, tuple[int, int] | None] = {"tag": (nbytes, nbytes), "user": (0, nbytes)}
     whole: dict[str, tuple[int, int] | None] = {"pooled": (0, 2 * nbytes)}
-    async with serving(exchange_over(engine, executor, memory)) as live:
+    async with serving(pipeline_over(engine, executor, memory)) as live:
         await register(live, memory)
         for infer in (as_json, as_message):
-            await infer(live, Placed(inputs, ins, whole), "wide")
+            await infer(live, SharedMemoryRequest(inputs, ins, whole), "wide")
             read = memory.values((0, expected.nbytes))
             assert np.array_equal(read, expected.ravel())
-            await infer(live, Placed(inputs, ins, halves), "wide")
+            await infer(live, SharedMemoryRequest(inputs, ins, halves), "wide")
             read = memory.values((0, expected.nbytes))
             assert np.array_equal(read, np.stack(np.split(expected, 2, axis=1)).ravel())
 
@@ -116,29 +116,57 @@ async def test_requests_with_regions_are_not_cached_as_templates(
 ) -> None:
     """Checks that no template is cached, since it would apply to the next caller, too."""
     expected, inputs = engine.expected(BAGS), jagged(BAGS)
-    placed = Placed(inputs, {}, places_of(expected, ("user",)))
+    infer_request = SharedMemoryRequest(inputs, {}, places_of(expected, ("user",)))
     await register(live, memory)
-    check(memory, placed, await as_binary(live, placed), expected)
+    check(memory, infer_request, await as_binary(live, infer_request), expected)
     await live.http.post(f"{REST}/unregister")
     for send in (as_binary, as_message):
-        with pytest.raises(RefusedRequestError, match="'vectors', which is not registered"):
-            await send(live, placed)
+        with pytest.raises(RejectedRequestError, match="'vectors', which is not registered"):
+            await send(live, infer_request)
 
 
 # Errors
 
 WRONG = [
-    (Placed(INPUTS, INS, USER, ids="other"), 404, "'other', which is not registered"),
-    (Placed(INPUTS, INS, USER, vectors="other"), 404, "output 'user' names shared memory"),
-    (Placed(INPUTS, {0: (8, 16), 1: (24, 9)}, USER), 400, "9 bytes at 24 of .* which has 32$"),
-    (Placed(INPUTS, {0: (0, 8), 1: (16, 8)}, USER), 400, "has 8 bytes, not 16$"),
-    (Placed(INPUTS, {0: (2**62, 16)}, USER), 400, "16 bytes at 4611686018427387904 of shared"),
-    (Placed(INPUTS, INS, {"user": (0, 31)}), 400, "has 32 bytes, and its shared_memory_byte_size"),
-    (Placed(INPUTS, INS, {"user": (VECTORS_BYTES, 32)}), 400, "^output 'user' has 32 bytes at"),
-    (Placed(INPUTS, INS, {"user": (0, 32), "nothing": (0, 1)}), 400, "is 'nothing': model 'shop'"),
-    (Placed(INPUTS, INS, {"user": (0, 32), "movie": (0, 1)}), 400, "^output 'movie' has 24 bytes"),
+    (SharedMemoryRequest(INPUTS, INS, USER, ids="other"), 404, "'other', which is not registered"),
     (
-        Placed(INPUTS, INS, {f"k{i}": (0, 1) for i in range(65)}),
+        SharedMemoryRequest(INPUTS, INS, USER, vectors="other"),
+        404,
+        "output 'user' names shared memory",
+    ),
+    (
+        SharedMemoryRequest(INPUTS, {0: (8, 16), 1: (24, 9)}, USER),
+        400,
+        "9 bytes at 24 of .* which has 32$",
+    ),
+    (SharedMemoryRequest(INPUTS, {0: (0, 8), 1: (16, 8)}, USER), 400, "has 8 bytes, not 16$"),
+    (
+        SharedMemoryRequest(INPUTS, {0: (2**62, 16)}, USER),
+        400,
+        "16 bytes at 4611686018427387904 of shared",
+    ),
+    (
+        SharedMemoryRequest(INPUTS, INS, {"user": (0, 31)}),
+        400,
+        "has 32 bytes, and its shared_memory_byte_size",
+    ),
+    (
+        SharedMemoryRequest(INPUTS, INS, {"user": (VECTORS_BYTES, 32)}),
+        400,
+        "^output 'user' has 32 bytes at",
+    ),
+    (
+        SharedMemoryRequest(INPUTS, INS, {"user": (0, 32), "nothing": (0, 1)}),
+        400,
+        "is 'nothing': model 'shop'",
+    ),
+    (
+        SharedMemoryRequest(INPUTS, INS, {"user": (0, 32), "movie": (0, 1)}),
+        400,
+        "^output 'movie' has 24 bytes",
+    ),
+    (
+        SharedMemoryRequest(INPUTS, INS, {f"k{i}": (0, 1) for i in range(65)}),
         413,
         "65 are requested in shared memory, the limit is 64",
     ),
@@ -151,10 +179,10 @@ async def test_invalid_region_parameters_are_rejected_without_a_write(
 ) -> None:
     memory.put(INPUTS)
     await register(live, memory)
-    for placed, status, said in WRONG:
+    for infer_request, status, expected_error in WRONG:
         for send, code in ((as_json, status), (as_message, CODES[status])):
-            with pytest.raises(RefusedRequestError, match=said) as caught:
-                await send(live, placed)
+            with pytest.raises(RejectedRequestError, match=expected_error) as caught:
+                await send(live, infer_request)
             assert caught.value.status == code
     assert memory.is_untouched()
 
@@ -164,25 +192,30 @@ async def test_incomplete_or_extra_region_parameters_are_rejected(
 ) -> None:
     memory.put(INPUTS)
     await register(live, memory)
-    body = json.loads(Placed(INPUTS, INS, USER).body(is_binary=False)[0])
-    for change, said in (
+    body = json.loads(SharedMemoryRequest(INPUTS, INS, USER).body(is_binary=False)[0])
+    for change, expected_error in (
         ({"parameters": {"shared_memory_region": "ids"}}, "has shared_memory_region and no shared"),
         ({"parameters": {"shared_memory_byte_size": 1}}, "has shared_memory_byte_size and no shar"),
         ({"data": [1, 2]}, "has both data and a region of shared memory: send one"),
-        ({"parameters": told("ids", (-1, 16))}, "body is not an inference request: Expected"),
+        (
+            {"parameters": region_parameters("ids", (-1, 16))},
+            "body is not an inference request: Expected",
+        ),
     ):
         changed = body | {"inputs": [body["inputs"][0] | change, body["inputs"][1]]}
         answer = await live.http.post("/v2/models/shop/infer", json=changed)
-        assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
-    message = Placed(INPUTS, INS, USER).message("shop")
+        assert (answer.status_code, expected_error in answer.json()["error"]) == (400, True), (
+            answer.text
+        )
+    message = SharedMemoryRequest(INPUTS, INS, USER).message("shop")
     message.inputs[0].contents.int64_contents.extend([1, 2])
     with pytest.raises(grpc.aio.AioRpcError, match="has both contents and a region"):
         await stub(live).ModelInfer(message)
-    message = Placed(INPUTS, {0: (0, 16)}, USER).message("shop")
+    message = SharedMemoryRequest(INPUTS, {0: (0, 16)}, USER).message("shop")
     message.raw_input_contents.append(b"")
     with pytest.raises(grpc.aio.AioRpcError, match="has 2 entries for 1 inputs"):
         await stub(live).ModelInfer(message)
-    message = Placed(INPUTS, INS, USER).message("shop")
+    message = SharedMemoryRequest(INPUTS, INS, USER).message("shop")
     message.inputs[0].parameters["shared_memory_offset"].int64_param = -8
     with pytest.raises(grpc.aio.AioRpcError, match="16 bytes at -8 of shared memory region 'ids'"):
         await stub(live).ModelInfer(message)
@@ -199,29 +232,31 @@ async def test_truncated_or_removed_region_files_are_errors(
         (lambda: os.truncate(path, 16), "cut to 16 bytes"),
         (path.unlink, "removed"),
     ]
-    for act, said in acts:
+    for act, expected_error in acts:
         act()
         for send in (as_json, as_message):
-            with pytest.raises(RefusedRequestError, match=f"{name!r}: its file was {said}"):
-                await send(live, Placed(INPUTS, INS, USER))
+            with pytest.raises(
+                RejectedRequestError, match=f"{name!r}: its file was {expected_error}"
+            ):
+                await send(live, SharedMemoryRequest(INPUTS, INS, USER))
             bags: Bags = {"user": [[1]]}
-            plain = Placed(jagged(bags), {}, {"user": None})
+            plain = SharedMemoryRequest(jagged(bags), {}, {"user": None})
             check(memory, plain, await send(live, plain), engine.expected(bags))
 
 
 async def test_region_unregistered_while_a_request_waits_is_an_error(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
-    pipeline = exchange_over(engine, executor, memory, Limits(inline_bytes_max=0))
+    pipeline = pipeline_over(engine, executor, memory, Limits(inline_bytes_max=0))
     memory.put(INPUTS)
     async with serving(pipeline) as live:
         await register(live, memory)
         engine.hold()
-        waiting = asyncio.create_task(as_message(live, Placed(INPUTS, INS, USER)))
+        waiting = asyncio.create_task(as_message(live, SharedMemoryRequest(INPUTS, INS, USER)))
         await until(lambda: engine.lookups)
         await live.http.post(f"{REST}/unregister")
         engine.release()
-        with pytest.raises(RefusedRequestError, match="'vectors': it is not registered any more"):
+        with pytest.raises(RejectedRequestError, match="'vectors': it is not registered any more"):
             await waiting
     assert memory.is_untouched()
 
@@ -231,17 +266,17 @@ async def test_region_reads_are_limited_like_bodies(
 ) -> None:
     limits = Limits(body_bytes_max=1000, request_text_bytes_max=500)
     memory.ids.write_bytes(bytes(IDS_OFFSET + 600))
-    async with serving(exchange_over(engine, executor, memory, limits)) as live:
+    async with serving(pipeline_over(engine, executor, memory, limits)) as live:
         await register(live, memory)
         twice = [Input("user.ids", "INT64", [], [75]), Input("tag.ids", "INT64", [], [75])]
-        for inputs, said in (
+        for inputs, expected_error in (
             (twice, "^inputs has 1200 bytes in shared memory, the limit is 1000"),
             (
                 [Input("user.ids", "BYTES", [], [1])],
                 "^inputs has 600 bytes of strings in shared memory, the limit is 500",
             ),
         ):
-            placed = Placed(inputs, dict.fromkeys(range(len(inputs)), (0, 600)))
-            with pytest.raises(RefusedRequestError, match=said) as caught:
-                await as_message(live, placed)
+            infer_request = SharedMemoryRequest(inputs, dict.fromkeys(range(len(inputs)), (0, 600)))
+            with pytest.raises(RejectedRequestError, match=expected_error) as caught:
+                await as_message(live, infer_request)
             assert caught.value.status == "RESOURCE_EXHAUSTED"

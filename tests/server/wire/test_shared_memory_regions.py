@@ -21,8 +21,8 @@ from server.wire.shared_memory_requests import (
     USER,
     VECTORS_OFFSET,
     Memory,
-    Placed,
-    RefusedRequestError,
+    RejectedRequestError,
+    SharedMemoryRequest,
     as_json,
     as_message,
     live,
@@ -54,10 +54,10 @@ async def test_region_status_is_equal_over_rest_and_grpc(live: Live, memory: Mem
     assert [one["name"] for one in (await get(f"{REST}/status")).json()] == ["ids", "vectors"]
     status = await calls.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest(name="ids"))
     (one,) = status.regions.values()
-    told = {"name": one.name, "key": one.key, "offset": one.offset, "byte_size": one.byte_size}
-    assert (list(status.regions), told) == (["ids"], ids)
-    asked = pb.SystemSharedMemoryUnregisterRequest(name="ids")
-    await calls.SystemSharedMemoryUnregister(asked)
+    region = {"name": one.name, "key": one.key, "offset": one.offset, "byte_size": one.byte_size}
+    assert (list(status.regions), region) == (["ids"], ids)
+    unregister_request = pb.SystemSharedMemoryUnregisterRequest(name="ids")
+    await calls.SystemSharedMemoryUnregister(unregister_request)
     await calls.SystemSharedMemoryRegister(
         pb.SystemSharedMemoryRegisterRequest(name="more", key="ids", byte_size=8)
     )
@@ -71,7 +71,7 @@ async def test_region_status_is_equal_over_rest_and_grpc(live: Live, memory: Mem
 async def test_invalid_registration_is_rejected(live: Live, memory: Memory) -> None:
     path = f"{REST}/region/ids/register"
     right = {"key": "ids", "offset": 0, "byte_size": 1}
-    for body, status, said in (
+    for body, status, expected_error in (
         (b"", 400, "body: Invalid JSON"),
         (b"[]", 400, "body: "),
         (json.dumps(right | {"byte_size": "1"}), 400, "body.byte_size: "),
@@ -81,7 +81,9 @@ async def test_invalid_registration_is_rejected(live: Live, memory: Memory) -> N
         (b" " * 5000, 413, "body has at least 5000 bytes, the limit is 4096"),
     ):
         answer = await live.http.post(path, content=body)
-        assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
+        assert (answer.status_code, expected_error in answer.json()["error"]) == (status, True), (
+            answer.text
+        )
     assert (await live.http.post(path, json=right)).status_code == 200
     assert (await live.http.post(path, json=right)).status_code == 409
     assert (await live.http.get(f"{REST}/region/other/status")).status_code == 404
@@ -107,7 +109,7 @@ async def test_browser_pages_cannot_use_regions(live: Live, memory: Memory) -> N
     for path in ("unregister", "region/ids/unregister", "region/more/register"):
         assert (await live.http.post(f"{REST}/{path}", headers=page)).status_code == 403
     for is_binary in (False, True):
-        body, headers = Placed(INPUTS, INS, USER).body(is_binary=is_binary)
+        body, headers = SharedMemoryRequest(INPUTS, INS, USER).body(is_binary=is_binary)
         answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers | page)
         assert answer.status_code == 404
     assert memory.is_untouched()
@@ -155,7 +157,7 @@ async def test_regions_are_separate_by_caller(
         name: json.dumps({"key": name, "offset": offset, "byte_size": 24})
         for name, offset in (("ids", IDS_OFFSET), ("vectors", VECTORS_OFFSET))
     }
-    infer, _ = Placed(INPUTS, INS, {"user": None}).body(is_binary=False)
+    infer, _ = SharedMemoryRequest(INPUTS, INS, {"user": None}).body(is_binary=False)
     async with serving(pipeline, management_host=management_host) as live:
 
         async def status_of(token: str, method: str, path: str, body: Any = b"") -> int:
@@ -164,8 +166,8 @@ async def test_regions_are_separate_by_caller(
             return answer.status_code
 
         ids = f"{REST}/region/ids"
-        refused = {"": 401, "es_boss": 403}
-        for token, wanted in (refused | {"es_a": 200}).items():
+        rejection_statuses = {"": 401, "es_boss": 403}
+        for token, wanted in (rejection_statuses | {"es_a": 200}).items():
             assert await status_of(token, "POST", f"{ids}/register", bodies["ids"]) == wanted
             assert await status_of(token, "GET", f"{REST}/status") == wanted
         assert await status_of("es_a", "POST", "/v2/models/shop/infer", infer) == 200
@@ -205,6 +207,9 @@ async def test_regions_are_rejected_without_shared_memory(
             await stub(live).SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         for infer in (as_json, as_message):
-            for placed in (Placed(INPUTS, INS), Placed(INPUTS, {}, USER)):
-                with pytest.raises(RefusedRequestError, match=r"not use \(--shared-memory\)$"):
-                    await infer(live, placed)
+            for infer_request in (
+                SharedMemoryRequest(INPUTS, INS),
+                SharedMemoryRequest(INPUTS, {}, USER),
+            ):
+                with pytest.raises(RejectedRequestError, match=r"not use \(--shared-memory\)$"):
+                    await infer(live, infer_request)

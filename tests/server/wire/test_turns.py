@@ -65,16 +65,16 @@ async def test_immediately_rejected_requests_are_processed_in_portions(
         response_sent(connection, stream)
 
     monkeypatch.setattr(Http1Connection, "response_sent", count)
-    refused = b"GET /embed HTTP/1.1\r\nHost:a\r\n\r\n"
-    number = 8 * HTTP1_PIECE_BYTES // len(refused)
+    rejected_request = b"GET /embed HTTP/1.1\r\nHost:a\r\n\r\n"
+    number = 8 * HTTP1_PIECE_BYTES // len(rejected_request)
     reader, writer = await server.open()
-    writer.write(refused * number + get("/health/live", "Connection: close"))
+    writer.write(rejected_request * number + get("/health/live", "Connection: close"))
     statuses = [(await read_answer(reader))[0] for _ in range(number + 1)]
     assert statuses == [405] * number + [200]
     assert await reader.read() == b""
     writer.close()
     assert turns.nbytes.total() == number + 1
-    assert max(turns.nbytes.values()) <= 1 + HTTP1_PIECE_BYTES // len(refused)
+    assert max(turns.nbytes.values()) <= 1 + HTTP1_PIECE_BYTES // len(rejected_request)
 
 
 async def test_discarded_input_is_processed_in_portions(

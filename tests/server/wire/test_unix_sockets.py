@@ -92,7 +92,7 @@ async def test_both_unix_sockets_accept_every_protocol(
 ) -> None:
     address = f"unix:{paths[position]}"
 
-    def ask() -> list[int]:
+    def embed_over_both() -> list[int]:
         with (
             EmbedClient(address, token=TOKEN, timeout_s=WAIT_S_MAX) as rest,
             GrpcEmbedClient(address, token=TOKEN, timeout_s=WAIT_S_MAX) as rpc,
@@ -101,7 +101,7 @@ async def test_both_unix_sockets_accept_every_protocol(
             answers = [rest.embed({"user": [[1], [2]]}), rpc.embed({"user": [[1]]})]
             return [one.batch_size for one in answers]
 
-    assert await asyncio.to_thread(ask) == [2, 1]
+    assert await asyncio.to_thread(embed_over_both) == [2, 1]
     async with AsyncEmbedClient(
         f"unix://{paths[position]}", token=TOKEN, timeout_s=WAIT_S_MAX
     ) as rest:
@@ -149,21 +149,21 @@ async def test_drain_completes_requests_and_removes_the_sockets(
         AsyncEmbedClient(f"unix:{paths[0]}", timeout_s=WAIT_S_MAX) as rest,
         AsyncEmbedClient(f"unix:{paths[0]}", timeout_s=WAIT_S_MAX) as late,
     ):
-        asked = asyncio.create_task(rest.embed({"user": [[1]]}))
+        call = asyncio.create_task(rest.embed({"user": [[1]]}))
         await until(lambda: engine.lookups)
         live.stop.set()
         await until(lambda: not any(map(os.path.exists, paths)))
         with pytest.raises(Unavailable):
             await late.embed({"user": [[1]]})
         engine.release()
-        assert (await asked).batch_size == 1
+        assert (await call).batch_size == 1
 
 
 async def test_workers_share_concurrent_connections(paths: list[str]) -> None:
     """Opens connections concurrently, as a client's pool does."""
-    taken: list[list[asyncio.BaseTransport]] = [[], []]
+    accepted: list[list[asyncio.BaseTransport]] = [[], []]
 
-    class Taken(asyncio.Protocol):
+    class AcceptedProtocol(asyncio.Protocol):
         def __init__(self, mine: list[asyncio.BaseTransport]) -> None:
             self._mine = mine
 
@@ -176,13 +176,13 @@ async def test_workers_share_concurrent_connections(paths: list[str]) -> None:
     clients = [socket.socket(socket.AF_UNIX) for _ in range(8)]
     for client in clients:
         client.connect(paths[0])
-    shared = zip((sock, sock.dup()), taken, strict=True)
-    workers = [Listener(one, partial(Taken, mine)) for one, mine in shared]
+    shared = zip((sock, sock.dup()), accepted, strict=True)
+    workers = [Listener(one, partial(AcceptedProtocol, mine)) for one, mine in shared]
     for worker in workers:
         worker.start()
-    await until(lambda: sum(map(len, taken)) == len(clients))
-    assert list(map(len, taken)) == [4, 4]
-    for transport in itertools.chain(*taken):
+    await until(lambda: sum(map(len, accepted)) == len(clients))
+    assert list(map(len, accepted)) == [4, 4]
+    for transport in itertools.chain(*accepted):
         transport.close()
     for worker in workers:
         await worker.close(0)

@@ -285,13 +285,13 @@ def test_unknown_model_or_version_is_rejected(store: Path) -> None:
 def test_next_writer_removes_stale_files_of_a_killed_writer(store: Path) -> None:
     folder = store / "m/deltas/1"
     folder.mkdir(parents=True)
-    aside = folder / f"{added_file.ASIDE_PREFIX}0123"
-    aside.write_bytes(b"half")
-    old_s = aside.stat().st_mtime - added_file.STALE_S - 60
-    os.utime(aside, (old_s, old_s))
+    stale_file = folder / f"{added_file.ASIDE_PREFIX}0123"
+    stale_file.write_bytes(b"half")
+    old_s = stale_file.stat().st_mtime - added_file.STALE_S - 60
+    os.utime(stale_file, (old_s, old_s))
     with DeltaWriter(store, model="m") as writer:
         writer.push_rows({"tag": ([1], rows("tag", 1))})
-    assert not aside.exists()
+    assert not stale_file.exists()
     assert len(files_in(store)) == 2
 
 

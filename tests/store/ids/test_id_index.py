@@ -40,9 +40,9 @@ def look_up(index: IdIndex, ids: list[int], entries: int) -> list[int]:
     st.lists(INT64 | st.sampled_from(EDGES), max_size=20),
 )
 def test_index_lookups_equal_dict_lookups(entries: dict[int, int], others: list[int]) -> None:
-    asked = [*entries, *others, *EDGES]
-    answers = look_up(index_of(entries), asked, len(entries))
-    assert answers == [entries.get(one, -1) for one in asked]
+    requested = [*entries, *others, *EDGES]
+    answers = look_up(index_of(entries), requested, len(entries))
+    assert answers == [entries.get(one, -1) for one in requested]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_all_ids_of_one_overfull_bucket_are_found() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 30)), max_size=50),
 )
 def test_tables_in_a_joined_index_are_isolated(
-    tables: list[dict[int, int]], asked: list[tuple[int, int]]
+    tables: list[dict[int, int]], requested: list[tuple[int, int]]
 ) -> None:
     indexes = [index_of(entries) for entries in tables]
     joined = IdIndex(
@@ -99,15 +99,15 @@ def test_tables_in_a_joined_index_are_isolated(
     )
     first_bucket = np.cumsum([0] + [index.starts.size for index in indexes])
     first_slot = np.cumsum([0] + [index.ids.size for index in indexes])
-    which = np.array([table % len(tables) for table, _ in asked], np.int64)
+    which = np.array([table % len(tables) for table, _ in requested], np.int64)
     buckets = np.array([bucket_count(len(entries)) for entries in tables], np.uint64)
     rows = joined.rows_of(
-        np.array([one for _, one in asked], np.int64),
+        np.array([one for _, one in requested], np.int64),
         first_bucket[which],
         buckets[which],
         first_slot[which],
     )
-    expected = [tables[table % len(tables)].get(one, -1) for table, one in asked]
+    expected = [tables[table % len(tables)].get(one, -1) for table, one in requested]
     assert rows.tolist() == expected
 
 

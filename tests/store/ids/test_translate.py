@@ -98,8 +98,8 @@ def test_translator_lists_unknown_id_policy_and_id_type_per_feature(
     translators: tuple[IdTranslator, IdTranslator],
 ) -> None:
     for translator in translators:
-        said = dict(zip(MANIFEST.features, translator.unknown_per_feature, strict=True))
-        assert said == {
+        policies = dict(zip(MANIFEST.features, translator.unknown_per_feature, strict=True))
+        assert policies == {
             "user": "error",
             "friend": "error",
             "shop": "error",

@@ -20,10 +20,10 @@ def table(name: str, num_embeddings: int, dim: int = 128) -> TableSpec:
 
 def test_sharding_is_set_by_table_and_auto_by_default() -> None:
     tables = tuple(table(name, 1000) for name in "abcd")
-    said = {"a": "row_wise", "b": "column_wise", "c": "data_parallel"}
-    plan = make_plan(tables, sharding=said, world_size=2)
+    requested = {"a": "row_wise", "b": "column_wise", "c": "data_parallel"}
+    plan = make_plan(tables, sharding=requested, world_size=2)
     kinds = {name: one.sharding_type for name, one in plan.tables.items()}
-    assert kinds == said | {"d": "table_wise"}
+    assert kinds == requested | {"d": "table_wise"}
     assert set(plan.constraints) == {"a", "b", "c"}
 
 

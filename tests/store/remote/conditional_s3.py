@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 
 from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 
-REFUSED = b"<Error><Code>PreconditionFailed</Code><Message>exists already</Message></Error>"
+PRECONDITION_FAILED = (
+    b"<Error><Code>PreconditionFailed</Code><Message>exists already</Message></Error>"
+)
 
 
 @contextmanager
@@ -33,8 +35,8 @@ def _handler() -> type[S3Proxy]:
             is_conditional = self.headers.get("If-None-Match") == "*"
             with lock:
                 if self.command == "PUT" and is_conditional and key in written:
-                    return 412, {"Content-Type": "application/xml"}, REFUSED
-                status, headers, answer = self.asked(body)
+                    return 412, {"Content-Type": "application/xml"}, PRECONDITION_FAILED
+                status, headers, answer = self.forward(body)
                 if status < 300 and self.command in ("PUT", "DELETE"):
                     (written.add if self.command == "PUT" else written.discard)(key)
             return status, headers, answer

@@ -57,11 +57,11 @@ class CopyingStore:
                 if self.command == "DELETE" and "uploadId=" in self.path and not store.can_abort:
                     return 403, XML, b"<Error><Code>AccessDenied</Code></Error>"
                 if self.command != "PUT" or "partNumber=" not in self.path:
-                    return self.asked(body)
+                    return self.forward(body)
                 if source := self.headers.get("x-amz-copy-source"):
                     return store.copy(self.path, source, self.headers["x-amz-copy-source-range"])
                 store.sent += len(body)
-                return self.asked(body)
+                return self.forward(body)
 
         return Copying
 

@@ -22,9 +22,9 @@ class S3Proxy(BaseHTTPRequestHandler):
 
     def respond(self, body: bytes) -> Response:
         """Returns the response to a request."""
-        return self.asked(body)
+        return self.forward(body)
 
-    def asked(self, body: bytes) -> Response:
+    def forward(self, body: bytes) -> Response:
         """Forwards the request; returns the server's response."""
         connection = http.client.HTTPConnection(self.upstream, timeout=60)
         headers = dict(self.headers.items())

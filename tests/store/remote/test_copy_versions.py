@@ -299,8 +299,8 @@ def test_killed_copy_to_a_folder_continues(
         assert ModelStore(target).models() == []
     (left,) = target.glob("m/.copy-1-*/m/1/tables.safetensors")
     assert left.stat().st_size >= 13 * BLOCK_BYTES
-    asked: list[int] = []
-    copy_versions(source, target, "m", progress=lambda file, done, _: asked.append(done))
+    progress: list[int] = []
+    copy_versions(source, target, "m", progress=lambda file, done, _: progress.append(done))
     check_same(source, target, tmp_path / "cache")
     assert os.listdir(target / "m") == ["1"]
 

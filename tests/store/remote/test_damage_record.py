@@ -54,7 +54,7 @@ def flip(url: str) -> None:
     remote.write(TABLES, bytes(data))
 
 
-def refused(url: str, cache: Path) -> str:
+def message_of_damaged_load(url: str, cache: Path) -> str:
     with pytest.raises(StoreError, match=DAMAGED) as caught:
         RemoteStore(url, cache).load("m")
     return str(caught.value)
@@ -79,7 +79,7 @@ def test_local_read_failure_is_not_recorded_as_damage(
 def test_damaged_version_is_pulled_once_and_again_after_a_repair(
     url: str, tmp_path: Path, reads: Counter[str]
 ) -> None:
-    polls = [refused(url, tmp_path / "cache") for _ in range(3)]
+    polls = [message_of_damaged_load(url, tmp_path / "cache") for _ in range(3)]
     assert len({*polls}) == 1
     assert reads[TABLES] == 1
     flip(url)
@@ -94,21 +94,21 @@ def test_damage_record_delay_doubles_up_to_a_limit(
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     for pulls, delay_s in enumerate([60, 120, 240, 480, 960, 1920, 3600, 3600], 1):
-        refused(url, tmp_path / "cache")
+        message_of_damaged_load(url, tmp_path / "cache")
         now_s += delay_s - 1
-        refused(url, tmp_path / "cache")
+        message_of_damaged_load(url, tmp_path / "cache")
         assert reads[TABLES] == pulls
         now_s += 2
 
 
 def test_damage_record_can_be_removed(url: str, tmp_path: Path, reads: Counter[str]) -> None:
-    message = refused(url, tmp_path / "cache")
+    message = message_of_damaged_load(url, tmp_path / "cache")
     (record,) = (tmp_path / "cache").rglob("*.damaged")
     assert f"or once {record} is removed" in message
     record.unlink()
-    refused(url, tmp_path / "cache")
+    message_of_damaged_load(url, tmp_path / "cache")
     record.write_text("{")  # as a killed process leaves it
-    refused(url, tmp_path / "cache")
+    message_of_damaged_load(url, tmp_path / "cache")
     assert reads[TABLES] == 3
 
 

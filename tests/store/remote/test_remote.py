@@ -131,7 +131,7 @@ def test_version_republished_under_its_number_is_rejected(
     assert store.load("m").tables.rows("t")[1].view("<f4")[0] == 5
 
 
-def refuse_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def invalidate_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -143,7 +143,7 @@ def break_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-@pytest.mark.parametrize("cut", [refuse_credentials, break_connection])
+@pytest.mark.parametrize("cut", [invalidate_credentials, break_connection])
 def test_unreachable_store_serves_only_numbered_versions_from_the_cache(
     url: str,
     uploaded: Path,

@@ -32,13 +32,13 @@ class SlowStore(logging.Handler):
 
     Attributes:
         url: endpoint of the store.
-        asked: methods of the requests whose responses it held.
+        held_methods: methods of the requests whose responses it held.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.url = ""
-        self.asked: list[str] = []
+        self.held_methods: list[str] = []
         self.has_waited = threading.Semaphore(0)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -54,9 +54,9 @@ class SlowStore(logging.Handler):
                 is_completed = self.command == "POST" and "uploadId=" in self.path
                 is_size = self.command == "HEAD" and "tables.safetensors" in self.path
                 if is_part or is_completed or is_size:
-                    store.asked.append(self.command)
+                    store.held_methods.append(self.command)
                     store.has_waited.acquire(timeout=HELD_S_MAX)
-                return self.asked(body)
+                return self.forward(body)
 
         return Slow
 
@@ -88,7 +88,7 @@ def test_slow_confirmation_of_an_upload_is_awaited(
     monkeypatch.setattr(remote_files, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(remote_files, "PARTS_AT_ONCE", 1)
     assert copy_versions(local, url, "m").copied == [1]
-    assert slow.asked == ["PUT", "POST", "HEAD"]
+    assert slow.held_methods == ["PUT", "POST", "HEAD"]
 
 
 def test_existing_versions_are_not_listed_for_the_next_number(
@@ -101,7 +101,7 @@ def test_existing_versions_are_not_listed_for_the_next_number(
         def respond(self, body: bytes) -> Response:
             if self.command == "GET" and "list-type=2" in self.path:
                 listed.append(self.path)
-            return self.asked(body)
+            return self.forward(body)
 
     local = new_version().parent.parent
     copy_versions(local, url, "m")
@@ -124,7 +124,7 @@ def test_confirmation_timeout_depends_on_the_size(
     folder, name = RemoteFolder(url), "m/1/tables.safetensors"
     if seconds > 1:
         assert folder.size(name, nbytes) == (uploaded / "tables.safetensors").stat().st_size
-        assert slow.asked == ["HEAD"]
+        assert slow.held_methods == ["HEAD"]
     else:
         monkeypatch.setattr(store_errors, "WAIT_LOG_S", HELD_S_MAX)  # or the store responds at 2 s
         message = (

@@ -54,18 +54,18 @@ class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
         if mode == "wb":
             close = file.close
 
-            def close_and_tell() -> None:
+            def close_and_notify() -> None:
                 close()
-                self._tell(path)
+                self._notify(path)
 
-            file.close = close_and_tell
+            file.close = close_and_notify
         return file
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         super().pipe_file(path, value, mode, **options)
-        self._tell(path)
+        self._notify(path)
 
-    def _tell(self, path: str) -> None:
+    def _notify(self, path: str) -> None:
         if WatchedFiles.written is not None:
             WatchedFiles.written(path.split("/")[-1])
 
@@ -171,20 +171,22 @@ def test_publishing_to_a_url_uploads_the_next_version(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     where = url if scheme == "s3" else f"file://{tmp_path}/far"
-    told: list[str] = []
+    reported_files: list[str] = []
     for number in (1, 2):
         published = publish(
             STATE,
             where,
             model="m",
             tables=TABLES,
-            upload_progress=lambda file, *_: told.append(file),
+            upload_progress=lambda file, *_: reported_files.append(file),
         )
         assert (published.version, published.manifest.version) == (number, number)
         assert published.where == f"{where}/m/{number}"
         with pytest.raises(ValueError, match="is not a folder"):
             _ = published.path
-    assert scheme == "file" or "tables.safetensors" in told  # fsspec reports no progress of files
+    assert (
+        scheme == "file" or "tables.safetensors" in reported_files
+    )  # fsspec reports no progress of files
     store = ModelStore(where, tmp_path / "cache")
     assert (store.is_remote, store.models(), store.versions("m")) == (True, ["m"], [1, 2])
     assert store.manifest("m") == published.manifest

@@ -97,7 +97,7 @@ def folder(tmp_path: Path) -> Path:
     return write_dcp(tmp_path / "checkpoint", tables)
 
 
-def refused(folder: Path, message: str) -> None:
+def assert_read_fails(folder: Path, message: str) -> None:
     """Checks that reading KEY fails with an error that names it, although the folder opens."""
     tensors, _ = open_dcp(folder)
     with pytest.raises(StoreError, match=message) as caught:
@@ -108,7 +108,7 @@ def refused(folder: Path, message: str) -> None:
 
 def test_missing_file_is_rejected_when_its_rows_are_read(folder: Path) -> None:
     (folder / "__1_0.distcp").unlink()
-    refused(folder, r"its shard at \[6, 0\] is missing: there is no file __1_0\.distcp")
+    assert_read_fails(folder, r"its shard at \[6, 0\] is missing: there is no file __1_0\.distcp")
     assert torch.equal(open_dcp(folder)[0]["sound"].read(0, 11), WEIGHT)
 
 
@@ -116,7 +116,9 @@ def test_truncated_file_is_rejected(folder: Path) -> None:
     whole = (folder / "__1_0.distcp").read_bytes()
     for size in (0, 100, len(whole) - 1):
         (folder / "__1_0.distcp").write_bytes(whole[:size])
-        refused(folder, r"shard at \[6, 0\] in __1_0\.distcp: truncated: .*ends before it")
+        assert_read_fails(
+            folder, r"shard at \[6, 0\] in __1_0\.distcp: truncated: .*ends before it"
+        )
 
 
 def _first_place(metadata: Metadata) -> Any:
@@ -183,7 +185,7 @@ def test_shards_that_do_not_cover_the_table_are_rejected(
     folder: Path, change: Callable[[Metadata], None], message: str
 ) -> None:
     edit_metadata(folder, change)
-    refused(folder, message)
+    assert_read_fails(folder, message)
 
 
 def test_code_in_a_shard_is_rejected_and_not_executed(folder: Path) -> None:
@@ -196,7 +198,7 @@ def test_code_in_a_shard_is_rejected_and_not_executed(folder: Path) -> None:
         place.offset, place.length = 0, size
 
     edit_metadata(folder, resize)
-    refused(folder, r"refused: it holds \S*mkdir")
+    assert_read_fails(folder, r"refused: it holds \S*mkdir")
     assert not marker.exists()
 
 
@@ -209,7 +211,7 @@ def test_shard_that_is_no_tensor_is_rejected(folder: Path) -> None:
         place.offset, place.length = 0, size
 
     edit_metadata(folder, resize)
-    refused(folder, "is not a plain 2-D floating-point tensor")
+    assert_read_fails(folder, "is not a plain 2-D floating-point tensor")
 
 
 def test_unfinished_save_is_rejected(folder: Path) -> None:
@@ -227,4 +229,4 @@ def test_checkpoint_saved_separately_by_each_rank_is_rejected(folder: Path) -> N
 def test_dcp_values_in_safetensors_are_rejected(tmp_path: Path) -> None:
     """FileSystemReader itself does not find them either."""
     save_alone({KEY: WEIGHT}, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    refused(tmp_path, r"not a file of torch\.save in its zip format")
+    assert_read_fails(tmp_path, r"not a file of torch\.save in its zip format")

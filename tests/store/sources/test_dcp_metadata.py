@@ -116,14 +116,14 @@ def test_damaged_metadata_file_is_rejected(folder: Path) -> None:
 
 def test_flipped_byte_yields_entries_or_a_store_error(folder: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
-    refused = 0
+    rejected = 0
     for i in range(len(whole)):
         (folder / ".metadata").write_bytes(whole[:i] + bytes([whole[i] ^ 0x11]) + whole[i + 1 :])
         try:
             read_metadata(folder)
         except StoreError:
-            refused += 1
-    assert refused > len(whole) // 2
+            rejected += 1
+    assert rejected > len(whole) // 2
 
 
 def _info(metadata: Metadata) -> _StorageInfo:

@@ -170,9 +170,9 @@ def test_ranks_save_and_publish_their_shards_collectively(tmp_path: Path) -> Non
     wider = LocalStore(tmp_path / "store").load("wider").plan
     assert wider.world_size == 3
     assert {name: table.sharding_type for name, table in wider.tables.items()} == types
-    refused = "table 'user': dtype is 'int2', expected one of float32, float16, int8, int4"
-    assert (tmp_path / "outcome-0").read_text() == f"1\n{refused}"
-    assert (tmp_path / "outcome-1").read_text() == f"none\n{refused}"
+    expected_error = "table 'user': dtype is 'int2', expected one of float32, float16, int8, int4"
+    assert (tmp_path / "outcome-0").read_text() == f"1\n{expected_error}"
+    assert (tmp_path / "outcome-1").read_text() == f"none\n{expected_error}"
     assert os.listdir(tmp_path / "store" / "m") == ["1"]
 
 
@@ -260,7 +260,7 @@ def test_publishing_leaves_the_training_unchanged(
     dmp, apart = (trainer.shard(1, "float32") for _ in range(2))
     apart.load_state_dict(dmp.state_dict())
 
-    def ask(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    def look_up(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
         answers: dict[str, torch.Tensor] = model.module.sparse["ebc"](batch(keys)).to_dict()
         return answers
 
@@ -271,14 +271,14 @@ def test_publishing_leaves_the_training_unchanged(
         return [tuple(int(getattr(k, n)) for n in ("iter", "iter_cpu", "step")) for k in kernels]
 
     if not is_first:
-        ask(dmp)
+        look_up(dmp)
     before = counts()
     assert before
     write_expected(dmp, tmp_path / "e.safetensors")
     assert counts() == before
     check_pooled(read_expected(tmp_path / "e.safetensors"), dmp)
-    for feature, values in ask(apart).items():
-        assert torch.equal(ask(dmp)[feature], values)
+    for feature, values in look_up(apart).items():
+        assert torch.equal(look_up(dmp)[feature], values)
 
 
 def check_pooled(expected: Expected, dmp: DistributedModelParallel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from server.processes.rollout.following_process import FollowingProcess, add_version, move
-from server.thread_limit import refuse_thread
+from server.thread_limit import make_thread_start_fail
 
 from embedserve.processes.rollout.messages import (
     StoreEntry,
@@ -67,7 +67,7 @@ async def test_version_is_retried_after_no_thread_could_start_to_open_it(
 
     def resolve_then_fail_thread(*args: Any, **kwargs: Any) -> dict[str, StoreEntry]:
         if not kwargs["is_all"]:  # a poll; the next thread opens the version
-            refuse_thread(monkeypatch, "follow")
+            make_thread_start_fail(monkeypatch, "follow")
         return resolve(*args, **kwargs)
 
     with monkeypatch.context() as patched:

@@ -19,7 +19,7 @@ from server.processes.rollout.switching_process import (
     do_nothing,
     make_version,
 )
-from server.thread_limit import refuse_thread
+from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
 from embedserve.processes.rollout.messages import (
@@ -91,11 +91,11 @@ async def test_replaced_version_is_released_even_if_no_thread_can_start(
 ) -> None:
     engine = weakref.ref(process.engines[7])
     await process.prepare_and_wait(8)
-    refuse_thread(monkeypatch, "release")
+    make_thread_start_fail(monkeypatch, "release")
     process.activate()
     assert process.state() == NameStatus(8)
     await process.prepare_and_wait(9)
-    refuse_thread(monkeypatch, "release")
+    make_thread_start_fail(monkeypatch, "release")
     process.desire(version=8, generation=0, phase=TargetPhase.SERVE)  # 9 is no longer desired
     assert process.state() == NameStatus(8)
     del process.engines[7]
@@ -107,7 +107,7 @@ async def test_replaced_version_is_released_even_if_no_thread_can_start(
 async def test_version_is_loaded_later_if_no_thread_can_start(
     process: SwitchingProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_thread(monkeypatch, "load")
+    make_thread_start_fail(monkeypatch, "load")
     process.prepare(8)
     await until(lambda: process.state().state is LoadState.FAILED)
     assert not process.state().is_final

@@ -84,8 +84,8 @@ async def test_message_over_the_limit_is_rejected_before_it_arrives(peer: GrpcPe
     peer.send(peer.headers(1, request_headers(EMBED), is_end=False))
     peer.send(data(1, b"\0" + (BODY_MAX + 1).to_bytes(4, "big") + b"x"))
     assert peer.status(1)[0] == 8
-    answered = [*peer.send(data(1, bytes(16384))), *peer.send(data(1, b"x"))]
-    assert resets(answered) == [(1, ErrorCode.NO_ERROR)]
+    frames = [*peer.send(data(1, bytes(16384))), *peer.send(data(1, b"x"))]
+    assert resets(frames) == [(1, ErrorCode.NO_ERROR)]
 
 
 async def test_window_is_enlarged_for_a_large_message(peer: GrpcPeer) -> None:

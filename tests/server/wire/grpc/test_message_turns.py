@@ -158,11 +158,11 @@ async def test_invalid_requests_of_a_stream_are_rejected_over_many_iterations(
     invalid = framed(b"\xff") * 500
     peer.connection.receive(call_bytes(peer, 1, invalid, is_end=True))
 
-    def answered() -> int:
+    def response_count() -> int:
         return outcomes_of(pipeline.metrics.protocols["grpc"])["INVALID_ARGUMENT"]
 
-    assert answered() == PER_TURN
-    while (before := answered()) < 500:
+    assert response_count() == PER_TURN
+    while (before := response_count()) < 500:
         await asyncio.sleep(0)
-        assert before < answered() <= before + PER_TURN
+        assert before < response_count() <= before + PER_TURN
     assert has_ended(peer.take(), 1)

@@ -76,11 +76,11 @@ class BrokenStream(BidiCall):
 
 
 def test_unexpected_error_ends_only_its_own_stream(caplog: pytest.LogCaptureFixture) -> None:
-    taken: list[bytes] = []
+    messages: list[bytes] = []
 
     class Stream(BidiCall):
         def take(self, message: bytes) -> None:
-            taken.append(message)
+            messages.append(message)
 
     def open_request(headers: Headers) -> ResolvedRoute:
         return ResolvedRoute(
@@ -100,7 +100,7 @@ def test_unexpected_error_ends_only_its_own_stream(caplog: pytest.LogCaptureFixt
         peer.connection.check_time(perf_counter())
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
     peer.send(data(3, framed(b"x")))
-    assert taken == [b"x", b"x"]
+    assert messages == [b"x", b"x"]
     end = dict(peer.answer_headers(first[0]))
     assert (end[b"grpc-status"], b"secret" in end[b"grpc-message"]) == (b"13", False)
     assert caplog.text.count("ZeroDivisionError: secret of the server") == 1

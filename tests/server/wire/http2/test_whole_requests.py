@@ -173,8 +173,8 @@ def test_full_frames_beyond_the_stream_window_reset_the_stream() -> None:
     peer = warmed_up_peer()
     peer.holds_bodies = True
     frames = STREAM_WINDOW // len(FULL) + 1
-    answered = peer.send(headers_frame(peer, 21), *[data(21, FULL)] * frames)
-    assert resets(answered) == [(21, ErrorCode.FLOW_CONTROL_ERROR)]
+    replies = peer.send(headers_frame(peer, 21), *[data(21, FULL)] * frames)
+    assert resets(replies) == [(21, ErrorCode.FLOW_CONTROL_ERROR)]
     assert peer.handlers[21].resets == 1
 
 

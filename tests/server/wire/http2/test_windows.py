@@ -58,7 +58,7 @@ class Model:
     unacknowledged: list[int] = field(default_factory=list)
     streams: dict[int, int] = field(default_factory=dict)
     bodies: dict[int, bytes] = field(default_factory=dict)
-    answered: set[int] = field(default_factory=set)
+    completed_streams: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)
     reset_streams: set[int] = field(default_factory=set)
 
@@ -105,7 +105,7 @@ class Model:
 
     def unanswered(self) -> int | None:
         """Returns a stream without any response yet."""
-        numbers = sorted(self.streams.keys() - self.answered - self.reset_streams)
+        numbers = sorted(self.streams.keys() - self.completed_streams - self.reset_streams)
         return self.random.choice(numbers) if numbers else None
 
     def answer(self) -> None:
@@ -113,7 +113,7 @@ class Model:
         number = self.unanswered()
         if number is None:
             return
-        self.answered.add(number)
+        self.completed_streams.add(number)
         stream = self.peer.handlers[number].stream
         if self.random.random() < 0.3:
             stream.send_head(OK)
@@ -176,7 +176,7 @@ class Model:
         self.unacknowledged.append(20_000_000)
         self.receive(self.peer.send(update(0, 20_000_000), settings(20_000_000)))
         sender = self.peer.connection.frame_writer
-        for number in self.answered - self.reset_streams:
+        for number in self.completed_streams - self.reset_streams:
             assert body_of(self.peer.seen, number) == self.bodies[number]
             assert has_ended(self.peer.seen, number)
         assert (sender.unsent_bytes, sender.blocked_streams) == (0, {})
