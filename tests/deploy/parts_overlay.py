@@ -1,11 +1,19 @@
-"""Renders overlays of a model in parts: routers of deploy/kubernetes, and printed shards."""
+"""Renders overlays of a model in parts: routers of deploy/kubernetes, and printed shards.
+
+Also runs the script of docs/parts.md that updates them.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
+from documents import ROOT, blocks
 
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows
 from embedserve.commands.planning.shard_manifests import shard_manifests
@@ -15,6 +23,13 @@ from .conftest import COMPONENTS, Rendered, kustomize_text, manifests_of
 PARTS_COMPONENTS = tuple(name for name in COMPONENTS if name not in ("gpu", "shared-memory"))
 """Components that combine with parts."""
 GIB = 1 << 30
+PAGE = ROOT / "docs" / "parts.md"
+SCRIPT_S_MAX = 60
+FAKE_KUBECTL = """#!/bin/bash
+(IFS=$'\t'; echo "$*") >> "$CALLS"
+[[ "$1" != rollout || "$3" != "$FAILING" ]]
+"""
+"""Records its arguments, and fails for the rollout of FAILING."""
 ROWS = PodRows("shop@1 of store", 30 * GIB, model="shop")
 
 
@@ -64,3 +79,50 @@ def shards_of(rendered: Rendered) -> list[Shard]:
     return [
         Shard(rendered.name, rendered.manifests, rendered.components, part) for part in range(count)
     ]
+
+
+def is_selected_by(manifest: dict[str, Any], selector: str) -> bool:
+    """Returns whether kubectl's ``-l selector`` selects a manifest."""
+    found = manifest["metadata"].get("labels", {})
+    is_selected = True
+    for key, others, equal, value in re.findall(
+        r"([\w./-]+) notin \((.*?)\)|([\w./-]+)=([\w-]+)", selector
+    ):
+        if key:
+            is_selected &= found.get(key) not in others.split(", ")
+        else:
+            is_selected &= found.get(equal) == value
+    return is_selected
+
+
+def run_documented_update(folder: Path, count: int, failing_part: int = -1) -> list[list[str]]:
+    """Runs the page's script with a fake kubectl; returns the arguments of each call.
+
+    ``failing_part`` never becomes ready.
+    """
+    (script,) = (one.text for one in blocks(PAGE) if "kubectl rollout status" in one.text)
+    assert "for part in 0 1;" in script
+    numbers = " ".join(map(str, range(count)))
+    kubectl = folder / "kubectl"
+    kubectl.write_text(FAKE_KUBECTL)
+    kubectl.chmod(0o755)
+    calls = folder / "calls"
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "FAILING": f"statefulset/embedserve-part-{failing_part}",
+    }
+    script = script.replace("for part in 0 1;", f"for part in {numbers};")
+    done = subprocess.run(["bash", "-c", script], env=environment, timeout=SCRIPT_S_MAX)
+    assert (done.returncode != 0) == (failing_part >= 0)
+    return [line.split("\t") for line in calls.read_text().splitlines()]
+
+
+def applied_by(call: list[str], manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the manifests that a call of ``kubectl apply`` applies."""
+    assert call[:3] == ["apply", "-k", "shop"]
+    if not call[3:]:
+        return manifests
+    option, selector = call[3:]
+    assert option == "-l"
+    return [one for one in manifests if is_selected_by(one, selector)]

@@ -9,11 +9,12 @@ import random
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from documents import ROOT, blocks
+from documents import blocks
 
 from embedserve import __version__
 from embedserve.commands.planning.pod_patch import BASE, S3, PodOptions, pod_figures
@@ -24,17 +25,19 @@ from embedserve.shard_client.discovery import DNS_S, PART, DnsShards, parse_shar
 from .conftest import KUBERNETES, Rendered, kustomize_text, manifests_of
 from .parts_overlay import (
     GIB,
+    PAGE,
     PARTS_COMPONENTS,
     ROWS,
     Shard,
+    applied_by,
     render_parts,
     render_with,
+    run_documented_update,
     shards_of,
 )
 from .test_components import by_name, in_order, secrets
 from .test_kubernetes import CUSTOM, LABELS, check_schema_of, container_ports
 
-PAGE = ROOT / "docs" / "parts.md"
 ALL = PARTS_COMPONENTS
 CASES: list[tuple[int, tuple[str, ...]]] = [
     (2, ()),
@@ -308,32 +311,32 @@ def test_routers_reject_gpus() -> None:
         check_settings(render_parts(2, "gpu").settings)
 
 
-def is_selected_by(manifest: dict[str, Any], selector: str) -> bool:
-    """Returns whether kubectl's ``-l selector`` selects a manifest."""
-    found = manifest["metadata"].get("labels", {})
-    is_selected = True
-    for key, others, equal, value in re.findall(
-        r"([\w./-]+) notin \((.*?)\)|([\w./-]+)=([\w-]+)", selector
-    ):
-        if key:
-            is_selected &= found.get(key) not in others.split(", ")
-        else:
-            is_selected &= found.get(equal) == value
-    return is_selected
-
-
-def test_documented_update_applies_each_part_in_its_own_step(parts: Rendered) -> None:
-    first, part_selector = re.findall(r"kubectl apply -k shop -l ['\"]([^'\"]+)", PAGE.read_text())
-    before = [one for one in parts.manifests if is_selected_by(one, first)]
+def test_documented_update_applies_parts_in_turn_and_routers_last(
+    parts: Rendered, tmp_path: Path
+) -> None:
+    """Checks that each part is ready before the next manifests are applied."""
+    shards = shards_of(parts)
+    first, *steps, last = run_documented_update(tmp_path, len(shards))
+    before = applied_by(first, parts.manifests)
     kinds = {one["kind"] for one in parts.manifests} - {"Deployment", "StatefulSet"}
     assert {one["kind"] for one in before} == kinds
-    assert len(before) == len(parts.manifests) - 1 - len(shards_of(parts))
-    for shard in shards_of(parts):
-        selector = part_selector.replace("$part", str(shard.part))
-        if shard.part == 0:
-            assert selector != part_selector
-        step = [one for one in parts.manifests if is_selected_by(one, selector)]
-        assert step == [shard.stateful_set]
+    assert len(before) == len(parts.manifests) - 1 - len(shards)
+    for shard, apply, wait in zip(shards, steps[::2], steps[1::2], strict=True):
+        assert applied_by(apply, parts.manifests) == [shard.stateful_set]
+        name = shard.stateful_set["metadata"]["name"]
+        assert wait[:3] == ["rollout", "status", f"statefulset/{name}"]
+    assert applied_by(last, parts.manifests) == parts.manifests
+
+
+@pytest.mark.parametrize("failing_part", [0, 1])
+def test_documented_update_ends_at_a_part_that_fails(tmp_path: Path, failing_part: int) -> None:
+    manifests = render_parts_once(2).manifests
+    calls = run_documented_update(tmp_path, 2, failing_part)
+    assert calls[-1][2] == f"statefulset/embedserve-part-{failing_part}"
+    for call in calls:
+        applied = applied_by(call, manifests) if call[0] == "apply" else []
+        assert "Deployment" not in [one["kind"] for one in applied]
+    assert len(calls) == 1 + 2 * (failing_part + 1)
 
 
 def test_overlay_of_the_page_renders_with_its_changes() -> None:
