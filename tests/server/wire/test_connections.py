@@ -21,7 +21,7 @@ from server.waiting import WAIT_S_MAX, until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
 from embedserve.wire import connections
-from embedserve.wire.connections import LINGER_S_MAX, Connection
+from embedserve.wire.connections import LINGER_S_MAX, Connection, LingeringClose
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
@@ -102,18 +102,29 @@ async def test_connection_is_closed_if_the_client_does_not(server: OurServer) ->
 async def test_protocol_violation_is_reported_and_further_input_bounded(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Checks that the connection stays open at the limit, and that one byte more ends it."""
     monkeypatch.setattr(connections, "LINGER_S_MAX", float("inf"))
     monkeypatch.setattr(connections, "LINGER_BYTES_MAX", 1 << 20)
+    receive, discarded = LingeringClose.data_received, list[bytes]()
+
+    def count(lingering: LingeringClose, data: bytes) -> None:
+        receive(lingering, data)
+        discarded.append(data)
+
+    monkeypatch.setattr(LingeringClose, "data_received", count)
     reader, writer = await server.open()
     writer.write(PREFACE + b"no settings, which come first")
     *_, goaway = frames_of(await reader.read())
     assert isinstance(goaway, GoAwayFrame)
     assert goaway.error_code == ErrorCode.FRAME_SIZE_ERROR
     writer.write(bytes(1 << 20))
-    await asyncio.sleep(0)
-    assert server.wire.connections
-    writer.write(b"and a byte more")
+    await until(lambda: len(b"".join(discarded)) == 1 << 20 or not server.wire.connections)
+    (connection,) = server.wire.connections
+    assert isinstance(connection, LingeringClose)
+    assert not connection._transport.is_closing()
+    writer.write(b"x")
     await until(lambda: not server.wire.connections)
+    assert b"".join(discarded) == bytes(1 << 20) + b"x"
     writer.close()
 
 
