@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -130,10 +130,18 @@ class Http2Client:
     async def answer(self, number: int) -> Answer:
         """Returns the response on a stream, once the response is complete or the stream is
         reset."""
-        answer = self._answers[number]
-        while not answer.is_whole:
+        return await self._read_until(self._answers[number], lambda answer: answer.is_whole)
+
+    async def begun_answer(self, number: int) -> Answer:
+        """Returns the response on a stream, once its body has begun. Later reads complete it."""
+        return await self._read_until(
+            self._answers[number], lambda answer: answer.is_whole or bool(answer.body)
+        )
+
+    async def _read_until(self, answer: Answer, has_arrived: Callable[[Answer], bool]) -> Answer:
+        while not has_arrived(answer):
             async with self._reading:
-                if not answer.is_whole:
+                if not has_arrived(answer):
                     await self._read()
         return answer
 

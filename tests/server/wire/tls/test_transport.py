@@ -115,19 +115,25 @@ async def _end_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     return "whole"
 
 
-async def test_http2_serves_large_and_small_responses(
+async def test_http2_answers_small_requests_during_a_large_response(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
+    """Sends the small requests once the large response has begun."""
     client.set_alpn_protocols(["h2", "http/1.1"])
     reader, writer = await server.open(client)
     assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
     http2 = Http2Client(reader, writer)
-    headers = {"accept": "application/x-protobuf"}
-    large = await http2.request("POST", "/embed", LARGE, headers)
+    number = http2.send("POST", "/embed", {"accept": "application/x-protobuf"}, is_end=False)
+    http2.write(number, LARGE, is_end=True)
+    large = await http2.begun_answer(number)
+    assert not large.is_whole
+    for small_number in [http2.post("/embed", BODY) for _ in range(5)]:
+        small = await http2.answer(small_number)
+        assert json.loads(small.body)["values"]
+        assert not large.is_whole
+    await http2.answer(number)
     assert large.status == 200
     assert len(large.body) > EXAMPLES * 32
-    small = await http2.request("POST", "/embed", BODY)
-    assert json.loads(small.body)["values"]
 
 
 async def test_last_response_is_complete_and_followed_by_close_notify(
