@@ -156,7 +156,7 @@ class _Http2Exchange(Exchange):
         if self._at is not None:
             messages = unframed(body)
             body = framed(messages[self._at]) if self._at < len(messages) else b""
-        return RawResponse(answer.status, answer.headers, body)
+        return RawResponse(answer.status, answer.headers, body, answer.reset)
 
     def cancel(self) -> None:
         self._client.cancel(self._number)

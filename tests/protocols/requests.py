@@ -45,11 +45,17 @@ class EncodedRequest:
 
 @dataclass(frozen=True)
 class RawResponse:
-    """A response as received. The status is 0 if its stream was reset; headers include trailers."""
+    """A response as received; headers include trailers.
+
+    Attributes:
+        status: HTTP status; 0 if the stream was reset before it.
+        reset: error code of HTTP/2 with which the server reset the stream; None if it did not.
+    """
 
     status: int
     headers: Mapping[str, str]
     body: bytes
+    reset: int | None = None
 
 
 @dataclass(frozen=True)
