@@ -29,7 +29,7 @@ from running_servers import (
     run_command,
     run_warm_command,
 )
-from server.arrow_streams import ARROW, metadata_in, read_answer, stream_of, vectors
+from server.arrow_streams import ARROW, metadata_in, read_table, stream_of, vectors
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import ModelStore
@@ -111,7 +111,7 @@ def test_arrow_returns_the_same_bytes(server: Running) -> None:
     answer = httpx.post(
         f"{server.http}/embed", content=body, headers={"content-type": ARROW}, timeout=ANSWER_S_MAX
     )
-    table = read_answer(answer.raise_for_status().content)
+    table = read_table(answer.raise_for_status().content)
     with EmbedClient(server.http) as rest:
         expected = rest.embed(FEATURES)
     assert vectors(table["values"]).tobytes() == expected.values.tobytes()

@@ -151,12 +151,12 @@ class _Http2Exchange(Exchange):
         self._client.write(self._number, data, is_end=is_end)
 
     async def response(self) -> RawResponse:
-        answer = await asyncio.wait_for(self._client.answer(self._number), RESPONSE_S_MAX)
-        body = answer.body
+        response = await asyncio.wait_for(self._client.response(self._number), RESPONSE_S_MAX)
+        body = response.body
         if self._at is not None:
             messages = unframed(body)
             body = framed(messages[self._at]) if self._at < len(messages) else b""
-        return RawResponse(answer.status, answer.headers, body, answer.reset)
+        return RawResponse(response.status, response.headers, body, response.reset)
 
     def cancel(self) -> None:
         self._client.cancel(self._number)

@@ -215,7 +215,7 @@ class Arrow(Format):
 
     def decode(self, raw: RawResponse) -> Vectors:
         assert raw.headers["content-type"] == ARROW
-        table = arrow_streams.read_answer(raw.body)
+        table = arrow_streams.read_table(raw.body)
         result = arrow_streams.metadata_in(table)
         keys, lengths = result["keys"], None
         if table.column_names == ["values"]:

@@ -50,7 +50,7 @@ def stream_of(
     return body
 
 
-def read_answer(body: bytes) -> Any:
+def read_table(body: bytes) -> Any:
     """Returns the table of a response, and validates its arrays in full."""
     with pa.ipc.open_stream(body) as reader:
         table = reader.read_all()

@@ -26,7 +26,7 @@ Fields = dict[str, str] | list[tuple[str, str]]
 
 
 @dataclass
-class Answer:
+class Http2Response:
     """Response on one stream. ``headers`` include the trailers; ``reset`` is the code of
     RST_STREAM, if the server sent one."""
 
@@ -51,7 +51,7 @@ class Http2Client:
         self._writer = writer
         self._connection = H2Connection(H2Configuration(header_encoding="utf-8"))
         self._connection.initiate_connection()
-        self._answers: dict[int, Answer] = {}
+        self._responses: dict[int, Http2Response] = {}
         self._unsent: dict[int, tuple[bytes, bool]] = {}
         self._unread = b""
         self._reading = asyncio.Lock()
@@ -66,12 +66,12 @@ class Http2Client:
         path: str,
         body: bytes = b"",
         headers: Fields | None = None,
-    ) -> Answer:
+    ) -> Http2Response:
         """Returns the response to one request, whose body may be larger than any window."""
         number = self.send(method, path, headers, is_end=not body)
         if body:
             self.write(number, body, is_end=True)
-        return await self.answer(number)
+        return await self.response(number)
 
     def send(
         self,
@@ -86,7 +86,7 @@ class Http2Client:
         head = {":method": method, ":scheme": "http", ":path": path, ":authority": self._authority}
         fields = headers.items() if isinstance(headers, dict) else headers or ()
         self._connection.send_headers(number, [*head.items(), *fields], is_end)
-        self._answers[number] = Answer()
+        self._responses[number] = Http2Response()
         self._flush()
         return number
 
@@ -127,23 +127,25 @@ class Http2Client:
         self._connection.reset_stream(number, ErrorCodes.CANCEL)
         self._flush()
 
-    async def answer(self, number: int) -> Answer:
+    async def response(self, number: int) -> Http2Response:
         """Returns the response on a stream, once the response is complete or the stream is
         reset."""
-        return await self._read_until(self._answers[number], lambda answer: answer.is_whole)
+        return await self._read_until(self._responses[number], lambda response: response.is_whole)
 
-    async def begun_answer(self, number: int) -> Answer:
+    async def begun_response(self, number: int) -> Http2Response:
         """Returns the response on a stream, once its body has begun. Later reads complete it."""
         return await self._read_until(
-            self._answers[number], lambda answer: answer.is_whole or bool(answer.body)
+            self._responses[number], lambda response: response.is_whole or bool(response.body)
         )
 
-    async def _read_until(self, answer: Answer, has_arrived: Callable[[Answer], bool]) -> Answer:
-        while not has_arrived(answer):
+    async def _read_until(
+        self, response: Http2Response, has_arrived: Callable[[Http2Response], bool]
+    ) -> Http2Response:
+        while not has_arrived(response):
             async with self._reading:
-                if not has_arrived(answer):
+                if not has_arrived(response):
                     await self._read()
-        return answer
+        return response
 
     def _whole_frames(self) -> bytes:
         """Returns the complete frames received so far, without GOAWAY, because h2 accepts no frame
@@ -164,24 +166,24 @@ class Http2Client:
         self._unread += data
         for event in self._connection.receive_data(self._whole_frames()):
             if isinstance(event, ResponseReceived | TrailersReceived):
-                answer = self._answers[event.stream_id]
-                answer.headers |= {str(name): str(value) for name, value in event.headers}
-                if ":status" in answer.headers:
-                    answer.status = int(answer.headers.pop(":status"))
+                response = self._responses[event.stream_id]
+                response.headers |= {str(name): str(value) for name, value in event.headers}
+                if ":status" in response.headers:
+                    response.status = int(response.headers.pop(":status"))
             elif isinstance(event, DataReceived):
-                self._answers[event.stream_id].body += event.data
+                self._responses[event.stream_id].body += event.data
                 self._connection.acknowledge_received_data(
                     event.flow_controlled_length, event.stream_id
                 )
             elif isinstance(event, StreamEnded):
-                self._answers[event.stream_id].is_whole = True
+                self._responses[event.stream_id].is_whole = True
                 self._unsent.pop(event.stream_id, None)
             elif isinstance(event, StreamReset):
-                answer = self._answers[event.stream_id]
+                response = self._responses[event.stream_id]
                 self._unsent.pop(event.stream_id, None)
-                if not answer.is_whole:
-                    answer.reset = event.error_code
-                    answer.is_whole = True
+                if not response.is_whole:
+                    response.reset = event.error_code
+                    response.is_whole = True
         for number in list(self._unsent):
             self._push(number)
         self._flush()

@@ -230,11 +230,11 @@ async def http_client(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncCli
             yield client
 
 
-Answer = tuple[int, dict[bytes, bytes], bytes]
+Http1Response = tuple[int, dict[bytes, bytes], bytes]
 """Status, headers by name, body."""
 
 
-async def read_answer(reader: asyncio.StreamReader) -> Answer:
+async def read_response(reader: asyncio.StreamReader) -> Http1Response:
     """Reads the next response of a connection."""
     line, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
     headers = dict(line.split(b": ", 1) for line in lines)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 
-from server.raw_http import read_answer
+from server.raw_http import read_response
 from soak.embeds import EmbedCase
 from soak.tally import ClientContext, Loss
 
@@ -98,7 +98,7 @@ class RestConnection(ClientConnection):
             async with asyncio.timeout(ANSWER_S_MAX):
                 self.write(b"".join(one.json if is_json else one.protobuf for one in asks))
                 for one in asks:
-                    status, headers, body = await read_answer(self._reader)
+                    status, headers, body = await read_response(self._reader)
                     left -= 1
                     self._answered += 1
                     if status == 200:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import polars as pl
 import pytest
-from server.arrow_streams import metadata_in, read_answer, vectors
+from server.arrow_streams import metadata_in, read_table, vectors
 from server.codecs import ARROW
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
@@ -56,7 +56,7 @@ def test_values_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cu
         result = LookupResult(POOLED, values)
         if cut < examples:
             result = LookupResult(POOLED, values[:cut], extra_chunks=[values[cut:]])
-        table = read_answer(encoded(result))
+        table = read_table(encoded(result))
         assert table.column_names == ["values"]
         assert vectors(table["values"]).dtype == dtype
         assert np.array_equal(vectors(table["values"]), values)
@@ -70,7 +70,7 @@ def test_each_key_has_its_own_column_if_requested(examples: int, dtype: str) -> 
     result = LookupResult(POOLED, values, output=BY_KEY)
     halves = LookupResult(POOLED, values[:1], extra_chunks=[values[1:]], output=BY_KEY)
     for one in (result, result, halves):
-        table = read_answer(encoded(one))
+        table = read_table(encoded(one))
         assert table.column_names == list(KEYS)
         for key, columns in KEYS.items():
             assert np.array_equal(vectors(table[key]), values[:, columns])
@@ -91,11 +91,11 @@ def test_selected_keys_and_unknown_ids_are_encoded(output_options: OutputOptions
     part = POOLED.with_keys(("tag", "user"))
     values = values_of(2)[:, [0, 1, 2, 3, 7, 8]]
     result = LookupResult(part, np.ascontiguousarray(values), {"tag": 3}, output=output_options)
-    table = read_answer(encoded(result))
+    table = read_table(encoded(result))
     found = [vectors(column) for column in table.columns]
     assert np.array_equal(np.concatenate(found, axis=1), values)
     assert metadata_in(table) == metadata_of(part, unknown_ids={"tag": 3})
-    again = read_answer(
+    again = read_table(
         encoded(LookupResult(part, np.ascontiguousarray(values), output=output_options))
     )
     assert metadata_in(again) == metadata_of(part)
@@ -110,7 +110,7 @@ def test_unpooled_response_has_a_list_of_vectors_per_example(
     lengths = lengths[: len(UNPOOLED.keys)]
     values = np.arange(4 * lengths.sum(), dtype=dtype).reshape(-1, 4)
     result = LookupResult(UNPOOLED, values, None, lengths, output=output_options)
-    table = read_answer(encoded(result))
+    table = read_table(encoded(result))
     assert table.column_names == list(UNPOOLED.keys)
     ends = lengths.sum(axis=1).cumsum()
     for key, own, rows in zip(UNPOOLED.keys, lengths, np.split(values, ends[:-1]), strict=True):
@@ -126,7 +126,7 @@ def test_values_are_not_copied_and_large_by_key_results_are_not_inline() -> None
     assert any(np.shares_memory(np.asarray(one), values) for one in inline[0])
     large = LookupResult(POOLED, values, output=BY_KEY)
     assert ARROW.try_encode_inline(large) is None
-    table = read_answer(b"".join(ARROW.encode(large)))
+    table = read_table(b"".join(ARROW.encode(large)))
     assert np.array_equal(vectors(table["movie"]), values[:, 4:7])
     assert ARROW.try_encode_inline(LookupResult(POOLED, values[:-1], output=BY_KEY)) is not None
     few = model_info(features={f"f{at}": (2, 1) for at in range(INLINE_KEYS_MAX)})
@@ -134,4 +134,4 @@ def test_values_are_not_copied_and_large_by_key_results_are_not_inline() -> None
     for model, is_inline in ((few, True), (many, False)):
         one = LookupResult(model, np.zeros((1, len(model.keys)), np.float32), output=BY_KEY)
         assert (ARROW.try_encode_inline(one) is not None) is is_inline
-        assert read_answer(encoded(one)).column_names == list(model.keys)
+        assert read_table(encoded(one)).column_names == list(model.keys)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import Message
-from server.arrow_streams import metadata_in, read_answer
+from server.arrow_streams import metadata_in, read_table
 from server.codecs import CODECS
 from server.fake_models import model_info, unpooled_info
 
@@ -82,7 +82,7 @@ def protobuf_seq(response: bytes) -> tuple[bytes, int | None]:
 def arrow_seq(response: bytes) -> tuple[bytes, int | None]:
     """Returns (table and metadata without the seq, the seq). The entry changes the layout of the
     schema, so bytes cannot be compared."""
-    table = read_answer(response)
+    table = read_table(response)
     metadata = metadata_in(table)
     seq = metadata.pop("seq", None)
     assert seq is None or table.schema.metadata[b"embedserve.seq"] == b"%d" % seq
@@ -180,7 +180,7 @@ def missing_of(name: str, response: bytes) -> tuple[object, dict[str, int]]:
         message.ClearField("missing_ids")
         return message, counts
     if name.startswith("arrow"):
-        table = read_answer(response)
+        table = read_table(response)
         metadata = metadata_in(table)
         counts = metadata.pop("missing_ids", {})
         return (metadata, table.to_pydict()), counts

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from prometheus_client import generate_latest
-from server.answering import answering, page
 from server.fake_engine import make_request
 from server.fake_models import served_of
+from server.other_servers import page, serve_http
 from typer.testing import CliRunner, Result
 
 from embedserve.batching.join import adapt_to_model, join
@@ -53,7 +53,7 @@ def run(store: Path, *arguments: object) -> Result:
 
 
 def test_current_and_predicted_balance_are_shown(two_rank_store: Path, model: ModelInfo) -> None:
-    with answering(page(metrics_page(model))) as url:
+    with serve_http(page(metrics_page(model))) as url:
         result = run(two_rank_store, "--from-metrics", url)
     assert result.exit_code == 0, result.output
     assert "no better plan was found: today's stays" in result.stderr
@@ -73,7 +73,7 @@ def test_predicted_bytes_on_gpus_count_padded_rows(tmp_path: Path) -> None:
     on_gpus = replace(
         served_of(version.manifest, version.translator, version.plan), device_type="cuda"
     )
-    with answering(page(metrics_page(on_gpus))) as url:
+    with serve_http(page(metrics_page(on_gpus))) as url:
         result = run(tmp_path, "--from-metrics", url, "--device-type", "cuda")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["rank", "0", *(["64", "B", "75.0%", "75.0%"] * 2)] in lines, result.output
@@ -82,7 +82,7 @@ def test_predicted_bytes_on_gpus_count_padded_rows(tmp_path: Path) -> None:
 
 def test_counts_of_all_names_of_a_version_are_added(two_rank_store: Path, model: ModelInfo) -> None:
     both = metrics_page(model, replace(model, served_name="shop@canary"))
-    with answering(page(both)) as url:
+    with serve_http(page(both)) as url:
         result = run(two_rank_store, "1", "--from-metrics", url, "--world-size", "1")
     assert "of 8 rows that were read of shop version 1" in result.stdout
     assert ["rank", "1", "48", "B", "25.0%", "25.0%"] in [
@@ -120,7 +120,7 @@ def test_metrics_that_do_not_match_the_version_are_rejected(
         (not_counted, "rank_lookups_total is nan, expected a count"),
         (text + "embedserve_rank_lookups_total{model=} x\n", "are not what Prometheus reads"),
     ):
-        with answering(page(page_text)) as url:
+        with serve_http(page(page_text)) as url:
             result = run(two_rank_store, "1", "--from-metrics", url)
         assert (result.exit_code, result.stdout) == (1, ""), result.output
         (line,) = result.stderr.splitlines()
@@ -129,7 +129,7 @@ def test_metrics_that_do_not_match_the_version_are_rejected(
 
 
 def test_unreachable_metrics_server_is_reported(two_rank_store: Path, tmp_path: Path) -> None:
-    with answering(page("")) as url:
+    with serve_http(page("")) as url:
         pass
     for wrong, message in (
         (url, "/metrics: [Errno 111] Connection refused"),
@@ -171,7 +171,7 @@ def test_slow_or_endless_metrics_responses_are_aborted() -> None:
         (endless, 60.0, "it answers with over 1000000 bytes"),
     ):
         is_over.clear()
-        with answering(respond) as url:
+        with serve_http(respond) as url:
             try:
                 with pytest.raises(ConnectionError, match=f"{url}: .*({message})"):
                     read_samples(ServerClient(url), ["embedserve_"], timeout_s, 1_000_000)

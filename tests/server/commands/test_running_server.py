@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority
-from server.answering import Answer, answering, page
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline, serving
+from server.other_servers import Responder, page, serve_http
 from server.raw_http import our_server
 from typer.testing import CliRunner
 
@@ -173,8 +173,8 @@ def test_repr_of_server_client_hides_the_token() -> None:
 def test_a_redirect_is_not_followed() -> None:
     received: list[BaseHTTPRequestHandler] = []
     with (
-        answering(received.append) as elsewhere,
-        answering(page("", 302, Location=elsewhere)) as url,
+        serve_http(received.append) as elsewhere,
+        serve_http(page("", 302, Location=elsewhere)) as url,
         pytest.raises(ConnectionError, match=r"/metrics: answered 302$"),
     ):
         request_metrics(ServerClient(url, token="secret"))
@@ -182,7 +182,7 @@ def test_a_redirect_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("respond", "message"),
     [
         (page("half", Content_Length="9"), "IncompleteRead"),
         (page("\x1b[2J" * 1000, 500), r"answered 500: \\x1b\[2J"),
@@ -192,9 +192,9 @@ def test_a_redirect_is_not_followed() -> None:
     ],
 )
 def test_unexpected_response_is_reported_as_one_printable_line(
-    answer: Answer, message: str
+    respond: Responder, message: str
 ) -> None:
-    with answering(answer) as url, pytest.raises(ConnectionError, match=message) as caught:
+    with serve_http(respond) as url, pytest.raises(ConnectionError, match=message) as caught:
         request_metrics(ServerClient(url))
     assert str(caught.value).isprintable()
     assert str(caught.value).startswith(f"{url}: /metrics: ")

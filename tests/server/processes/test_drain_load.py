@@ -18,7 +18,7 @@ import grpc
 import pytest
 from server.channels import OWN_CONNECTION
 from server.processes.test_drain import BODY, REQUEST, server_process
-from server.raw_http import post, read_answer
+from server.raw_http import post, read_response
 from server.waiting import until
 
 from embedserve_proto import embedding_pb2 as pb
@@ -64,7 +64,7 @@ async def send_over_http(port: int, pipelined: int, number: int, outcomes: Outco
             try:
                 writer.write(post(BODY) * pipelined)
                 while left and not is_last:
-                    status, headers, _ = await read_answer(reader)
+                    status, headers, _ = await read_response(reader)
                     assert status == 200
                     left -= 1
                     is_last = headers.get(b"connection") == b"close"

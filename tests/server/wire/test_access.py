@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.fake_engine import FakeEngine, model_info
 from server.http2_client import Http2Client
 from server.live import Live, make_pipeline, serving
-from server.raw_http import OurServer, chunked, our_server, post, read_answer
+from server.raw_http import OurServer, chunked, our_server, post, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.authenticator import Authenticator
@@ -140,11 +140,11 @@ async def test_frequent_rejections_are_delayed_over_http1(server: OurServer) -> 
     statuses = []
     for _ in range(1 + REJECTIONS):
         writer.write(post(BODY, *line_of("es_slow")))
-        statuses.append((await read_answer(reader))[0])
+        statuses.append((await read_response(reader))[0])
     assert statuses == [200] + [429] * REJECTIONS
     assert perf_counter() - start_s >= WAITED_S_MIN
     writer.write(post(BODY, *line_of("es_right")))
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
 
 
 async def test_frequent_rejections_are_delayed_over_http2(server: OurServer) -> None:
@@ -210,7 +210,7 @@ async def test_pipelined_requests_are_authenticated_one_by_one(server: OurServer
     reader, writer = await server.open()
     tokens = ["es_right", None, "es_right", "es_unknown", "es_shop"]
     writer.write(b"".join(post(BODY, *line_of(token)) for token in tokens))
-    statuses = [(await read_answer(reader))[0] for _ in tokens]
+    statuses = [(await read_response(reader))[0] for _ in tokens]
     assert statuses == [200, 401, 200, 401, 200]
 
 
@@ -221,7 +221,7 @@ async def test_caller_keeps_its_limit_if_its_pipelining_connection_is_cut(
     request = post(BODY, *line_of("es_one"))  # at most one concurrent request
     reader, writer = await server.open()
     writer.write(request)
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
     with monkeypatch.context() as patched:
         patched.setattr(wire_server, "CHECK_BYTES", 0)
         limits = replace(server.wire._limits, connection_bytes_max=0)
@@ -231,7 +231,7 @@ async def test_caller_keeps_its_limit_if_its_pipelining_connection_is_cut(
     await until(lambda: not server.wire.connections)
     reader, writer = await server.open()
     writer.write(request)
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
     assert len(engine.lookups) == 2
     assert server.outcomes() == {"OK": 2, "CANCELLED": 1}
     writer.close()
@@ -288,9 +288,9 @@ async def test_names_of_client_certificates_are_used(
             for make in MAKES:
                 reader, writer = await server.open(contexts[name])
                 writer.write(make(BODY))
-                assert (await read_answer(reader))[0] == wanted
+                assert (await read_response(reader))[0] == wanted
                 writer.write(make(BODY, *line_of("es_right")))  # a token takes precedence
-                assert (await read_answer(reader))[0] == 200
+                assert (await read_response(reader))[0] == 200
             client = Http2Client(*await server.open(contexts[name]))
             assert (await client.request("POST", "/embed", BODY)).status == wanted
             assert (await client.request("GET", "/models")).status == wanted

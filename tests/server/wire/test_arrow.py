@@ -13,7 +13,7 @@ from server.arrow_streams import (
     columns_of,
     message_of,
     metadata_in,
-    read_answer,
+    read_table,
     stream_of,
     vectors,
 )
@@ -67,7 +67,7 @@ async def test_arrow_response_equals_the_protobuf_response(
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == ARROW
         assert int(answer.headers["content-length"]) == len(answer.content)
-        table = read_answer(answer.content)
+        table = read_table(answer.content)
         assert vectors(table["values"]).tobytes() == expected.values
         assert metadata_in(table)["keys"] == list(expected.keys)
 
@@ -75,7 +75,7 @@ async def test_arrow_response_equals_the_protobuf_response(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 async def test_selected_keys_become_columns(live: Live, engine: FakeEngine, dtype: str) -> None:
     options = {"columns": "keys", "output_keys": '["tag", "user"]', "output_dtype": dtype}
-    table = read_answer(
+    table = read_table(
         (await post_arrow(live, stream_of(columns_of(BAGS), options=options))).content
     )
     assert table.column_names == ["user", "tag"]
@@ -104,7 +104,7 @@ async def test_any_response_format_works_with_any_request_format(
             message = pb.EmbedResponse.FromString(answer.content)
             values = np.frombuffer(message.values, "<f4").reshape(3, -1)
         else:
-            values = vectors(read_answer(answer.content)["values"])
+            values = vectors(read_table(answer.content)["values"])
         assert np.array_equal(values, engine.expected(BAGS))
 
 

@@ -9,7 +9,7 @@ import os
 from typing import NoReturn
 
 import pytest
-from server.raw_http import OurServer, chunked, get, post, read_answer
+from server.raw_http import OurServer, chunked, get, post, read_response
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -53,12 +53,12 @@ async def test_connections_over_the_limit_are_closed_and_others_served(
     assert counted(server) == (CONNECTIONS_MAX, 3)
     for reader, writer in clients:
         writer.write(LIVE)
-        assert (await read_answer(reader))[0] == 200
+        assert (await read_response(reader))[0] == 200
     clients[0][1].close()
     await until(lambda: len(server.wire.connections) < CONNECTIONS_MAX)
     reader, writer = await server.open()
     writer.write(LIVE)
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
 
 
 def counted(server: OurServer) -> tuple[float, float]:
@@ -133,7 +133,7 @@ async def test_connections_with_the_largest_bodies_are_closed_first(
     (record,) = (one for one in caplog.records if "connections are closed" in one.message)
     assert vars(record)["fields"] == {"address": "127.0.0.1"}
     small[1].write(post(BODY)[-150_000:])
-    assert (await read_answer(small[0]))[0] == 400  # the body was read; spaces are invalid
+    assert (await read_response(small[0]))[0] == 400  # the body was read; spaces are invalid
 
 
 async def test_exhausted_file_descriptors_are_logged(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine, model_info
 from server.live import JSON, PROTOBUF, make_pipeline
-from server.raw_http import OurServer, http_client, read_answer
+from server.raw_http import OurServer, http_client, read_response
 from server.waiting import until
 
 from embedserve_proto import embedding_pb2 as pb
@@ -127,7 +127,7 @@ async def test_oversized_body_is_rejected_before_its_end(server: OurServer) -> N
     await until(lambda: server.http1() and server.connection._parser.body_bytes == 600)
     assert server.outcomes() == {}
     writer.write(chunk)
-    status, headers, _ = await read_answer(reader)
+    status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (413, b"close")
     assert await reader.read() == b""
     writer.close()

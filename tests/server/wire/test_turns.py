@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from server.live import PROTOBUF
-from server.raw_http import OurServer, get, post, read_answer
+from server.raw_http import OurServer, get, post, read_response
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -46,7 +46,7 @@ async def test_large_body_is_read_in_chunks_between_other_connections(
     monkeypatch.setattr(server.wire, "record_growth", turns.count)
     reader, writer = await server.open()
     writer.write(post(b"\x08\x01" * (SENT_BYTES // 2), f"Content-Type: {PROTOBUF}"))
-    status, _, _ = await read_answer(reader)
+    status, _, _ = await read_response(reader)
     writer.close()
     assert status == 413  # of its cost, which is known once the body is whole
     assert turns.nbytes.total() >= SENT_BYTES
@@ -69,7 +69,7 @@ async def test_immediately_rejected_requests_are_processed_in_portions(
     number = 8 * HTTP1_PIECE_BYTES // len(rejected_request)
     reader, writer = await server.open()
     writer.write(rejected_request * number + get("/health/live", "Connection: close"))
-    statuses = [(await read_answer(reader))[0] for _ in range(number + 1)]
+    statuses = [(await read_response(reader))[0] for _ in range(number + 1)]
     assert statuses == [405] * number + [200]
     assert await reader.read() == b""
     writer.close()

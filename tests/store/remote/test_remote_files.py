@@ -31,12 +31,12 @@ def use(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[], int]) -> Iterator[int]:
-    """Serves an empty S3 bucket whose HTTP statuses ``answer`` returns; yields its port."""
+def serve_statuses(next_status: Callable[[], int]) -> Iterator[int]:
+    """Serves an empty S3 bucket whose HTTP statuses ``next_status`` returns; yields its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(answer())
+            self.send_response(next_status())
             self.send_header("Content-Length", str(len(EMPTY)))
             self.end_headers()
             self.wfile.write(EMPTY)
@@ -71,7 +71,7 @@ def test_wait_is_logged_at_doubling_intervals(
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", 0.2)
 
-    def answer_after_three_lines() -> int:
+    def status_after_three_lines() -> int:
         ends_s = time.monotonic() + WAIT_S_MAX
         while len(waits()) < 3 and time.monotonic() < ends_s:
             time.sleep(0.01)
@@ -80,7 +80,7 @@ def test_wait_is_logged_at_doubling_intervals(
     def waits() -> list[str]:
         return [line for line in caplog.messages if "has not answered for" in line]
 
-    with answering(answer_after_three_lines) as port:
+    with serve_statuses(status_after_three_lines) as port:
         use(monkeypatch, port)
         with caplog.at_level(logging.WARNING, "embedserve_store"):
             assert RemoteFolder("s3://bucket/store").sizes("m") == {}
@@ -116,7 +116,7 @@ def test_retried_failure_is_logged(
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)
     statuses = iter([503])
-    with answering(lambda: next(statuses, 200)) as port:
+    with serve_statuses(lambda: next(statuses, 200)) as port:
         use(monkeypatch, port)
         folder = RemoteFolder("s3://bucket/store")
         with caplog.at_level(logging.WARNING, "embedserve_store"):
@@ -130,7 +130,7 @@ def test_responsive_store_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)
-    with answering(lambda: 200) as port:
+    with serve_statuses(lambda: 200) as port:
         use(monkeypatch, port)
         with caplog.at_level(logging.DEBUG, "embedserve_store"):
             assert RemoteFolder("s3://bucket/store").sizes("m") == {}

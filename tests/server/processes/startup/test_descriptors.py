@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from server.async_popen import start_python
 from server.python import run_python
-from server.raw_http import get, read_answer
+from server.raw_http import get, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.grants import new_token
@@ -98,7 +98,7 @@ async def test_files_are_read_while_connections_are_at_their_limit(
     async def status() -> int:
         reader, writer = clients[0]
         writer.write(get("/models", f"Authorization: Bearer {token}"))
-        return (await read_answer(reader))[0]
+        return (await read_response(reader))[0]
 
     reading = asyncio.create_task(read_log())
     clients: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import pytest
 from server.fake_engine import FakeEngine
-from server.raw_http import Answer, OurServer, chunked, cut, get, post, read_answer
+from server.raw_http import Http1Response, OurServer, chunked, cut, get, post, read_response
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -37,19 +37,19 @@ LIMITS = Limits(
 )
 
 
-async def send_request(server: OurServer, *packets: bytes) -> tuple[Answer, bytes]:
+async def send_request(server: OurServer, *packets: bytes) -> tuple[Http1Response, bytes]:
     """Returns (response, bytes after it until the server closed the connection)."""
     reader, writer = await server.open()
     for packet in packets:
         writer.write(packet)
         await asyncio.sleep(0)
-    response = await read_answer(reader)
+    response = await read_response(reader)
     rest = await reader.read()
     writer.close()
     return response, rest
 
 
-def error_of(response: Answer) -> dict[str, str]:
+def error_of(response: Http1Response) -> dict[str, str]:
     status, headers, body = response
     assert status >= 400
     assert headers[b"content-type"] == b"application/json"
@@ -78,7 +78,7 @@ async def test_upgrade_is_ignored(
         for packet in packets:
             writer.write(packet)
             await asyncio.sleep(0)
-        status, _, body = await read_answer(reader)
+        status, _, body = await read_response(reader)
         expected = expected or body
         assert status == 200
         assert sent == LIVE or body == expected
@@ -90,7 +90,7 @@ async def test_pipelined_upgrades_are_ignored(server: OurServer) -> None:
     writer.write(
         (post(BODY, *UPGRADE_LINES) + get("/health/live", *UPGRADE_LINES)) * 50 + chunked(BODY)
     )
-    statuses = [(await read_answer(reader))[0] for _ in range(101)]
+    statuses = [(await read_response(reader))[0] for _ in range(101)]
     assert statuses == [200] * 101
     writer.close()
 
@@ -172,7 +172,7 @@ async def test_expect_100_continue_is_answered_before_the_body(
     writer.write(raw_headers + end)
     assert await reader.readexactly(len(CONTINUE)) == CONTINUE
     writer.write(body)
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
     writer.close()
 
 
@@ -196,7 +196,7 @@ async def test_headers_within_the_limits_are_accepted(server: OurServer) -> None
     for request in (get("/health/live", long), get("/health/live", *many), post(BODY, long)):
         # Requests before it in the same packet do not count towards its limits.
         writer.write(LIVE * 100 + request)
-        assert {(await read_answer(reader))[0] for _ in range(101)} == {200}
+        assert {(await read_response(reader))[0] for _ in range(101)} == {200}
     writer.close()
 
 
@@ -213,7 +213,7 @@ async def test_endless_headers_are_rejected_at_the_byte_limit(
 ) -> None:
     reader, writer = await server.open()
     writer.write(raw_headers + b"a" * (HEAD_BYTES_MAX + 3 * PIECE_BYTES))
-    assert error_of(await read_answer(reader))["message"].endswith("the limit is 16384")
+    assert error_of(await read_response(reader))["message"].endswith("the limit is 16384")
     writer.close()
 
 
@@ -226,7 +226,7 @@ async def test_pipelined_requests_parsed_ahead_are_bounded_by_one_chunk(server: 
     writer.write(get("/x") * requests)
     most = 0
     for _ in range(requests):
-        assert (await read_answer(reader))[0] == 404
+        assert (await read_response(reader))[0] == 404
         (connection,) = server.http1()
         most = max(most, len(connection._streams))
     assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # a request began in the previous chunk
@@ -240,9 +240,9 @@ async def test_garbage_after_a_request_does_not_lose_its_response(
     writer.write(b"no request\r\n\r\n")
     await asyncio.sleep(0)
     engine.release()
-    status, _, body = await read_answer(reader)
+    status, _, body = await read_response(reader)
     assert (status, json.loads(body)["model"]) == (200, "shop")
-    error = error_of(await read_answer(reader))
+    error = error_of(await read_response(reader))
     assert error["message"].startswith("not a request of HTTP/1.1: ")
     assert await reader.read() == b""
     assert server.outcomes() == {"OK": 1, "INVALID_ARGUMENT": 1}
@@ -275,7 +275,7 @@ async def test_incomplete_body_is_rejected_after_the_timeout(server: OurServer) 
     server.connection.check_time(perf_counter() + UPLOAD_S_MAX - 5)
     assert server.connection.is_busy()
     server.connection.check_time(perf_counter() + UPLOAD_S_MAX)
-    response = await read_answer(reader)
+    response = await read_response(reader)
     assert (response[0], error_of(response)["code"]) == (504, "DEADLINE_EXCEEDED")
     assert await reader.read() == b""
     writer.close()
@@ -345,6 +345,6 @@ async def test_connections_with_most_unread_bytes_are_closed_over_the_total_limi
     assert sorted(one.held_bytes for one in server.wire.connections) == unread[:2]
     assert "connections are closed: 1, because all together held" in caplog.text
     for reader, _ in clients[:2]:
-        assert (await read_answer(reader))[0] == 200
+        assert (await read_response(reader))[0] == 200
     for _, writer in clients:
         writer.close()

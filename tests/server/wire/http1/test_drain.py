@@ -8,7 +8,7 @@ import socket
 
 import pytest
 from server.fake_engine import FakeEngine
-from server.raw_http import OurServer, chunked, get, post, read_answer
+from server.raw_http import OurServer, chunked, get, post, read_response
 from server.waiting import WAIT_S_MAX, until
 from server.wire.http1.sample_requests import BODY, LARGE_BODY, MISSING_ROW_BODY
 
@@ -26,7 +26,7 @@ async def test_drain_closes_a_connection_without_a_complete_request(
 ) -> None:
     reader, writer = await threaded_server.open()
     writer.write(post(BODY))
-    await read_answer(reader)
+    await read_response(reader)
     writer.write(sent)
     await until(lambda: bool(sent) == threaded_server.connection.is_busy())
     threaded_server.connection.drain()
@@ -48,12 +48,12 @@ async def test_request_sent_during_a_drain_is_answered_with_connection_close(
     reader, writer = await threaded_server.open()
     for request in before:
         writer.write(request)
-        await read_answer(reader)
+        await read_response(reader)
     await until(lambda: threaded_server.wire.connections)
     drain = asyncio.create_task(threaded_server.wire.drain(WAIT_S_MAX))
     await asyncio.sleep(0)
     writer.write(request_sent)
-    status, headers, _ = await read_answer(reader)
+    status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (200, b"close")
     assert await reader.read() == b""
     writer.close()
@@ -69,11 +69,11 @@ async def test_connection_closed_by_a_drain_is_not_closed_twice(
     """
     reader, writer = await threaded_server.open()
     writer.write(post(BODY))
-    await read_answer(reader)
+    await read_response(reader)
     connection = threaded_server.connection
     connection.drain()
     writer.write(request_sent)
-    await read_answer(reader)
+    await read_response(reader)
     await until(lambda: connection not in threaded_server.wire.connections)
     (lingering,) = threaded_server.wire.connections
     connection._close_if_idle()
@@ -108,7 +108,7 @@ async def test_drain_answers_all_pipelined_requests_of_a_slow_reader(
         )
     )
     threaded_server.connection.drain()
-    statuses_and_headers = [(await read_answer(reader))[:2] for _ in range(2)]
+    statuses_and_headers = [(await read_response(reader))[:2] for _ in range(2)]
     assert [status for status, _ in statuses_and_headers] == [200, 200]
     assert [headers.get(b"connection") for _, headers in statuses_and_headers] == [None, b"close"]
     assert await reader.read() == b""
@@ -126,7 +126,7 @@ async def test_drain_closes_a_connection_after_a_slow_reader_has_its_response(
     await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
     drain = asyncio.create_task(threaded_server.wire.drain(60))
     await asyncio.sleep(2 * SHORT_IDLE_S)  # longer than an idle connection stays open
-    status, headers, _ = await read_answer(reader)
+    status, headers, _ = await read_response(reader)
     assert (status, headers.get(b"connection")) == (200, None)
     assert await reader.read() == b""
     writer.close()
@@ -142,7 +142,7 @@ async def test_drain_closes_a_connection_with_an_empty_line_after_its_request(
     threaded_server.connection.drain()
     await asyncio.sleep(2 * SHORT_IDLE_S)
     engine.release()
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
     assert await reader.read() == b""
     writer.close()
 
@@ -159,7 +159,7 @@ async def test_drain_answers_a_request_followed_by_an_incomplete_request(
     threaded_server.connection.drain()
     await asyncio.sleep(2 * DRAIN_IDLE_S)  # longer than an idle connection stays open
     engine.release()
-    status, headers, _ = await read_answer(reader)
+    status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (200, b"close")
     assert await reader.read() == b""
     writer.close()
@@ -173,7 +173,7 @@ async def test_late_request_during_a_drain_does_not_truncate_the_last_response(
     engine.release()
     await until(threaded_server.outcomes)
     writer.write(post(BODY))
-    assert len(json.loads((await read_answer(reader))[2])["values"]) == 2000
+    assert len(json.loads((await read_response(reader))[2])["values"]) == 2000
     assert await reader.read() == b""
     writer.close()
 
@@ -186,7 +186,7 @@ async def test_drain_waits_for_the_body_and_sends_the_error_with_connection_clos
     await until(lambda: threaded_server.http1() and threaded_server.connection._context)
     threaded_server.connection.drain()
     writer.write(MISSING_ROW_BODY[-3:])
-    status, headers, _ = await read_answer(reader)
+    status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (400, b"close")
     assert await reader.read() == b""
     writer.close()

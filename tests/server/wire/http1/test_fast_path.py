@@ -25,7 +25,7 @@ from server.raw_http import (
     our_server,
     plain_server,
     post,
-    read_answer,
+    read_response,
 )
 from server.waiting import until
 from server.wire.http1.sample_requests import BODY, CLOSING_REQUEST, MISSING_ROW_BODY, OTHER_BODY
@@ -97,13 +97,13 @@ async def test_fast_path_and_slow_path_responses_are_equal(server: OurServer, na
     lines = [*lines, "X-Request-Id: same"]
     reader, writer = await server.open()
     writer.write(post(body, *lines, url=url))
-    fast = await read_answer(reader)
+    fast = await read_response(reader)
     assert parsed_url(server) == ""
     counted = server.outcomes()
     assert sum(counted.values()) == 1
     response_bytes = server.pipeline.metrics.protocols["rest"].response_bytes
     writer.write(chunked(body, *lines, url=url))
-    slow = await read_answer(reader)
+    slow = await read_response(reader)
     assert parsed_url(server) == url
     if name == "too late":  # the error contains the delay
         assert fast[0] == slow[0] == 504
@@ -228,11 +228,11 @@ async def test_request_split_at_any_byte_gets_the_same_response(server: OurServe
     reader, writer = await server.open()
     whole = post(BODY)
     writer.write(whole)
-    _, _, expected = await read_answer(reader)
+    _, _, expected = await read_response(reader)
     for where in range(1, len(whole)):
         for packet in cut(whole, [where]):  # not through the socket, which may join the two
             server.connection.data_received(packet)
-        status, _, body = await read_answer(reader)
+        status, _, body = await read_response(reader)
         assert (status, body) == (200, expected)
     writer.close()
 

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import pytest
 from server.fake_engine import FakeEngine
-from server.raw_http import OurServer, chunked, get, post, read_answer
+from server.raw_http import OurServer, chunked, get, post, read_response
 from server.waiting import until
 from server.wire.http1.sample_requests import BODY, LARGE_BODY
 
@@ -32,7 +32,7 @@ async def test_idle_timeout_is_the_same_for_fast_and_slow_path_requests(
     for request in requests:
         last_s = perf_counter()
         writer.write(request)
-        await read_answer(reader)
+        await read_response(reader)
     connection = server.connection
     connection.check_time(last_s + KEEP_ALIVE_S)  # earlier requests are longer ago
     assert not connection.transport.is_closing()
@@ -50,13 +50,13 @@ async def test_busy_connection_is_not_closed_as_idle(
         seen = len(engine.lookups)
         writer.write(request)
         if request is SLOW:
-            await read_answer(reader)
+            await read_response(reader)
             continue
         await until(partial(_has_looked_up, engine, seen + 1))
         threaded_server.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
         assert not threaded_server.connection.transport.is_closing()
         engine.release()
-        assert (await read_answer(reader))[0] == 200
+        assert (await read_response(reader))[0] == 200
         threaded_server.connection.check_time(perf_counter())
         assert not threaded_server.connection.transport.is_closing()
         engine.hold()
@@ -70,7 +70,7 @@ async def test_connection_with_a_slowly_read_response_is_not_closed_as_idle(
     writer.write(post(LARGE_BODY) * 2)
     await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
     threaded_server.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
-    assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 200]
+    assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
     writer.close()
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from server.fake_engine import FakeEngine
 from server.live import PROTOBUF
-from server.raw_http import OurServer, get, post, read_answer
+from server.raw_http import OurServer, get, post, read_response
 from server.waiting import until
 from server.wire.http1.sample_requests import BODY, CLOSING_REQUEST, LARGE_BODY, OTHER_BODY
 
@@ -18,11 +18,11 @@ from embedserve_proto import embedding_pb2 as pb
 async def test_pipelined_metrics_request_counts_the_requests_before_it(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(post(BODY) + post(OTHER_BODY) + get("/metrics") + post(BODY))
-    assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 200]
-    status, _, text = await read_answer(reader)
+    assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
+    status, _, text = await read_response(reader)
     assert status == 200
     assert b'embedserve_requests_total{outcome="OK",protocol="rest"} 2.0' in text
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
     assert server.outcomes() == {"OK": 3}
     writer.close()
 
@@ -38,7 +38,7 @@ async def test_buffered_request_start_is_parsed_before_bytes_read_later(
     await until(lambda: engine.lookups and threaded_server.connection.is_read_paused)
     writer.write(second[30:] + CLOSING_REQUEST)
     engine.release()
-    responses = [await read_answer(reader) for _ in range(3)]
+    responses = [await read_response(reader) for _ in range(3)]
     assert [status for status, _, _ in responses] == [200, 200, 200]
     assert len(json.loads(responses[1][2])["values"]) == 2
     writer.close()
@@ -50,7 +50,7 @@ async def test_buffered_request_of_a_lost_connection_is_not_processed(
     """Checks a connection that is lost between a response and the next buffered request."""
     reader, writer = await server.open()
     writer.write(post(b"{"))
-    await read_answer(reader)
+    await read_response(reader)
     connection = server.connection
     connection.data_received(post(b"{") + post(BODY))
     connection.transport.abort()
@@ -90,7 +90,7 @@ async def test_unread_responses_pause_the_reading_of_requests(
     assert threaded_server.connection._context is None
     assert threaded_server.outcomes() == {"OK": 1}
     writer.write(post(LARGE_BODY))
-    responses = [await read_answer(reader) for _ in range(3)]
+    responses = [await read_response(reader) for _ in range(3)]
     assert [status for status, _, _ in responses] == [200] * 3
     assert len({body for _, _, body in responses}) == 1
     assert len(json.loads(responses[0][2])["values"]) == 2000
@@ -105,10 +105,10 @@ async def test_pipelined_large_responses_reach_a_slow_reader_complete(
     writer.write((post(LARGE_BODY) + post(LARGE_BODY, f"Accept: {PROTOBUF}")) * 3 + CLOSING_REQUEST)
     await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
     assert threaded_server.outcomes() == {"OK": 1}
-    responses = [await read_answer(reader) for _ in range(6)]
+    responses = [await read_response(reader) for _ in range(6)]
     assert len(json.loads(responses[0][2])["values"]) == 2000
     assert pb.EmbedResponse.FromString(responses[1][2]).batch_size == 2000
     assert [body for _, _, body in responses] == [responses[0][2], responses[1][2]] * 3
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
     assert await reader.read() == b""
     writer.close()

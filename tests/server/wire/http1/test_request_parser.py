@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from server.raw_http import OurServer, get, read_answer
+from server.raw_http import OurServer, get, read_response
 from server.waiting import until
 
 from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX
@@ -71,7 +71,7 @@ def test_one_byte_body_chunks_do_not_count_as_trailers() -> None:
 async def test_request_with_endless_trailers_is_rejected_with_431(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(CHUNKED + b"x: y\r\n" * 10_000)
-    status, headers, _ = await read_answer(reader)
+    status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (431, b"close")
     assert await reader.read() == b""
     await until(lambda: not server.http1())

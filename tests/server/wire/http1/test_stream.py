@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from server.raw_http import OurServer, get, our_server, read_answer
+from server.raw_http import OurServer, get, our_server, read_response
 from server.waiting import until
 
 from embedserve.pipeline import RequestPipeline
@@ -82,7 +82,7 @@ async def test_content_length_of_the_application_is_kept(server: OurServer) -> N
     reader, writer = await server.open()
     writer.write(get("/2?length") * 2)
     for _ in range(2):
-        status, headers, body = await read_answer(reader)
+        status, headers, body = await read_response(reader)
         assert (status, list(headers), body) == (200, [b"content-length"], 2 * CHUNK)
     writer.close()
 
@@ -148,5 +148,5 @@ async def test_pipelined_responses_wait_for_a_slow_reader(
     await until(lambda: server.http1() and server.connection.is_write_paused)
     assert app.sent < 20
     for _ in range(40):
-        assert (await read_answer(reader))[2] == CHUNK
+        assert (await read_response(reader))[2] == CHUNK
     writer.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from certificates import DAY, Authority, Pair, client_context
 from cryptography.hazmat.primitives import serialization
-from server.raw_http import OurServer, get, read_answer
+from server.raw_http import OurServer, get, read_response
 from server.waiting import WAIT_S_MAX
 
 from embedserve import file_reloader
@@ -166,7 +166,7 @@ async def test_new_connections_get_the_renewed_certificate_and_open_ones_continu
     ends = renewed.get_extra_info("peercert")["notAfter"]
     assert server.pipeline.metrics.tls.expires_s() == ssl.cert_time_to_seconds(ends)
     writer.write(get("/health/live"))
-    assert (await read_answer(reader))[0] == 200
+    assert (await read_response(reader))[0] == 200
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ async def connect_as(
     try:
         reader, writer = await server.open(client_context(root, pair))
         writer.write(get("/health/live"))
-        return (await read_answer(reader))[0]
+        return (await read_response(reader))[0]
     except ssl.SSLError as error:
         return error.reason
 

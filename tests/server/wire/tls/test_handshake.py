@@ -10,7 +10,7 @@ from time import perf_counter
 
 import pytest
 from certificates import Authority, client_context
-from server.raw_http import OurServer, get, our_server, read_answer
+from server.raw_http import OurServer, get, our_server, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
@@ -40,7 +40,7 @@ def handshake_outcomes(server: OurServer) -> dict[str, int]:
 async def is_served(server: OurServer, client: ssl.SSLContext) -> bool:
     reader, writer = await server.open(client)
     writer.write(LIVE)
-    status, _, _ = await read_answer(reader)
+    status, _, _ = await read_response(reader)
     writer.close()
     return status == 200
 

@@ -13,7 +13,7 @@ import pytest
 from certificates import Authority
 from server.channels import OWN_CONNECTION
 from server.http2_client import Http2Client
-from server.raw_http import OurServer, get, post, read_answer
+from server.raw_http import OurServer, get, post, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
@@ -61,11 +61,11 @@ async def test_large_request_in_chunks_gets_a_complete_large_response(
     for start in range(0, len(request), 10_007):
         writer.write(request[start : start + 10_007])
         await writer.drain()
-    status, _, whole = await read_answer(reader)
+    status, _, whole = await read_response(reader)
     assert status == 200
     assert len(whole) > EXAMPLES * 32
     writer.write(request)
-    assert (await read_answer(reader))[2] == whole
+    assert (await read_response(reader))[2] == whole
 
 
 async def test_unread_response_waits_unencrypted_and_is_counted(
@@ -84,7 +84,7 @@ async def test_unread_response_waits_unencrypted_and_is_counted(
     assert transport.get_write_buffer_size() > raw_bytes + 100_000
     assert connection.held_bytes + sum(connection.unsent_memory().values()) > EXAMPLES * 32
     transport_of(writer).resume_reading()
-    assert len((await read_answer(reader))[2]) > EXAMPLES * 32
+    assert len((await read_response(reader))[2]) > EXAMPLES * 32
     await until(lambda: not connection.unsent_bytes and not connection.unsent_memory())
     assert not connection.is_write_paused
 
@@ -109,7 +109,7 @@ async def test_connections_over_the_held_bytes_limit_are_closed(
 async def _end_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
     transport_of(writer).resume_reading()
     try:
-        await read_answer(reader)
+        await read_response(reader)
     except (OSError, EOFError):
         return "cut"
     return "whole"
@@ -125,13 +125,13 @@ async def test_http2_answers_small_requests_during_a_large_response(
     http2 = Http2Client(reader, writer)
     number = http2.send("POST", "/embed", {"accept": "application/x-protobuf"}, is_end=False)
     http2.write(number, LARGE, is_end=True)
-    large = await http2.begun_answer(number)
+    large = await http2.begun_response(number)
     assert not large.is_whole
     for small_number in [http2.post("/embed", BODY) for _ in range(5)]:
-        small = await http2.answer(small_number)
+        small = await http2.response(small_number)
         assert json.loads(small.body)["values"]
         assert not large.is_whole
-    await http2.answer(number)
+    await http2.response(number)
     assert large.status == 200
     assert len(large.body) > EXAMPLES * 32
 
@@ -155,11 +155,11 @@ async def test_pipelined_requests_are_answered_in_order(
     reader, writer = await server.open(client)
     bodies = [json.dumps({"features": {"user": [[one]]}}).encode() for one in range(7)]
     writer.write(b"".join(post(body) for body in bodies))
-    together = [(await read_answer(reader))[2] for _ in bodies]
+    together = [(await read_response(reader))[2] for _ in bodies]
     alone = []
     for body in bodies:
         writer.write(post(body))
-        alone.append((await read_answer(reader))[2])
+        alone.append((await read_response(reader))[2])
     assert together == alone
 
 
@@ -192,7 +192,7 @@ async def test_invalid_tls_record_ends_only_its_own_connection(
     while await raw_reader.read(65536):
         pass
     other_connection[1].write(post(BODY))
-    assert (await read_answer(other_connection[0]))[0] == 200
+    assert (await read_response(other_connection[0]))[0] == 200
     await until(lambda: len(server.wire.connections) == 1)
     assert server.outcomes().get("OK") == 1
 

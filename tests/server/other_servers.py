@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Answer = Callable[[BaseHTTPRequestHandler], None]
+Responder = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[str]:
-    """Runs a server that handles every GET with ``answer``; yields its address."""
+def serve_http(respond: Responder) -> Iterator[str]:
+    """Runs a server that handles every GET with ``respond``; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            answer(self)
+            respond(self)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -31,15 +31,15 @@ def answering(answer: Answer) -> Iterator[str]:
             thread.join()
 
 
-def page(text: str, status: int = 200, **headers: str) -> Answer:
+def page(text: str, status: int = 200, **headers: str) -> Responder:
     """Returns a handler that responds with ``text``. In the names of ``headers``, _ stands for
     -."""
 
-    def answer(handler: BaseHTTPRequestHandler) -> None:
+    def respond(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         for name, value in headers.items():
             handler.send_header(name.replace("_", "-"), value)
         handler.end_headers()
         handler.wfile.write(text.encode())
 
-    return answer
+    return respond
