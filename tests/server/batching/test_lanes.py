@@ -69,7 +69,7 @@ async def test_large_requests_fill_only_their_own_queue(
     await submit(batcher, large)
 
 
-async def test_large_batch_of_small_requests_runs_beside_a_large_request(
+async def test_large_batch_of_small_requests_runs_during_a_large_request(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     small: Bags = {"user": [[1]]}

@@ -235,10 +235,11 @@ async def test_client_may_close_after_reading_the_last_response(
     assert not server.wire.connections
 
 
-async def test_unexpected_error_while_reading_on_ends_the_connection(
+async def test_unexpected_error_in_a_later_iteration_ends_the_connection(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that such an error has the same effect as an error in a call by the transport."""
+    """Covers the input left for a later iteration of the event loop: the transport does not call
+    the connection for it."""
     loop_errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
     receive = Http2Connection.receive
