@@ -9,7 +9,7 @@ from typing import Any
 
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.codec.open_inference import description
-from embedserve.codec.open_inference.answers import versioned
+from embedserve.codec.open_inference.outputs import versioned
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
 

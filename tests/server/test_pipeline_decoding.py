@@ -29,7 +29,7 @@ from server.recording_call import (
 from server.waiting import until
 
 from embedserve.batching.pending_request import PendingRequest
-from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec import json_codec, protobuf_requests
 from embedserve.codec.codec import Codec
 from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
 from embedserve.config import Limits
@@ -243,7 +243,7 @@ def message(**more: object) -> bytes:
     return pb.EmbedRequest(keys=["user"], **more).SerializeToString()  # type: ignore[arg-type]
 
 
-MANY = protobuf_codec.INLINE_BYTES_MAX + 1
+MANY = protobuf_requests.INLINE_BYTES_MAX + 1
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from embedserve.access.client_address import PEER, ClientAddresses
 from embedserve.access.grants import CALLERS
 from embedserve.api.console.routes import PAGE_PATHS
 from embedserve.codec.json_codec import encode_error
-from embedserve.codec.open_inference import body_answers
+from embedserve.codec.open_inference import body_responses
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.tracing.request_id import REQUEST_ID, request_id_of
@@ -110,5 +110,5 @@ def error_response(
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    encode = body_answers.encode_error if is_infer(path) else encode_error
+    encode = body_responses.encode_error if is_infer(path) else encode_error
     return Response(encode(error), status, headers, media_type="application/json")

@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from embedserve.codec import json_codec, predictor_codec, protobuf_answers, protobuf_codec
-from embedserve.codec.arrow import answers as arrow_answers
+from embedserve.codec import json_codec, predictor_codec, protobuf_requests, protobuf_responses
+from embedserve.codec.arrow import responses as arrow_responses
 from embedserve.codec.arrow.requests import ArrowDecoder
-from embedserve.codec.open_inference import bodies, body_answers, infer_messages, message_answers
+from embedserve.codec.open_inference import (
+    bodies,
+    body_responses,
+    infer_messages,
+    message_responses,
+)
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
-from embedserve.codec.protobuf_codec import ProtobufDecoder
+from embedserve.codec.protobuf_requests import ProtobufDecoder
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
@@ -69,7 +74,7 @@ class Codec:
     peek_model: Callable[[bytes], str]
     estimate_size: Callable[[bytes], tuple[int, int]]
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
-    encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_answers.encode_error
+    encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_responses.encode_error
     head_bytes: Callable[[ResponseChunks], int] | None = None
     response_headers: Callable[[LookupResult], list[tuple[bytes, bytes]]] | None = None
     in_regions: Callable[[Regions], tuple[TryDecodeInline, Decode]] | None = None
@@ -144,9 +149,9 @@ class Codecs:
         self.infer_message = _infer_message(MessageDecoder())
         self.infer_streamed = replace(
             self.infer_message,
-            encode=message_answers.encode_streamed_pieces,
-            try_encode_inline=message_answers.try_encode_streamed_inline,
-            encode_streamed_error=message_answers.encode_stream_error,
+            encode=message_responses.encode_streamed_pieces,
+            try_encode_inline=message_responses.try_encode_streamed_inline,
+            encode_streamed_error=message_responses.encode_stream_error,
         )
         self.formats = (self.protobuf, self.arrow, self.json)
         self._binary: dict[int, Codec] = {}
@@ -181,10 +186,10 @@ def _protobuf(decoder: ProtobufDecoder) -> Codec:
         limit="body_bytes_max",
         decode=decoder.decode_request,
         try_decode_inline=decoder.try_decode_inline,
-        encode=protobuf_answers.encode_pieces,
-        try_encode_inline=protobuf_answers.try_encode_inline,
-        peek_model=protobuf_codec.peek_model,
-        estimate_size=protobuf_codec.estimate_size,
+        encode=protobuf_responses.encode_pieces,
+        try_encode_inline=protobuf_responses.try_encode_inline,
+        peek_model=protobuf_requests.peek_model,
+        estimate_size=protobuf_requests.estimate_size,
     )
 
 
@@ -194,8 +199,8 @@ def _arrow(decoder: ArrowDecoder) -> Codec:
         limit="body_bytes_max",
         decode=decoder.decode_request,
         try_decode_inline=decoder.try_decode_inline,
-        encode=arrow_answers.encode_pieces,
-        try_encode_inline=arrow_answers.try_encode_inline,
+        encode=arrow_responses.encode_pieces,
+        try_encode_inline=arrow_responses.try_encode_inline,
         peek_model=lambda body: "",
         estimate_size=decoder.estimate_size,
     )
@@ -207,12 +212,12 @@ def _infer(decoder: BodyDecoder) -> Codec:
         limit="request_text_bytes_max",
         decode=decoder.decode_request,
         try_decode_inline=decoder.try_decode_inline,
-        encode=body_answers.encode_pieces,
-        try_encode_inline=body_answers.try_encode_inline,
+        encode=body_responses.encode_pieces,
+        try_encode_inline=body_responses.try_encode_inline,
         peek_model=lambda body: "",
         estimate_size=bodies.estimate_size,
-        encode_error=body_answers.encode_error,
-        head_bytes=body_answers.head_bytes,
+        encode_error=body_responses.encode_error,
+        head_bytes=body_responses.head_bytes,
         in_regions=partial(_bodies_in, decoder, None),
     )
 
@@ -235,8 +240,8 @@ def _infer_message(decoder: MessageDecoder) -> Codec:
         limit="body_bytes_max",
         decode=decoder.decode_request,
         try_decode_inline=decoder.try_decode_inline,
-        encode=message_answers.encode_pieces,
-        try_encode_inline=message_answers.try_encode_inline,
+        encode=message_responses.encode_pieces,
+        try_encode_inline=message_responses.try_encode_inline,
         peek_model=infer_messages.peek_model,
         estimate_size=infer_messages.estimate_size,
         in_regions=partial(_messages_in, decoder),

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from embedserve.codec.open_inference.answers import (
+from embedserve.codec.open_inference.outputs import (
     OutputTensor,
     ResponseOptions,
     is_quick,
@@ -79,7 +79,7 @@ MISSING_IDS_BYTES_MAX = 4096
 """Bytes of that metadata: grpcio accepts 8 KiB for all metadata of a response."""
 MIN_SEQ_HEADER = b"x-min-seq"
 """Metadata with the min_seq of a request."""
-_FORM, _OUTPUT = ResponseOptions(), OutputOptions()
+_RESPONSE_OPTIONS, _OUTPUT = ResponseOptions(), OutputOptions()
 """Options of every response: the values of all keys, with no other output."""
 _ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
     bytes([tag_of(number, LENGTH_DELIMITED)])
@@ -317,7 +317,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Returns (the chunks of a PredictionResponse, their byte count), or None where encoding would
     take long."""
-    return with_size([*encode_pieces(result)]) if is_quick(result, _FORM) else None
+    return with_size([*encode_pieces(result)]) if is_quick(result, _RESPONSE_OPTIONS) else None
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
@@ -363,7 +363,7 @@ def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTenso
     )
     made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
-        tensors = tensors_of(result, _FORM, _OUTPUT)
+        tensors = tensors_of(result, _RESPONSE_OPTIONS, _OUTPUT)
         made = [_start(one) for one in tensors], tensors
         keep_start(result.model, key, made)
     starts: tuple[Sequence[bytes], Sequence[OutputTensor]] = made

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from server.open_inference import LENGTH_HEADER, InferRequest, Input, jagged
 from server.strategies import bags_of_ids, weights_or_none
 
-from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec import json_codec, protobuf_requests
 from embedserve.codec.open_inference import bodies, infer_messages
-from embedserve.codec.protobuf_codec import INLINE_FIELDS_MAX
+from embedserve.codec.protobuf_requests import INLINE_FIELDS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -30,7 +30,7 @@ def test_protobuf_estimate_is_exact(ids: list[int], lengths: list[int], is_raw: 
     else:
         message.ids.extend(ids)
         message.lengths.extend(lengths)
-    assert protobuf_codec.estimate_size(message.SerializeToString()) == (len(lengths), len(ids))
+    assert protobuf_requests.estimate_size(message.SerializeToString()) == (len(lengths), len(ids))
 
 
 @given(
@@ -69,7 +69,7 @@ def test_estimate_of_false_shapes_is_at_most_the_body_size(size: int) -> None:
 @given(st.binary(max_size=200))
 def test_estimate_of_garbage_is_at_most_the_body_size(body: bytes) -> None:
     for estimate_size in (
-        protobuf_codec.estimate_size,
+        protobuf_requests.estimate_size,
         json_codec.estimate_size,
         bodies.estimate_size,
         infer_messages.estimate_size,
@@ -85,7 +85,7 @@ def test_protobuf_estimate_is_zero_beyond_the_field_limit(
 ) -> None:
     body = pb.EmbedRequest(ids=[1], lengths=[1]).SerializeToString()
     body += pb.EmbedRequest(keys=[""] * (INLINE_FIELDS_MAX - 2 + more)).SerializeToString()
-    assert protobuf_codec.estimate_size(body) == sizes
+    assert protobuf_requests.estimate_size(body) == sizes
 
 
 @given(data=st.data(), output_dtype=st.sampled_from(["float32", "float16", None]))

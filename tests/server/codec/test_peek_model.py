@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedserve.codec.protobuf_codec import MODEL_FIELDS_MAX, peek_model
+from embedserve.codec.protobuf_requests import MODEL_FIELDS_MAX, peek_model
 from embedserve_proto import embedding_pb2 as pb
 
 MODEL_TAG = b"\x0a"

@@ -15,9 +15,9 @@ from server.fake_engine import FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.codec import protobuf_codec
-from embedserve.codec.protobuf_answers import encode_error, model_message, try_encode_inline
-from embedserve.codec.protobuf_codec import ProtobufDecoder
+from embedserve.codec import protobuf_requests
+from embedserve.codec.protobuf_requests import ProtobufDecoder
+from embedserve.codec.protobuf_responses import encode_error, model_message, try_encode_inline
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError
@@ -45,9 +45,9 @@ def decoded(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> Lo
     """Returns the decoded request. Checks that decoding a small message whole and field by field
     agree."""
     outcomes: list[LookupRequest | EmbedServeError] = []
-    for small_bytes in (protobuf_codec.SMALL_BYTES, 0):
+    for small_bytes in (protobuf_requests.SMALL_BYTES, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(protobuf_codec, "SMALL_BYTES", small_bytes)
+            patch.setattr(protobuf_requests, "SMALL_BYTES", small_bytes)
             try:
                 outcomes.append(DECODER.decode_request(body, model, limits))
             except EmbedServeError as error:

@@ -16,7 +16,7 @@ from server.codecs import CODECS
 from server.fake_models import model_info, unpooled_info
 
 from embedserve.codec.codec import Codec
-from embedserve.codec.open_inference.answers import ResponseOptions
+from embedserve.codec.open_inference.outputs import ResponseOptions
 from embedserve.lookup_types import LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve_proto import embedding_pb2, open_inference_pb2

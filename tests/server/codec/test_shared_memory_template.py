@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from server.open_inference import InferRequest, Input, jagged
 
-from embedserve.codec.open_inference.answers import ResponseOptions
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
+from embedserve.codec.open_inference.outputs import ResponseOptions
 from embedserve.codec.open_inference.shared_memory_template import TEMPLATE_BYTES_MAX
 from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
 from embedserve.codec.template_cache import TEMPLATES_MAX

@@ -5,5 +5,6 @@ is read only by numpy and by checked positions. The schemas that most callers re
 parsed again.
 
 flatbuffers.py has the tables that messages consist of, schema.py the columns, and stream.py the
-messages. requests.py and answers.py are the codec. (arrow.apache.org, "Arrow Columnar Format")
+messages. requests.py decodes requests, and responses.py encodes responses. (arrow.apache.org,
+"Arrow Columnar Format")
 """

@@ -1,8 +1,8 @@
 """The Open Inference Protocol's requests, responses and descriptions, as pure functions.
 
-tensors.py defines features as tensors, and answers.py the outputs of a response. For REST,
-bodies.py decodes requests and body_answers.py encodes responses. For gRPC, infer_messages.py and
-message_answers.py do so.
+tensors.py defines features as tensors, and outputs.py the outputs of a response. For REST,
+bodies.py decodes requests and body_responses.py encodes responses. For gRPC, infer_messages.py and
+message_responses.py do so.
 
 json_template.py and message_template.py read requests that equal an earlier request except for
 their numbers. shared_memory_template.py reads requests that equal an earlier request and have their

@@ -14,11 +14,6 @@ import msgspec
 import numpy as np
 
 from embedserve.codec.json_codec import INLINE_BYTES_MAX, check_cost
-from embedserve.codec.open_inference.answers import (
-    set_min_seq,
-    set_output,
-    set_output_dtype,
-)
 from embedserve.codec.open_inference.body_structs import (
     InferBody,
     Input,
@@ -28,6 +23,11 @@ from embedserve.codec.open_inference.body_structs import (
     Sizes,
 )
 from embedserve.codec.open_inference.json_template import JsonTemplateCache
+from embedserve.codec.open_inference.outputs import (
+    set_min_seq,
+    set_output,
+    set_output_dtype,
+)
 from embedserve.codec.open_inference.shared_memory_template import (
     SharedMemoryTemplateCache,
     read_request,

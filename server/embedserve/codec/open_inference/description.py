@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from embedserve import __version__
-from embedserve.codec.open_inference.answers import DATATYPES, POOLED
+from embedserve.codec.open_inference.outputs import DATATYPES, POOLED
 from embedserve.metrics.histogram import Histogram
 from embedserve.metrics.model_metrics import VersionMetrics
 from embedserve.metrics.request_metrics import NO_FAILURES

@@ -12,12 +12,6 @@ from itertools import islice
 
 from google.protobuf.message import DecodeError
 
-from embedserve.codec.open_inference.answers import (
-    set_min_seq,
-    set_output,
-    set_output_dtype,
-    versioned,
-)
 from embedserve.codec.open_inference.message_contents import (
     CONTENTS_TAGS,
     Contents,
@@ -29,6 +23,12 @@ from embedserve.codec.open_inference.message_template import (
     TEMPLATE_INPUTS_MAX,
     MessageTemplate,
     MessageTemplateCache,
+)
+from embedserve.codec.open_inference.outputs import (
+    set_min_seq,
+    set_output,
+    set_output_dtype,
+    versioned,
 )
 from embedserve.codec.open_inference.shared_memory_template import (
     SharedMemoryTemplateCache,

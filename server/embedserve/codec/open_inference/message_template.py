@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embedserve.codec.open_inference.answers import set_output
+from embedserve.codec.open_inference.outputs import set_output
 from embedserve.codec.open_inference.tensors import add_up
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,

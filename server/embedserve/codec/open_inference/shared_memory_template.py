@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from embedserve.codec.open_inference.answers import ResponseOptions
 from embedserve.codec.open_inference.message_template import TEMPLATE_INPUTS_MAX
+from embedserve.codec.open_inference.outputs import ResponseOptions
 from embedserve.codec.open_inference.shared_memory_tensors import (
     PlacedTensor,
     read_placed,

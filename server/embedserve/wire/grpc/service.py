@@ -8,7 +8,7 @@ from functools import partial
 from embedserve.access.authenticator import Authenticator, headers_by_name
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.grants import CALLERS, EMBEDDERS
-from embedserve.codec import protobuf_answers
+from embedserve.codec import protobuf_responses
 from embedserve.codec.codec import Codec, Codecs
 from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
 from embedserve.errors import EmbedServeError, InvalidRequestError
@@ -289,7 +289,7 @@ class GrpcService:
 
 
 def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:
-    return protobuf_answers.model_message(model, models.status(model))
+    return protobuf_responses.model_message(model, models.status(model))
 
 
 def _denied(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:

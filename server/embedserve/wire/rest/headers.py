@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from embedserve.codec import json_codec
 from embedserve.codec.codec import BINARY, JSON, Codec, Codecs
-from embedserve.codec.open_inference import body_answers
+from embedserve.codec.open_inference import body_responses
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -86,7 +86,7 @@ def embed_route(path: str) -> EmbedRoute | None:
 def error_encoder(path: str) -> Callable[[EmbedServeError], bytes]:
     """Returns the encoder of errors for requests to ``path``."""
     is_infer = path == "/v2" or path.startswith("/v2/")
-    return body_answers.encode_error if is_infer else json_codec.encode_error
+    return body_responses.encode_error if is_infer else json_codec.encode_error
 
 
 def check_method(method: str) -> None:

@@ -13,7 +13,7 @@ from server.codecs import ARROW
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
-from embedserve.codec.arrow.answers import INLINE_KEYS_MAX, INLINE_VECTORS_MAX
+from embedserve.codec.arrow.responses import INLINE_KEYS_MAX, INLINE_VECTORS_MAX
 from embedserve.lookup_types import LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 

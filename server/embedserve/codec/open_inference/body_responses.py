@@ -13,7 +13,7 @@ import orjson
 
 from embedserve.codec.float16_digits import shortest_float16_repr
 from embedserve.codec.json_codec import INLINE_VALUES_MAX, PIECE_VALUES
-from embedserve.codec.open_inference.answers import (
+from embedserve.codec.open_inference.outputs import (
     DATATYPES,
     OutputTensor,
     ResponseOptions,
@@ -117,7 +117,7 @@ def _described(
             size = one.nbytes(itemsize)
             outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (start, size))
         elif (place := options.place(one.name)) is not None:
-            outputs.append(start + _place_told(place, one.nbytes(itemsize)) + b"}")
+            outputs.append(start + _place_parameters(place, one.nbytes(itemsize)) + b"}")
         else:
             outputs.append(start + b"".join(_values(one, result)) + b"}")
     return b',"outputs":[' + b",".join(outputs) + b"]}"
@@ -132,7 +132,7 @@ def _all_json(
         before += (b"," if at else b"") + _start(one, itemsize)
         place = options.place(one.name)
         if place is not None:
-            before += _place_told(place, one.nbytes(itemsize)) + b"}"
+            before += _place_parameters(place, one.nbytes(itemsize)) + b"}"
             continue
         yield before
         yield from _values(one, result)
@@ -140,7 +140,7 @@ def _all_json(
     yield before + b"]}"
 
 
-def _place_told(place: MemorySlice, nbytes: int) -> bytes:
+def _place_parameters(place: MemorySlice, nbytes: int) -> bytes:
     """Returns the parameters of an output of ``nbytes`` that is in shared memory."""
     fields = {REGION: place.region.name, OFFSET: place.offset, BYTE_SIZE: nbytes}
     return b',"parameters":' + orjson.dumps(fields)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embedserve.codec.open_inference.answers import (
+from embedserve.codec.open_inference.outputs import (
     DATATYPES,
     OutputTensor,
     ResponseOptions,
@@ -126,11 +126,11 @@ def _described(
     if options.places is not None:
         for one, output in zip(tensors, outputs, strict=True):
             if (place := options.place(one.name)) is not None:
-                _tell_place(output, place, one.nbytes(result.values.itemsize))
+                _set_place(output, place, one.nbytes(result.values.itemsize))
     return pb.ModelInferResponse(outputs=outputs).SerializeToString()
 
 
-def _tell_place(output: _OutputMessage, place: MemorySlice, nbytes: int) -> None:
+def _set_place(output: _OutputMessage, place: MemorySlice, nbytes: int) -> None:
     parameters = output.parameters
     parameters[REGION].string_param = place.region.name
     parameters[OFFSET].int64_param = place.offset

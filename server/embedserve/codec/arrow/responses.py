@@ -39,7 +39,7 @@ from embedserve.codec.arrow.stream import (
     SCHEMA,
     message_of,
 )
-from embedserve.codec.open_inference.answers import (
+from embedserve.codec.open_inference.outputs import (
     OutputTensor,
     ResponseOptions,
     keep_start,
