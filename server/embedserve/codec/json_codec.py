@@ -53,7 +53,7 @@ _FLOAT32 = np.dtype(np.float32)
 INLINE_VALUES_MAX = 32_768
 """Values of a response that is encoded on the event loop's thread, in about two milliseconds at
 most."""
-PIECE_VALUES = 16_384
+CHUNK_VALUES = 16_384
 """Values that are encoded without a break, unless a single row is longer."""
 
 _DECODER = msgspec.json.Decoder(_EmbedBody)
@@ -261,7 +261,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     values, more, lengths = result.values, result.extra_chunks, result.lengths
     size = values.size
     if more:
-        size += sum([piece.size for piece in more])
+        size += sum([chunk.size for chunk in more])
     if lengths is not None:
         size += lengths.size
     if size > INLINE_VALUES_MAX:
@@ -292,10 +292,10 @@ def encode_result(result: LookupResult) -> bytes:
     A value that is not finite is null, because JSON has no infinity: a weighted sum past the
     largest float32, or past 65504 for float16. Protobuf carries such values unchanged.
     """
-    return b"".join(encode_pieces(result))
+    return b"".join(encode_chunks(result))
 
 
-def encode_pieces(result: LookupResult) -> Iterator[bytes]:
+def encode_chunks(result: LookupResult) -> Iterator[bytes]:
     """Yields the chunks of encode_result in order. None of them takes long to encode."""
     head = result.model.json_start
     if result.values.dtype == np.float16:
@@ -332,7 +332,7 @@ def _rows(before: bytes, arrays: Iterable[np.ndarray]) -> Iterator[bytes]:
     """Yields ``before``, and the rows of ``arrays`` as one list of lists."""
     before += b"["
     for all_rows in arrays:
-        step = max(1, PIECE_VALUES // all_rows.shape[1])
+        step = max(1, CHUNK_VALUES // all_rows.shape[1])
         for start in range(0, len(all_rows), step):
             rows = all_rows[start : start + step]
             if rows.dtype == np.float16:

@@ -317,15 +317,15 @@ def estimate_size(body: bytes) -> tuple[int, int]:
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Returns (the chunks of a PredictionResponse, their byte count), or None where encoding would
     take long."""
-    return with_size([*encode_pieces(result)]) if is_quick(result, _RESPONSE_OPTIONS) else None
+    return with_size([*encode_chunks(result)]) if is_quick(result, _RESPONSE_OPTIONS) else None
 
 
-def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode."""
     starts, tensors = _starts(result)
     for start, one in zip(starts, tensors, strict=True):
         yield start
-        for values in one.pieces(result):
+        for values in one.chunks(result):
             yield np.ascontiguousarray(values, _FLOAT32).data
 
 

@@ -40,7 +40,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     is_plain = is_plain and not result.unknown_ids and not result.missing_ids
     if result.extra_chunks or lengths is not None or not is_plain:
         is_long = lengths is not None and lengths.size > INLINE_LENGTHS_MAX
-        return None if is_long else with_size([*encode_pieces(result)])
+        return None if is_long else with_size([*encode_chunks(result)])
     size = values.nbytes
     start = model.response_prefix_cache.get((size, values.itemsize))
     if start is None:
@@ -51,7 +51,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     return (start, values.data, end), len(start) + size + len(end)
 
 
-def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order. None of them takes long to encode."""
     values = [_little_endian(one) for one in (result.values, *result.extra_chunks)]
     batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]

@@ -22,10 +22,10 @@ class MemorySlice:
     offset: int
     nbytes: int
 
-    def write(self, pieces: Iterable[memoryview]) -> None:
-        """Writes the chunks in ``pieces`` one after the other. Callers pass at most ``nbytes`` in
-        total. Raises InvalidRequestError, like Region.write."""
+    def write(self, chunks: Iterable[memoryview]) -> None:
+        """Writes ``chunks`` one after the other. Callers pass at most ``nbytes`` in total. Raises
+        InvalidRequestError, like Region.write."""
         offset = self.offset
-        for piece in pieces:
-            self.region.write(offset, piece)
-            offset += piece.nbytes
+        for chunk in chunks:
+            self.region.write(offset, chunk)
+            offset += chunk.nbytes

@@ -11,7 +11,7 @@ from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
 from embedserve.codec.codec import Codec
-from embedserve.codec.json_codec import INLINE_VALUES_MAX, PIECE_VALUES
+from embedserve.codec.json_codec import CHUNK_VALUES, INLINE_VALUES_MAX
 from embedserve.codec.protobuf_responses import INLINE_LENGTHS_MAX
 from embedserve.lookup_types import LookupResult
 from embedserve_proto import embedding_pb2 as pb
@@ -19,7 +19,7 @@ from embedserve_proto import embedding_pb2 as pb
 POOLED, UNPOOLED = model_info(), unpooled_info()
 EXAMPLES = INLINE_VALUES_MAX // 9 + 1
 BAGS = INLINE_LENGTHS_MAX // len(UNPOOLED.keys) + 1
-CHUNK_BYTES_MAX = 8 * PIECE_VALUES
+CHUNK_BYTES_MAX = 8 * CHUNK_VALUES
 
 
 def pooled() -> LookupResult:

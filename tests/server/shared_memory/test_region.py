@@ -63,9 +63,9 @@ def test_chunks_are_written_consecutively(
     file: Path, open_test_region: OpenRegion, dtype: type[np.floating]
 ) -> None:
     place = MemorySlice(open_test_region(), 4, 46)
-    pieces = [np.full((2, 3), 1.5, dtype), np.zeros((0, 3), dtype), np.full((1, 3), -2, dtype)]
-    place.write(one.data for one in pieces)
-    values = b"".join(one.tobytes() for one in pieces)
+    chunks = [np.full((2, 3), 1.5, dtype), np.zeros((0, 3), dtype), np.full((1, 3), -2, dtype)]
+    place.write(one.data for one in chunks)
+    values = b"".join(one.tobytes() for one in chunks)
     assert file.read_bytes() == BYTES[:14] + values + BYTES[14 + len(values) :]
 
 

@@ -66,7 +66,7 @@ bytes are copied per nanosecond."""
 _SEQ_ROOM = "0" * SEQ_DIGITS_MAX
 """Text in place of the seq in a cached start."""
 _ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()
-Piece = bytes | memoryview
+Chunk = bytes | memoryview
 
 
 class _BodyBuffers:
@@ -76,31 +76,31 @@ class _BodyBuffers:
         nodes: (length, nulls) of each node.
         buffers: (start, size) of each buffer.
         nbytes: bytes of all buffers, padding included.
-        pieces: chunks of the body; some are copied only when they are written.
+        chunks: chunks of the body; some are copied only when they are written.
     """
 
     def __init__(self) -> None:
         self.nodes: list[tuple[int, int]] = []
         self.buffers: list[tuple[int, int]] = []
         self.nbytes = 0
-        self.pieces: list[Iterable[Piece]] = []
+        self.chunks: list[Iterable[Chunk]] = []
 
     def add_node(self, length: int) -> None:
         """Adds the node of an array without nulls, and its empty validity buffer."""
         self.nodes.append((length, 0))
         self.buffers.append((self.nbytes, 0))
 
-    def add_buffer(self, nbytes: int, pieces: Iterable[Piece]) -> None:
+    def add_buffer(self, nbytes: int, chunks: Iterable[Chunk]) -> None:
         padding = -nbytes % ALIGNMENT
         self.buffers.append((self.nbytes, nbytes))
-        self.pieces += [pieces, (bytes(padding),)] if padding else [pieces]
+        self.chunks += [chunks, (bytes(padding),)] if padding else [chunks]
         self.nbytes += nbytes + padding
 
-    def add_vectors(self, count: int, dim: int, itemsize: int, pieces: Iterable[Piece]) -> None:
+    def add_vectors(self, count: int, dim: int, itemsize: int, chunks: Iterable[Chunk]) -> None:
         """Adds an array of fixed-size lists."""
         self.add_node(count)
         self.add_node(count * dim)
-        self.add_buffer(count * dim * itemsize, pieces)
+        self.add_buffer(count * dim * itemsize, chunks)
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
@@ -109,15 +109,15 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """
     if _is_by_key(result) and not _is_quick(result):
         return None
-    return with_size([*encode_pieces(result)])
+    return with_size([*encode_chunks(result)])
 
 
-def encode_pieces(result: LookupResult) -> Iterator[Piece]:
+def encode_chunks(result: LookupResult) -> Iterator[Chunk]:
     """Yields the chunks of any response in order, each quick to encode."""
     body = _body(result)
     yield _start(result, body)
-    for pieces in body.pieces:
-        yield from pieces
+    for chunks in body.chunks:
+        yield from chunks
     yield END
 
 
@@ -144,8 +144,8 @@ def _body(result: LookupResult) -> _BodyBuffers:
     dtype = _DTYPES[itemsize]
     if not _is_by_key(result):
         values = [result.values, *result.extra_chunks]
-        pieces = [np.ascontiguousarray(one, dtype).data for one in values]
-        body.add_vectors(sum(map(len, values)), values[0].shape[1], itemsize, pieces)
+        chunks = [np.ascontiguousarray(one, dtype).data for one in values]
+        body.add_vectors(sum(map(len, values)), values[0].shape[1], itemsize, chunks)
         return body
     tensors = tensors_of(result, _ALL_KEYS, _OUTPUT)
     for at, tensor in enumerate(tensors):
@@ -154,12 +154,12 @@ def _body(result: LookupResult) -> _BodyBuffers:
             np.cumsum(result.lengths[at], out=offsets[1:])
             body.add_node(offsets.size - 1)
             body.add_buffer(offsets.nbytes, (offsets.data,))
-        body.add_vectors(*tensor.shape, itemsize, _pieces(tensor, result, dtype))
+        body.add_vectors(*tensor.shape, itemsize, _chunks(tensor, result, dtype))
     return body
 
 
-def _pieces(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iterator[Piece]:
-    for values in tensor.pieces(result):
+def _chunks(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iterator[Chunk]:
+    for values in tensor.chunks(result):
         yield np.ascontiguousarray(values, dtype).data
 
 

@@ -36,10 +36,10 @@ FILE_MAGIC = b"ARROW1"
 HEAD_BYTES = len(END)
 INLINE_SCHEMA_BYTES = 64 << 10
 """Bytes of a schema message that is parsed on the event loop's thread if it is not cached."""
-BATCH_PIECES = 64
+BATCH_OVERHEAD = 64
 """Cost of a record batch, in units of a column of a batch."""
-PIECES_MAX, INLINE_PIECES_MAX = 16_384, 512
-"""Total cost of a stream's record batches, in columns. INLINE_PIECES_MAX bounds streams that are
+COST_MAX, INLINE_COST_MAX = 16_384, 512
+"""Total cost of a stream's record batches, in columns. INLINE_COST_MAX bounds streams that are
 read on the event loop's thread."""
 
 # Field numbers of the tables Message and RecordBatch (arrow/format/Message.fbs).
@@ -182,13 +182,13 @@ def read_batches(
         WouldBlockError: ``is_inline``, and reading the batches would take long.
     """
     found: list[RecordBatch] = []
-    rows = pieces = 0
-    columns = len(schema.columns) + BATCH_PIECES
-    pieces_max = INLINE_PIECES_MAX if is_inline else max(PIECES_MAX, columns)
+    rows = cost = 0
+    batch_cost = len(schema.columns) + BATCH_OVERHEAD
+    cost_max = INLINE_COST_MAX if is_inline else max(COST_MAX, batch_cost)
     while message := read_message(body, at):
-        pieces += columns
-        if pieces > pieces_max:
-            raise WouldBlockError if is_inline else _too_many_batches(pieces // columns)
+        cost += batch_cost
+        if cost > cost_max:
+            raise WouldBlockError if is_inline else _too_many_batches(cost // batch_cost)
         if message.kind != RECORD_BATCH:
             raise malformed(f"the message at byte {at} is another schema")
         batch = _read_batch(message, schema, rows, limits)

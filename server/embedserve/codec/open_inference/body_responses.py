@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from embedserve.codec.float16_digits import shortest_float16_repr
-from embedserve.codec.json_codec import INLINE_VALUES_MAX, PIECE_VALUES
+from embedserve.codec.json_codec import CHUNK_VALUES, INLINE_VALUES_MAX
 from embedserve.codec.open_inference.outputs import (
     DATATYPES,
     OutputTensor,
@@ -33,7 +33,7 @@ from embedserve.shared_memory.memory_slice import MemorySlice
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
-    """Encodes like encode_pieces, with the byte count; returns None where that would take long."""
+    """Encodes like encode_chunks, with the byte count; returns None where that would take long."""
     options, output = response_options_of(result)
     are_placed = (
         options.places is not None and len(options.places) == len(output.keys) + options.has_pooled
@@ -46,7 +46,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     return with_size(chunks if head_bytes(chunks) else [b"".join(chunks)])
 
 
-def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode. If values are in binary,
     the first chunk is the whole JSON."""
     options, _ = response_options_of(result)
@@ -74,7 +74,7 @@ def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | 
         return
     for one in tensors or tensors_of(result, options, result.output):
         if _in_binary(one, options):
-            for values in one.pieces(result):
+            for values in one.chunks(result):
                 yield values.data
 
 
@@ -148,10 +148,10 @@ def _place_parameters(place: MemorySlice, nbytes: int) -> bytes:
 
 def _values(tensor: OutputTensor, result: LookupResult) -> Iterator[bytes]:
     before = b',"data":['
-    for values in tensor.pieces(result):
+    for values in tensor.chunks(result):
         flat = values.reshape(-1)
-        for start in range(0, flat.size, PIECE_VALUES):
-            some = flat[start : start + PIECE_VALUES]
+        for start in range(0, flat.size, CHUNK_VALUES):
+            some = flat[start : start + CHUNK_VALUES]
             if some.dtype == np.float16:
                 some = shortest_float16_repr(some.reshape(1, -1)).reshape(-1)
             yield before + orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]

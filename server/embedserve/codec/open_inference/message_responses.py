@@ -57,12 +57,13 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
             begin, end = end, end + dim * itemsize
             chunks += start, octets[begin:end]
     else:
-        chunks = [*encode_pieces(result)]
-    pieces, nbytes = with_size(chunks)
-    return ((b"".join(pieces),) if nbytes <= JOIN_BYTES_MAX else pieces), nbytes
+        chunks = [*encode_chunks(result)]
+    if (nbytes := with_size(chunks)[1]) <= JOIN_BYTES_MAX:
+        return (b"".join(chunks),), nbytes
+    return chunks, nbytes
 
 
-def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode."""
     options, output = response_options_of(result)
     described, starts, tensors = _described_once(result, options, output)
@@ -73,7 +74,7 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
         yield start
         if one.name in placed:
             continue
-        for values in one.pieces(result):
+        for values in one.chunks(result):
             yield values.data
 
 
@@ -154,8 +155,8 @@ def try_encode_streamed_inline(result: LookupResult) -> EncodedResponse | None:
     return (start, *chunks), nbytes + len(start)
 
 
-def encode_streamed_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    chunks, nbytes = with_size([*encode_pieces(result)])
+def encode_streamed_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
+    chunks, nbytes = with_size([*encode_chunks(result)])
     yield STREAMED_TAG + varint(nbytes)
     yield from chunks
 

@@ -207,7 +207,7 @@ class OutputTensor:
     def nbytes(self, itemsize: int) -> int:
         return self.shape[0] * self.shape[1] * itemsize
 
-    def pieces(self, result: LookupResult) -> Iterator[np.ndarray]:
+    def chunks(self, result: LookupResult) -> Iterator[np.ndarray]:
         """Yields the values, C-contiguous. A result in several chunks yields several arrays in
         order."""
         for values in (result.values, *result.extra_chunks):
@@ -272,7 +272,7 @@ def write_placed(
                 f"outputs.{one.name}",
             )
     for one, place in placed:
-        place.write(values.data for values in one.pieces(result))
+        place.write(values.data for values in one.chunks(result))
 
 
 def is_quick(result: LookupResult, options: ResponseOptions) -> bool:
