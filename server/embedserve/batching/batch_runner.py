@@ -50,7 +50,7 @@ class BatchRunner:
         """
         Args:
             executor: thread pool for batches that are too large for the event loop's thread.
-            threads: number of pieces that a large batch is split into; see LookupExecutor.
+            threads: number of sub-batches that a large batch is split into; see LookupExecutor.
             on_ended: callback after the end of a batch that had left the event loop: its queue may
                 run the next one.
         """
@@ -122,7 +122,7 @@ class BatchRunner:
         """Rejects the invalid requests of a large batch, and looks the others up if one of them
         still waits."""
         try:
-            batch, requests, errors, pieces = joining.result()
+            batch, requests, errors, sub_batches = joining.result()
         except Exception:
             end_view(view)
             self._drop(loop, queue, taken, "joining")
@@ -140,7 +140,7 @@ class BatchRunner:
             self._on_ended(loop)
         else:
             self._counts.observe_batch(batch)
-            self._look_up(loop, queue, valid, batch, pieces)
+            self._look_up(loop, queue, valid, batch, sub_batches)
 
     def _look_up(
         self,
@@ -148,21 +148,21 @@ class BatchRunner:
         queue: RequestQueue,
         taken: list[PendingRequest],
         batch: Batch,
-        pieces: Sequence[Batch] = (),
+        sub_batches: Sequence[Batch] = (),
     ) -> None:
         """Looks a joined batch up in threads, on a device or in other servers.
 
         Args:
-            pieces: pieces of a batch that was joined in a thread; empty for a small one.
+            sub_batches: ``batch``, divided, if it was joined in a thread; empty for a small one.
         """
-        lookups, is_large = self._lookups, bool(pieces)
+        lookups, is_large = self._lookups, bool(sub_batches)
         as_float16 = lookups.waits_for_device and self._all_request_float16(taken)
         deadline_s = max([pending.deadline_s for pending in taken])
         if lookups.traces_calls and (ticket := taken[0].ticket) is not None:
             batch.calls = ticket.trace_calls(taken)
         finish = partial(self._on_looked_up, loop, queue, taken, batch, is_large)
         try:
-            lookups.submit(loop, batch, pieces, as_float16, deadline_s, finish)
+            lookups.submit(loop, batch, sub_batches, as_float16, deadline_s, finish)
         except Exception:  # the executor has been shut down, or the rows were not found
             self._drop(loop, queue, taken, "looking up")
 
@@ -220,18 +220,18 @@ class BatchRunner:
     ) -> None:
         """Splits the values of a batch, unless a thread has done so, and completes its requests."""
         self._counts.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
-        pieces = []
+        value_chunks = []
         for values, _ in looked_up:
             if isinstance(values, EmbedServeError):
                 self._fail(taken, values)
                 return
-            pieces.append(values)
+            value_chunks.append(values)
         if batch.missing_parts or batch.cached_count:
             self._counts.count_parts(batch)
         try:
             requests = [pending.request for pending in taken]
             if results_of_thread is None:
-                results = self._lookups.split(requests, batch, pieces)
+                results = self._lookups.split(requests, batch, value_chunks)
             else:
                 results = results_of_thread()
         except Exception:
@@ -250,8 +250,8 @@ class BatchRunner:
             else:
                 pending.complete(result)
         self.on_batch_done()
-        if self.shadow is not None and pieces[0].dtype == np.float32 and batch.is_whole:
-            self.shadow.offer(requests, pieces, batch.unknown_counts, self._model)
+        if self.shadow is not None and value_chunks[0].dtype == np.float32 and batch.is_whole:
+            self.shadow.offer(requests, value_chunks, batch.unknown_counts, self._model)
 
     def shadow_of(self, served: ModelInfo, percent: float, executor: ShadowExecutor) -> Shadow:
         """Returns a Shadow that compares results of version ``served`` with this version's.

@@ -48,8 +48,8 @@ class Joined(NamedTuple):
     """Its requests in the model's order, by position among all requests."""
     errors: dict[int, InvalidRequestError]
     """Errors of the other requests, by position."""
-    pieces: list[Batch]
-    """Pieces of the batch for ``LookupExecutor.submit``."""
+    sub_batches: list[Batch]
+    """The batch, divided for the threads of ``LookupExecutor.submit``."""
 
 
 class LookupExecutor:
@@ -68,9 +68,9 @@ class LookupExecutor:
         """
         Args:
             executor: thread pool for batches that are too large for the event loop's thread.
-            threads: number of pieces that a large batch of a pooled model is split into. Not used
-                for an engine that waits for its device. The executor has more threads than that,
-                so that another batch can run concurrently.
+            threads: number of sub-batches of a large batch of a pooled model. Not used for an
+                engine that waits for its device. The executor has more threads than that, so that
+                another batch can run concurrently.
         """
         self.engine = engine
         self.waits_for_device = engine.waits_for_device
@@ -78,7 +78,7 @@ class LookupExecutor:
         self._model = model
         self._executor = executor
         is_split = model.is_pooled and not self.waits_for_device and engine.remote is None
-        self._pieces = threads if is_split else 1
+        self._sub_batches_max = threads if is_split else 1
         self._log = RateLimitedLogger(logger)
 
     def run(self, batch: Batch, as_float16: bool = False) -> LookedUp:
@@ -120,34 +120,34 @@ class LookupExecutor:
         if batch is None:
             return Joined(None, valid, errors, [])
         batch.view = view
-        return Joined(batch, valid, errors, self._divide(batch))
+        return Joined(batch, valid, errors, self._sub_batches_of(batch))
 
-    def _divide(self, batch: Batch) -> list[Batch]:
-        """Returns the pieces of ``batch``. Their ids are the newest rows of its view already, so
-        that they have no view.
+    def _sub_batches_of(self, batch: Batch) -> list[Batch]:
+        """Divides ``batch`` by examples. The ids of its sub-batches are the newest rows of its view
+        already, so that they have no view.
 
         The batch itself keeps the published rows, as metrics count those.
         """
         newest = replace(batch, ids=batch.newest_rows(), view=None)
-        return split_by_examples(newest, len(self._model.features), self._pieces)
+        return split_by_examples(newest, len(self._model.features), self._sub_batches_max)
 
     def submit(
         self,
         loop: asyncio.AbstractEventLoop,
         batch: Batch,
-        pieces: Sequence[Batch],
+        sub_batches: Sequence[Batch],
         as_float16: bool,
         deadline_s: float,
         finish: Callable[[list[LookedUp]], None],
     ) -> None:
-        """Looks ``batch`` up in threads or in other servers, and ends its view. Threads get one
-        piece each, as a kernel call uses one.
+        """Looks ``batch`` up in threads or in other servers, and ends its view. Each thread
+        gets one sub-batch, because a kernel call uses one thread.
 
-        ``finish`` is called on the event loop with the results of all pieces. Other servers give
-        the lookup up at ``deadline_s``, perf_counter seconds.
+        ``finish`` is called on the event loop with the results of all sub-batches. Other servers
+        give the lookup up at ``deadline_s``, perf_counter seconds.
 
         Args:
-            pieces: pieces of a batch that was joined in a thread; empty for another.
+            sub_batches: ``batch``, divided, if it was joined in a thread; else empty.
 
         Raises:
             RuntimeError: the executor has been shut down.
@@ -168,8 +168,8 @@ class LookupExecutor:
         try:
             looking_up = asyncio.gather(
                 *(
-                    loop.run_in_executor(self._executor, self.run, piece, as_float16)
-                    for piece in pieces or self._divide(batch)
+                    loop.run_in_executor(self._executor, self.run, sub_batch, as_float16)
+                    for sub_batch in sub_batches or self._sub_batches_of(batch)
                 )
             )
         except Exception:
@@ -203,25 +203,25 @@ class LookupExecutor:
         loop: asyncio.AbstractEventLoop,
         requests: Sequence[LookupRequest],
         batch: Batch,
-        pieces: Sequence[np.ndarray],
+        value_chunks: Sequence[np.ndarray],
     ) -> asyncio.Future[list[LookupResult]]:
         """Calls ``split`` in a thread.
 
         Raises:
             RuntimeError: the executor has been shut down.
         """
-        return loop.run_in_executor(self._executor, self.split, requests, batch, pieces)
+        return loop.run_in_executor(self._executor, self.split, requests, batch, value_chunks)
 
     def split(
-        self, requests: Sequence[LookupRequest], batch: Batch, pieces: Sequence[np.ndarray]
+        self, requests: Sequence[LookupRequest], batch: Batch, value_chunks: Sequence[np.ndarray]
     ) -> list[LookupResult]:
         """Returns the result of each request of ``batch``, with the keys and in the dtype that it
         asks for.
 
         Args:
-            pieces: values of the batch in request order, in chunks.
+            value_chunks: values of the batch in request order.
         """
-        results = split(pieces, batch, requests, self._model)
+        results = split(value_chunks, batch, requests, self._model)
         for request, result in zip(requests, results, strict=True):
             if request.output is not None:
                 select_output_keys(result, request.output)
@@ -232,7 +232,7 @@ class LookupExecutor:
     def _round(self, result: LookupResult) -> None:
         """Converts the values of ``result`` to float16."""
         result.values = self.engine.to_float16(result.values)
-        result.extra_chunks = [self.engine.to_float16(piece) for piece in result.extra_chunks]
+        result.extra_chunks = [self.engine.to_float16(chunk) for chunk in result.extra_chunks]
 
     async def find_damage(self) -> str:
         """Returns how the rows have changed since the start, "" if they have not.

@@ -80,7 +80,7 @@ class Shadow:
     def offer(
         self,
         requests: Sequence[LookupRequest],
-        answer: Sequence[np.ndarray],
+        value_chunks: Sequence[np.ndarray],
         unknown_counts: np.ndarray | None,
         served: ModelInfo,
     ) -> None:
@@ -88,7 +88,7 @@ class Shadow:
 
         Args:
             requests: requests in the feature order of the version ``served``.
-            answer: their values in request order, in chunks that are no longer written to.
+            value_chunks: their values in request order, which are no longer written to.
             unknown_counts: numbers of ids without a row, int64 [requests, F]; None without any.
         """
         if random() >= self._share:
@@ -98,7 +98,9 @@ class Shadow:
             return
         self._is_busy = True
         try:
-            self._executor.submit(partial(self._compare, requests, answer, unknown_counts, served))
+            self._executor.submit(
+                partial(self._compare, requests, value_chunks, unknown_counts, served)
+            )
         except RuntimeError as error:
             self._is_busy = False
             self._log_failure(served, error)
@@ -107,12 +109,12 @@ class Shadow:
     def _compare(
         self,
         requests: Sequence[LookupRequest],
-        answer: Sequence[np.ndarray],
+        value_chunks: Sequence[np.ndarray],
         unknown_counts: np.ndarray | None,
         served: ModelInfo,
     ) -> None:
         try:
-            values = answer[0] if len(answer) == 1 else np.concatenate(answer)
+            values = np.concatenate(value_chunks) if len(value_chunks) > 1 else value_chunks[0]
             differences = compare(
                 requests, values, unknown_counts, served, self._engine, self._model
             )

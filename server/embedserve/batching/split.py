@@ -59,7 +59,7 @@ def _per_key(lengths: np.ndarray, model: ModelInfo) -> np.ndarray:
 
 
 def split(
-    pieces: Sequence[np.ndarray],
+    value_chunks: Sequence[np.ndarray],
     batch: Batch,
     requests: Sequence[LookupRequest],
     model: ModelInfo,
@@ -67,15 +67,16 @@ def split(
     """Returns the results of ``requests`` from their values in request order, in their dtype.
 
     Args:
-        pieces: the engine's values; several chunks where a pooled batch was split by examples.
+        value_chunks: the engine's values; several arrays where a pooled batch was split by
+            examples.
     """
     results: list[LookupResult] = []
     if not model.is_pooled:
-        results = _split_unpooled(pieces[0], requests, model)
-    elif len(pieces) > 1:
-        results = _split_pieces(pieces, requests, model)
+        results = _split_unpooled(value_chunks[0], requests, model)
+    elif len(value_chunks) > 1:
+        results = _split_chunks(value_chunks, requests, model)
     else:
-        start, values = 0, pieces[0]
+        start, values = 0, value_chunks[0]
         for size in batch.sizes:
             results.append(LookupResult(model, values[start : start + size]))
             start += size
@@ -125,7 +126,7 @@ def select_output_keys(result: LookupResult, output: OutputOptions) -> None:
     part = result.model = whole.with_keys(keys)
     if result.lengths is None:
         result.values = _columns(result.values, part)
-        result.extra_chunks = [_columns(piece, part) for piece in result.extra_chunks]
+        result.extra_chunks = [_columns(chunk, part) for chunk in result.extra_chunks]
         return
     ends = result.lengths.sum(axis=1, dtype=np.int64).cumsum()
     rows = np.split(result.values, ends[:-1])
@@ -138,21 +139,21 @@ def _columns(values: np.ndarray, part: ModelInfo) -> np.ndarray:
     return np.concatenate([values[:, columns] for columns in part.columns], axis=1)
 
 
-def _split_pieces(
-    pieces: Sequence[np.ndarray], requests: Sequence[LookupRequest], model: ModelInfo
+def _split_chunks(
+    value_chunks: Sequence[np.ndarray], requests: Sequence[LookupRequest], model: ModelInfo
 ) -> list[LookupResult]:
     results = []
-    left = list(reversed(pieces))
+    left = list(reversed(value_chunks))
     for request in requests:
-        parts = []
+        chunks = []
         missing = request.batch_size
         while missing:
-            piece = left.pop()
-            parts.append(piece[:missing])
-            if len(piece) > missing:
-                left.append(piece[missing:])
-            missing -= len(parts[-1])
-        results.append(LookupResult(model, parts[0], extra_chunks=parts[1:]))
+            chunk = left.pop()
+            chunks.append(chunk[:missing])
+            if len(chunk) > missing:
+                left.append(chunk[missing:])
+            missing -= len(chunks[-1])
+        results.append(LookupResult(model, chunks[0], extra_chunks=chunks[1:]))
     return results
 
 
@@ -169,25 +170,25 @@ def _split_unpooled(
     return results
 
 
-def split_by_examples(batch: Batch, features: int, pieces: int) -> list[Batch]:
-    """Splits the pooled ``batch`` by examples into up to ``pieces`` non-empty batches, in order."""
-    pieces = min(pieces, batch.batch_size)
-    if pieces <= 1:
+def split_by_examples(batch: Batch, features: int, count: int) -> list[Batch]:
+    """Splits the pooled ``batch`` by examples into up to ``count`` non-empty batches, in order."""
+    count = min(count, batch.batch_size)
+    if count <= 1:
         return [batch]
     lengths = batch.lengths.reshape(features, -1)
-    bounds = np.linspace(0, batch.batch_size, pieces + 1).astype(np.int64)
+    bounds = np.linspace(0, batch.batch_size, count + 1).astype(np.int64)
     # [features, examples + 1]: for each feature the positions in the ids where its bags begin, and
     # where the last one ends.
     starts = np.zeros((features, batch.batch_size + 1), np.int64)
     lengths.cumsum(axis=1, out=starts[:, 1:])
     starts += lengths.sum(axis=1, dtype=np.int64).cumsum()[:, None] - starts[:, -1:]
     return [
-        _piece(batch, lengths[:, first:end], starts[:, first], starts[:, end])
+        _sub_batch(batch, lengths[:, first:end], starts[:, first], starts[:, end])
         for first, end in pairwise(bounds.tolist())
     ]
 
 
-def _piece(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Batch:
+def _sub_batch(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Batch:
     """Returns the batch of the bags of ``lengths`` [features, examples].
 
     The ids of feature f run from starts[f] to ends[f].

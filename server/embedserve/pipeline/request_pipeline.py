@@ -159,8 +159,8 @@ class RequestPipeline:
             OverloadedError: too many bytes wait for the codec thread already.
         """
         result.values = copy_if_view(result.values)
-        result.extra_chunks = [copy_if_view(piece) for piece in result.extra_chunks]
-        nbytes = result.values.nbytes + sum(piece.nbytes for piece in result.extra_chunks)
+        result.extra_chunks = [copy_if_view(chunk) for chunk in result.extra_chunks]
+        nbytes = result.values.nbytes + sum(chunk.nbytes for chunk in result.extra_chunks)
         encode = partial(_encode, context, result)
         self._codec_executor.submit(
             context, "answer", nbytes, encode, lambda encoded: context.write(result, *encoded)
