@@ -62,7 +62,7 @@ class SlowClient:
 
 
 def _respond(stream: Stream) -> NullHandler:
-    stream.answer(RESPONSE_HEADERS, (RESPONSE_BODY,), len(RESPONSE_BODY), b"")
+    stream.send_response(RESPONSE_HEADERS, (RESPONSE_BODY,), len(RESPONSE_BODY), b"")
     return NullHandler()
 
 

@@ -17,10 +17,10 @@ from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.rest.headers import (
     EmbedRoute,
-    answer_headers,
     check_method,
+    content_headers,
     embed_route,
-    error_answer,
+    encode_error_response,
     error_encoder,
     read_headers,
 )
@@ -57,11 +57,13 @@ class AsgiWriter(ResponseWriter):
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        headers = [*answer_headers(self._codec, parts), *(headers or ())]
+        headers = [*content_headers(self._codec, parts), *(headers or ())]
         self._end(200, headers, b"".join(parts))
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        self._end(error.http_status, *error_answer(error, headers, self._codec.encode_error))
+        self._end(
+            error.http_status, *encode_error_response(error, headers, self._codec.encode_error)
+        )
 
     def _end(self, status: int, headers: Headers, body: bytes) -> None:
         if not self.response.done():
@@ -94,7 +96,9 @@ class EmbedEndpoint:
             )
             extra_headers = rejection.record(peer, seconds)
             encode = error_encoder(scope["path"])
-            await _send(send, error.http_status, *error_answer(error, extra_headers, encode))
+            await _send(
+                send, error.http_status, *encode_error_response(error, extra_headers, encode)
+            )
             return
         writer = AsgiWriter(options.response_codec, scope)
         call = RequestContext(options, start_s, self._pipeline, writer)

@@ -34,7 +34,7 @@ class RepeatHandler:
         self.stream.consumed(self.stream.held_bytes)
         if is_end:
             body = framed(self.body[5:] * self.times)
-            self.stream.answer(HEAD_BLOCK, (body,), len(body), OK_BLOCK)
+            self.stream.send_response(HEAD_BLOCK, (body,), len(body), OK_BLOCK)
 
     def reset(self) -> None:
         """Does nothing: the handler holds nothing."""

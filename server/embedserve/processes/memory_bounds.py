@@ -51,7 +51,7 @@ WORK_BYTES = 600 << 20
 READ_BYTES_PER_VALUE = 128
 """Bytes of a JSON value or a string as a Python object."""
 DECOMPRESSED_COPIES = 2
-"""Copies of a compressed body once it is decompressed: the pieces, which are then joined."""
+"""Copies of a compressed body once it is decompressed: the chunks, which are then joined."""
 
 
 def memory_parts(

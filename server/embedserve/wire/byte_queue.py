@@ -13,24 +13,24 @@ class ByteQueue:
         nbytes: bytes in the queue.
     """
 
-    __slots__ = ("_pieces", "_start", "nbytes")
+    __slots__ = ("_chunks", "_start", "nbytes")
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._start = 0  # of the remaining bytes in the first chunk
         self.nbytes = 0
 
-    def append(self, piece: bytes) -> None:
-        pieces = self._pieces
-        self.nbytes += len(piece)
-        if len(piece) < SMALL_BYTES and pieces and len(pieces[-1]) < SMALL_BYTES:
-            pieces[-1] += piece
+    def append(self, chunk: bytes) -> None:
+        chunks = self._chunks
+        self.nbytes += len(chunk)
+        if len(chunk) < SMALL_BYTES and chunks and len(chunks[-1]) < SMALL_BYTES:
+            chunks[-1] += chunk
         else:
-            pieces.append(piece)
+            chunks.append(chunk)
 
     def front(self, nbytes: int) -> bytes:
         """Returns the first ``nbytes`` without taking them; the queue must hold as many."""
-        first, end = self._pieces[0], self._start + nbytes
+        first, end = self._chunks[0], self._start + nbytes
         if end > len(first):
             first, end = self._join(), nbytes
         return first[self._start : end]
@@ -39,7 +39,7 @@ class ByteQueue:
         """Takes the first ``nbytes``; the queue must hold as many. Omits the first ``skipped``."""
         if not nbytes:
             return b""
-        first, end = self._pieces[0], self._start + nbytes
+        first, end = self._chunks[0], self._start + nbytes
         if end > len(first):
             if nbytes == self.nbytes and not self._start:
                 return self._take_all(skipped)
@@ -48,7 +48,7 @@ class ByteQueue:
         self._start = end
         self.nbytes -= nbytes
         if end == len(first):
-            del self._pieces[0]
+            del self._chunks[0]
             self._start = 0
         return taken
 
@@ -57,14 +57,14 @@ class ByteQueue:
 
     def _take_all(self, skipped: int) -> bytes:
         """Takes all bytes of several chunks with a single copy."""
-        pieces, self._pieces = self._pieces, []
+        chunks, self._chunks = self._chunks, []
         self.nbytes = 0
-        if skipped > len(pieces[0]):
-            return b"".join(pieces)[skipped:]
-        return b"".join((memoryview(pieces[0])[skipped:], *pieces[1:]))
+        if skipped > len(chunks[0]):
+            return b"".join(chunks)[skipped:]
+        return b"".join((memoryview(chunks[0])[skipped:], *chunks[1:]))
 
     def _join(self) -> bytes:
-        first, *rest = self._pieces
+        first, *rest = self._chunks
         whole = b"".join((memoryview(first)[self._start :], *rest))
-        self._pieces, self._start = [whole], 0
+        self._chunks, self._start = [whole], 0
         return whole

@@ -306,10 +306,10 @@ def _header(metadata: Iterable[tuple[str, str | bytes]], name: bytes) -> bytes |
 
 
 def _unary(function: Callable[[bytes], bytes]) -> grpc.RpcMethodHandler:
-    return grpc.unary_unary_rpc_method_handler(partial(_answer, function))
+    return grpc.unary_unary_rpc_method_handler(partial(_call, function))
 
 
-async def _answer(
+async def _call(
     function: Callable[[bytes], bytes], body: bytes, context: grpc.aio.ServicerContext
 ) -> bytes:
     try:

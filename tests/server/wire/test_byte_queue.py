@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from embedserve.wire.byte_queue import SMALL_BYTES, ByteQueue
 
-BYTES_PER_SMALL_PIECE_MAX = 2.0
+BYTES_PER_SMALL_CHUNK_MAX = 2.0
 SIZES = st.one_of(st.integers(0, 8), st.integers(SMALL_BYTES - 2, SMALL_BYTES + 2))
 
 
@@ -17,27 +17,27 @@ SIZES = st.one_of(st.integers(0, 8), st.integers(SMALL_BYTES - 2, SMALL_BYTES + 
     st.lists(st.tuples(SIZES, st.lists(st.tuples(SIZES, st.integers(0, 6)), max_size=4))),
 )
 def test_taken_bytes_equal_appended_bytes(rounds: list[tuple[int, list[tuple[int, int]]]]) -> None:
-    pieces, expected, number = ByteQueue(), b"", 0
+    queue, expected, number = ByteQueue(), b"", 0
     for size, takes in rounds:
-        piece = bytes((number + i) % 251 for i in range(size))
+        chunk = bytes((number + i) % 251 for i in range(size))
         number += size
-        pieces.append(piece)
-        expected += piece
+        queue.append(chunk)
+        expected += chunk
         for wanted, skipped in takes:
             nbytes = min(wanted, len(expected))
             if nbytes:
-                assert pieces.front(nbytes) == expected[:nbytes]
-            assert pieces.take(nbytes, skipped) == expected[:nbytes][skipped:]
+                assert queue.front(nbytes) == expected[:nbytes]
+            assert queue.take(nbytes, skipped) == expected[:nbytes][skipped:]
             expected = expected[nbytes:]
-            assert pieces.nbytes == len(expected)
-    assert pieces.take_all() == expected
-    assert pieces.nbytes == 0
+            assert queue.nbytes == len(expected)
+    assert queue.take_all() == expected
+    assert queue.nbytes == 0
 
 
 def test_body_of_single_bytes_has_little_memory_overhead() -> None:
-    pieces, count = ByteQueue(), 100_000
+    queue, count = ByteQueue(), 100_000
     for _ in range(count):
-        pieces.append(b"x")
-    held = sum(map(sys.getsizeof, pieces._pieces)) + sys.getsizeof(pieces._pieces)
-    assert held < BYTES_PER_SMALL_PIECE_MAX * count
-    assert pieces.take_all() == b"x" * count
+        queue.append(b"x")
+    held = sum(map(sys.getsizeof, queue._chunks)) + sys.getsizeof(queue._chunks)
+    assert held < BYTES_PER_SMALL_CHUNK_MAX * count
+    assert queue.take_all() == b"x" * count

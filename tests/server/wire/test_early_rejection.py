@@ -48,7 +48,7 @@ def ids_of(router: Router) -> Callable[[Headers], list[bytes]]:
         block = encode(headers)
         frames = peer.send(*[raw(1, 0x5, 2 * i + 1, block) for i in range(NUMBER)])
         answers = of(frames, HeadersFrame)
-        return [dict(peer.answer_headers(one))[b"x-request-id"] for one in answers]
+        return [dict(peer.response_headers(one))[b"x-request-id"] for one in answers]
 
     return send_requests
 

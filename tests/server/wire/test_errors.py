@@ -27,7 +27,7 @@ from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.grpc.statuses import error_block
-from embedserve.wire.rest.headers import error_answer
+from embedserve.wire.rest.headers import encode_error_response
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -191,7 +191,7 @@ def test_error_messages_are_shortened(character: str) -> None:
     error = InvalidRequestError(character * 1_000_000, character * 1_000_000)
     assert len(str(error)) == len(error.message) < 5000
     assert len(error.field) < 1000
-    assert len(error_answer(error, [])[1]) < 64 << 10
+    assert len(encode_error_response(error, [])[1]) < 64 << 10
     assert len(error_block(error)) < 8 << 10
 
 

@@ -83,7 +83,7 @@ class ManagementPeer(Peer):
         self.take()
         found = of(self.seen, HeadersFrame)
         self.seen.clear()
-        return {one.stream_id: int(dict(self.answer_headers(one))[b":status"]) for one in found}
+        return {one.stream_id: int(dict(self.response_headers(one))[b":status"]) for one in found}
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.wire.connections import LingeringClose
-from embedserve.wire.http1.connection import PIECE_BYTES as HTTP1_PIECE_BYTES
+from embedserve.wire.http1.connection import CHUNK_BYTES as HTTP1_CHUNK_BYTES
 from embedserve.wire.http1.connection import Http1Connection
 from embedserve.wire.http1.stream import Http1Stream
 from embedserve.wire.http2.frames import PREFACE
 
 SENT_BYTES = 16 << 20
-PIECE_BYTES_MAX = 256 << 10
+ITERATION_BYTES_MAX = 256 << 10
 LIMITS = Limits()
 
 
@@ -50,7 +50,7 @@ async def test_large_body_is_read_in_chunks_between_other_connections(
     writer.close()
     assert status == 413  # of its cost, which is known once the body is whole
     assert turns.nbytes.total() >= SENT_BYTES
-    assert max(turns.nbytes.values()) <= PIECE_BYTES_MAX
+    assert max(turns.nbytes.values()) <= ITERATION_BYTES_MAX
 
 
 async def test_immediately_rejected_requests_are_processed_in_portions(
@@ -66,7 +66,7 @@ async def test_immediately_rejected_requests_are_processed_in_portions(
 
     monkeypatch.setattr(Http1Connection, "response_sent", count)
     rejected_request = b"GET /embed HTTP/1.1\r\nHost:a\r\n\r\n"
-    number = 8 * HTTP1_PIECE_BYTES // len(rejected_request)
+    number = 8 * HTTP1_CHUNK_BYTES // len(rejected_request)
     reader, writer = await server.open()
     writer.write(rejected_request * number + get("/health/live", "Connection: close"))
     statuses = [(await read_response(reader))[0] for _ in range(number + 1)]
@@ -74,7 +74,7 @@ async def test_immediately_rejected_requests_are_processed_in_portions(
     assert await reader.read() == b""
     writer.close()
     assert turns.nbytes.total() == number + 1
-    assert max(turns.nbytes.values()) <= 1 + HTTP1_PIECE_BYTES // len(rejected_request)
+    assert max(turns.nbytes.values()) <= 1 + HTTP1_CHUNK_BYTES // len(rejected_request)
 
 
 async def test_discarded_input_is_processed_in_portions(
@@ -94,5 +94,5 @@ async def test_discarded_input_is_processed_in_portions(
     await reader.read()
     writer.write(bytes(SENT_BYTES))
     await until(lambda: turns.nbytes.total() >= SENT_BYTES)
-    assert max(turns.nbytes.values()) <= PIECE_BYTES_MAX
+    assert max(turns.nbytes.values()) <= ITERATION_BYTES_MAX
     writer.close()

@@ -55,7 +55,7 @@ from embedserve.wire.http_stream import Headers
 
 logger = logging.getLogger(__name__)
 
-ANSWER_BYTES_MAX = 64 << 20
+STREAM_RESPONSE_BYTES_MAX = 64 << 20
 """Bytes of one stream's responses that are pending or unsent; one request above it is accepted."""
 UNARY_WORK = 2048
 """Work units (WORK_PER_TURN) of a call without a lookup; a byte of its response costs one more."""
@@ -124,7 +124,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
         self._context = None
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
         end = OK_BLOCK if headers is None else OK_BLOCK + encode(headers)
-        # Stream.answer without its call, as this runs for every request.
+        # Stream.send_response without its call, as this runs for every request.
         stream.connection.frame_writer.write_response(
             stream, HEAD_BLOCK, (prefix, *chunks), nbytes + PREFIX_BYTES, end
         )
@@ -166,8 +166,8 @@ class GrpcUnaryCall:
             if message is None:
                 return
             assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline
-            answer = framed(self._function(message))
-            self._stream.connection.spend_turn(UNARY_WORK + len(answer))
+            response = framed(self._function(message))
+            self._stream.connection.spend_turn(UNARY_WORK + len(response))
         except WireError as error:
             self._end(wire_error_trailers(error))
         except EmbedServeError as error:
@@ -176,7 +176,7 @@ class GrpcUnaryCall:
             logger.exception("a call failed")
             self._end(error_trailers(EngineError(INTERNAL)))
         else:
-            self._stream.answer(HEAD_BLOCK, (answer,), len(answer), OK_BLOCK)
+            self._stream.send_response(HEAD_BLOCK, (response,), len(response), OK_BLOCK)
 
     def _end(self, trailers: Headers) -> None:
         extra_trailers = request_id_header(self._headers.get(REQUEST_ID))
@@ -301,7 +301,7 @@ class BidiCall:
 
     def has_room(self) -> bool:
         """Returns whether another message may be taken."""
-        return self._stream.unsent_bytes < ANSWER_BYTES_MAX
+        return self._stream.unsent_bytes < STREAM_RESPONSE_BYTES_MAX
 
     def is_idle(self) -> bool:
         """Returns whether all messages taken have been answered."""

@@ -17,7 +17,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
-from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiCall
+from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
 from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, LargeMessage, WireError
 from embedserve.wire.grpc.statuses import wire_error_trailers
 from embedserve.wire.http2.stream import Stream
@@ -113,7 +113,7 @@ class EmbedStream(BidiCall):
         encoding: bytes,
         headers: Mapping[bytes, bytes],
         stream: Stream,
-        answer_bytes_max: int = ANSWER_BYTES_MAX,
+        response_bytes_max: int = STREAM_RESPONSE_BYTES_MAX,
     ) -> None:
         bytes_max = pipeline.limits.body_bytes_max
         super().__init__(encoding, headers, stream, bytes_max, BODY_LIMIT)
@@ -121,8 +121,8 @@ class EmbedStream(BidiCall):
         self._authorization = headers.get(b"authorization")
         self.pipeline = pipeline
         self._responses: deque[StreamedResponse] = deque()
-        self._answer_bytes = 0
-        self._answer_bytes_max = answer_bytes_max
+        self._response_bytes = 0
+        self._response_bytes_max = response_bytes_max
         self._draining_since_s = 0.0
         timeout_s = options.timeout_s
         self.deadline_s = float("inf") if timeout_s is None else perf_counter() + timeout_s
@@ -130,7 +130,7 @@ class EmbedStream(BidiCall):
     def has_room(self) -> bool:
         return (
             len(self._responses) < REQUESTS_MAX
-            and self._answer_bytes + self._stream.unsent_bytes < self._answer_bytes_max
+            and self._response_bytes + self._stream.unsent_bytes < self._response_bytes_max
         )
 
     def is_idle(self) -> bool:
@@ -164,10 +164,10 @@ class EmbedStream(BidiCall):
         if context is None:
             return
         batcher = context.batcher
-        nbytes = self._answer_bytes_max
+        nbytes = self._response_bytes_max
         if batcher is not None:
             nbytes = context.request.response_bytes(batcher.model)
-        self._answer_bytes += nbytes - response.reserved_bytes
+        self._response_bytes += nbytes - response.reserved_bytes
         response.reserved_bytes = nbytes
 
     def write_those_done(self, response: StreamedResponse) -> bool:
@@ -180,7 +180,7 @@ class EmbedStream(BidiCall):
             return False
         while responses and responses[0].context is None:
             first = responses.popleft()
-            self._answer_bytes -= first.reserved_bytes
+            self._response_bytes -= first.reserved_bytes
             self.write(first.chunks, first.nbytes)
         self.take_messages()
         return True

@@ -144,15 +144,15 @@ class Deframer:
         self._bytes_max = bytes_max
         self._limit = limit
         self._encoding = encoding
-        self._pieces = ByteQueue()
+        self._buffered = ByteQueue()
         self.work = 0
 
     @property
     def nbytes(self) -> int:
-        return self._pieces.nbytes
+        return self._buffered.nbytes
 
     def feed(self, chunk: bytes) -> None:
-        self._pieces.append(chunk)
+        self._buffered.append(chunk)
 
     def next_message(self) -> bytes | LargeMessage | None:
         """Returns the next message, or None if it is incomplete.
@@ -161,16 +161,16 @@ class Deframer:
             WireError: RESOURCE_EXHAUSTED, the message is too large; INTERNAL, it cannot be
                 decompressed.
         """
-        pieces = self._pieces
-        if pieces.nbytes < PREFIX_BYTES:
+        buffered = self._buffered
+        if buffered.nbytes < PREFIX_BYTES:
             return None
-        flag, size = PREFIX.unpack(pieces.front(PREFIX_BYTES))
+        flag, size = PREFIX.unpack(buffered.front(PREFIX_BYTES))
         if size > self._bytes_max:
             raise self._too_large(size)
-        if pieces.nbytes < PREFIX_BYTES + size:
+        if buffered.nbytes < PREFIX_BYTES + size:
             return None
         self.work += MESSAGE_WORK
-        message = pieces.take(PREFIX_BYTES + size, PREFIX_BYTES)
+        message = buffered.take(PREFIX_BYTES + size, PREFIX_BYTES)
         if flag == 0:
             return message
         if flag != 1 or self._encoding == b"identity":
@@ -179,11 +179,11 @@ class Deframer:
 
     def drop(self) -> None:
         """Drops the buffered bytes, after the call has ended."""
-        self._pieces = ByteQueue()
+        self._buffered = ByteQueue()
 
     def check_end(self) -> None:
         """Raises WireError (INTERNAL) if the body ended within a message."""
-        if self._pieces.nbytes:
+        if self._buffered.nbytes:
             raise WireError("INTERNAL", "the request ended within a message")
 
     def check_size(self) -> int:
@@ -192,10 +192,10 @@ class Deframer:
         Raises:
             WireError: RESOURCE_EXHAUSTED, the message is too large.
         """
-        nbytes = self._pieces.nbytes
+        nbytes = self._buffered.nbytes
         if nbytes < PREFIX_BYTES:
             return 0
-        size: int = PREFIX.unpack(self._pieces.front(PREFIX_BYTES))[1]
+        size: int = PREFIX.unpack(self._buffered.front(PREFIX_BYTES))[1]
         if size > self._bytes_max:
             raise self._too_large(size)
         return max(0, PREFIX_BYTES + size - nbytes)

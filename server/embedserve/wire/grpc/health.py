@@ -43,8 +43,8 @@ class HealthStatuses:
         return _RESPONSE.SERVING if self._is_ready() else _RESPONSE.NOT_SERVING
 
     def response(self, status: Any) -> bytes:
-        answer: bytes = _RESPONSE(status=status).SerializeToString()
-        return answer
+        response: bytes = _RESPONSE(status=status).SerializeToString()
+        return response
 
 
 def _service(message: bytes) -> str:
@@ -84,8 +84,8 @@ class Watch(BidiCall):
         status = self._health.status(self._service)
         if status != self._told:
             self._told = status
-            answer = self._health.response(status)
-            self.write((answer,), len(answer))
+            response = self._health.response(status)
+            self.write((response,), len(response))
 
     def is_idle(self) -> bool:
         return self._is_draining or self._service is None

@@ -36,5 +36,5 @@ class ServerReflection(BidiCall):
         except DecodeError as error:
             raise WireError("INTERNAL", f"not a ServerReflectionRequest: {error}") from error
         for response in self._servicer.ServerReflectionInfo(iter((request,)), None):
-            answer = response.SerializeToString()
-            self.write((answer,), len(answer))
+            message = response.SerializeToString()
+            self.write((message,), len(message))

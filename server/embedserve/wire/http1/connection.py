@@ -1,7 +1,7 @@
 """HTTP/1 connection: requests are answered one at a time, in order.
 
 Malformed requests are answered with the JSON error format. Pipelined requests are not parsed ahead
-of the request being answered, except for those in the same chunk of PIECE_BYTES, which are queued.
+of the request being answered, except for those in the same chunk of CHUNK_BYTES, which are queued.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 75.0
 """Seconds until an idle connection is closed; longer than the idle timeout of usual proxies."""
 HEAD_S_MAX = 10.0
 """Seconds the headers of a request may take to arrive."""
-PIECE_BYTES = 4 << 10
+CHUNK_BYTES = 4 << 10
 """Bytes parsed before the parser checks for a pipelined request and stops. Bounds the event-loop
 time of the shortest requests sent in one segment."""
 COPY_BYTES_MAX = 64 << 10
@@ -72,7 +72,7 @@ class Http1Connection(asyncio.Protocol):
         self.is_read_paused = self.is_write_paused = False
         self._held: list[bytes] = []  # received behind the request being answered
         self._streams: deque[Http1Stream] = deque()  # being answered, then those queued
-        self._is_advancing = self._has_answered = self._is_take_due = False
+        self._is_advancing = self._has_responded = self._is_take_due = False
         self._is_draining = self._has_ended = False
         self._idle_since_s = 0.0
         self._unsent: UnsentMemory | None = None
@@ -105,21 +105,21 @@ class Http1Connection(asyncio.Protocol):
     def parse(self, data: bytes) -> None:
         """Parses requests until one must wait for an earlier response; holds the rest.
 
-        After a piece with requests that were answered at once, other connections have their turn.
+        After a chunk with requests that were answered immediately, it yields to other connections.
         """
-        for start in range(0, len(data), PIECE_BYTES):
+        for start in range(0, len(data), CHUNK_BYTES):
             if self._has_ended:
                 return
-            if self._has_answered and start:
+            if self._has_responded and start:
                 self.hold(data[start:])
                 self.take_held_soon()
                 return
             if not self._may_parse():
                 self.hold(data[start:])
                 return
-            self._has_answered = False
+            self._has_responded = False
             try:
-                self._parser.feed(data[start : start + PIECE_BYTES])
+                self._parser.feed(data[start : start + CHUNK_BYTES])
             except EmbedServeError as error:
                 self.reject(error)
                 return
@@ -219,7 +219,7 @@ class Http1Connection(asyncio.Protocol):
     def response_sent(self, stream: Http1Stream) -> None:
         """Continues after the response to ``stream``, the first request, is written."""
         self._streams.popleft()
-        self._has_answered = True
+        self._has_responded = True
         self._idle_since_s = perf_counter()
         if stream.is_last:
             self._drop_streams()

@@ -26,7 +26,7 @@ from embedserve.wire.http1.connection import Http1Connection
 from embedserve.wire.http1.header_checks import BLANKS
 from embedserve.wire.http1.header_templates import HeaderTemplate, HeaderTemplateCache
 from embedserve.wire.http1.stream import CLOSE, STATUS_LINES, lines_of
-from embedserve.wire.rest.headers import answer_headers, error_answer
+from embedserve.wire.rest.headers import content_headers, encode_error_response
 from embedserve.wire.router import Router
 
 
@@ -149,14 +149,14 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         codec = self._context.options.response_codec
         content_type, more = codec.content_type, b"" if headers is None else lines_of(headers)
         if codec.head_bytes is not None:
-            (_, content_type), *others = answer_headers(codec, chunks)
+            (_, content_type), *others = content_headers(codec, chunks)
             more += lines_of(others)
         self._write(STATUS_LINES[200], content_type, more, chunks, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         assert self._context is not None
         encode = self._context.options.response_codec.encode_error
-        ((_, content_type), *more), body = error_answer(error, headers, encode)
+        ((_, content_type), *more), body = encode_error_response(error, headers, encode)
         line = STATUS_LINES[error.http_status]
         self._write(line, content_type, lines_of(more), (body,), len(body))
 

@@ -44,7 +44,7 @@ from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import TokenBucket
 from embedserve.wire.http2.turns import (
     FRAMES_PER_TURN,
-    HEADERS_ANSWER_WORK,
+    HEADERS_ONLY_WORK,
     IDLE_BYTES,
     IDLE_WORK,
     WORK_PER_TURN,
@@ -263,7 +263,7 @@ class Http2Connection:
         self.streams[stream_id] = stream
         handler = route.make_handler(stream)
         if stream.is_sent:
-            self.spend_turn(HEADERS_ANSWER_WORK)
+            self.spend_turn(HEADERS_ONLY_WORK)
             return
         stream.handler = handler
         if body is not None:

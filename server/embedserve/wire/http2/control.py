@@ -44,7 +44,7 @@ class ControlFrames:
         self._connection = connection
         self._frame_writer = connection.frame_writer
         self._updates = TokenBucket()  # of those that no frame of a response explains
-        self._updates_left = self._answer_frames_seen = 0
+        self._updates_left = self._response_frames_seen = 0
         self._on_frame = {
             PRIORITY: self._on_priority,
             RST_STREAM: self._on_rst_stream,
@@ -156,8 +156,8 @@ class ControlFrames:
         if stream_id and stream is None and not self._connection.was_opened(stream_id):
             raise violation(f"WINDOW_UPDATE of stream {stream_id}, which was not opened")
         if not self._updates_left:
-            frames_sent = self._frame_writer.answer_frames - self._answer_frames_seen
-            self._answer_frames_seen += frames_sent
+            frames_sent = self._frame_writer.response_frames - self._response_frames_seen
+            self._response_frames_seen += frames_sent
             self._updates_left = min(UPDATES_MAX, UPDATES_PER_FRAME * frames_sent)
         if self._updates_left:
             self._updates_left -= 1

@@ -49,7 +49,7 @@ class FrameWriter:
         out: bytes to write, in order.
         write: function that writes a response directly while ``out`` is empty.
         unsent_bytes: unsent body bytes of all streams.
-        answer_frames: number of DATA frames sent so far, and of other frames that end a response.
+        response_frames: number of DATA frames sent so far, and of other frames that end a response.
         fresh: streams that have written since the last ``detach_small_bodies``.
         ready: streams with unsent data and an open stream window.
         blocked_streams: streams blocked by their flow-control window, by stream identifier.
@@ -60,12 +60,12 @@ class FrameWriter:
         "_given_bytes",
         "_stuck_since_s",
         "_whole_bytes_max",
-        "answer_frames",
         "blocked_streams",
         "frame_bytes_max",
         "fresh",
         "out",
         "ready",
+        "response_frames",
         "stream_window",
         "unsent_bytes",
         "window",
@@ -79,7 +79,7 @@ class FrameWriter:
         self.out: list[bytes | memoryview] = []
         self.write: Callable[[bytes], None] = self.out.append
         self.unsent_bytes = 0
-        self.answer_frames = 0
+        self.response_frames = 0
         self.blocked_streams: dict[int, Stream] = {}
         self.ready: deque[Stream] = deque()
         self.fresh: list[Stream] = []
@@ -110,21 +110,21 @@ class FrameWriter:
             self.end(stream, tail)
             return
         self.window -= nbytes
-        self.answer_frames += 1
+        self.response_frames += 1
         number, pack = stream.id, HEAD.pack
         head_head = pack(0, len(head), HEADERS, END_HEADERS, number)
         if tail:
             body_head = pack(0, nbytes, DATA, 0, number)
             tail_head = pack(0, len(tail), HEADERS, END_HEADERS_AND_STREAM, number)
-            pieces = (head_head, head, body_head, *chunks, tail_head, tail)
+            buffers = (head_head, head, body_head, *chunks, tail_head, tail)
         else:
             body_head = pack(0, nbytes, DATA, END_STREAM, number)
-            pieces = (head_head, head, body_head, *chunks)
+            buffers = (head_head, head, body_head, *chunks)
         connection = stream.connection
         # With other streams open the response waits for the flush: more responses of the same
         # batch may be written together with it.
         is_lone = len(connection.streams) == 1 and not self.out
-        (self.write if is_lone else self.out.append)(b"".join(pieces))
+        (self.write if is_lone else self.out.append)(b"".join(buffers))
         connection.response_queued(stream)
 
     def write_headers(self, stream: Stream, block: bytes, is_end: bool) -> None:
@@ -139,7 +139,7 @@ class FrameWriter:
         self._block(stream.id, block, flags)
         if is_end:
             stream.is_sent = True
-            self.answer_frames += 1
+            self.response_frames += 1
         stream.connection.sent(stream)
 
     def _block(self, stream_id: int, block: bytes, flags: int) -> None:
@@ -250,7 +250,7 @@ class FrameWriter:
                 out.append(chunk[start - size : start])
         out.append(frames.head(len(chunk) - start, DATA, flags, stream.id))
         out.append(chunk[start:])
-        self.answer_frames += 1 + start // size
+        self.response_frames += 1 + start // size
 
     def _has_sent(self, stream: Stream) -> None:
         """Ends or resumes a stream after all of its queued body was framed."""
@@ -273,7 +273,7 @@ class FrameWriter:
         else:
             self.out.append(frames.head(0, DATA, END_STREAM, stream.id))
         stream.is_sent = True
-        self.answer_frames += 1
+        self.response_frames += 1
 
     def stuck_s(self, now_s: float) -> float:
         """Returns for how many seconds responses have waited for the connection window.

@@ -138,8 +138,8 @@ def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[by
         joined payload, flags of the last frame, and position where that frame ends.
     """
     view = memoryview(data)
-    pieces, last_head, flags = [view[start:after]], len(data) - HEAD_BYTES, 0
-    while after <= last_head and not flags and len(pieces) < RUN_FRAMES_MAX:
+    payloads, last_head, flags = [view[start:after]], len(data) - HEAD_BYTES, 0
+    while after <= last_head and not flags and len(payloads) < RUN_FRAMES_MAX:
         upper, lower, kind, more_flags, number = HEAD.unpack_from(data, after)
         start = after + HEAD_BYTES
         end = start + (upper << 16 | lower)
@@ -152,9 +152,9 @@ def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[by
             or (end - start < RUN_FRAME_BYTES_MIN and not more_flags)
         ):
             break
-        pieces.append(view[start:end])
+        payloads.append(view[start:end])
         after, flags = end, more_flags
-    return b"".join(pieces), flags, after
+    return b"".join(payloads), flags, after
 
 
 def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:

@@ -78,7 +78,7 @@ class Stream:
         self.tail: bytes | None = None
         self.parked_s = 0.0
 
-    def answer(
+    def send_response(
         self, head: bytes, chunks: Sequence[bytes | memoryview], nbytes: int, tail: bytes
     ) -> None:
         """Sends a complete response: header block, body, and header block of trailers (or b"")."""
@@ -101,7 +101,7 @@ class Stream:
     ) -> None:
         length = (b"content-length", b"%d" % nbytes)
         head = encode([(b":status", b"%d" % status), *headers, length])
-        self.answer(head, chunks, nbytes, b"")
+        self.send_response(head, chunks, nbytes, b"")
 
     def start_response(self, status: int, headers: Headers, *, is_end: bool = False) -> None:
         self.send_head(encode([(b":status", b"%d" % status), *headers]), is_end=is_end)

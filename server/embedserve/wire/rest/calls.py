@@ -19,9 +19,9 @@ from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.rest.headers import (
     EmbedRoute,
-    answer_headers,
     check_method,
-    error_answer,
+    content_headers,
+    encode_error_response,
     error_encoder,
     read_headers,
 )
@@ -86,7 +86,7 @@ class RestCall(CallWriter[HttpStream]):
         self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         self._context = None
-        fixed = answer_headers(self._options.response_codec, chunks)
+        fixed = content_headers(self._options.response_codec, chunks)
         self._stream.respond(200, [*fixed, *(headers or ())], chunks, nbytes)
 
     def end(self, error: EmbedServeError, headers: HeaderList) -> None:
@@ -105,7 +105,7 @@ def write_error(
 
     ``headers`` are extra headers, such as the request id.
     """
-    headers, body = error_answer(error, headers, encode_error)
+    headers, body = encode_error_response(error, headers, encode_error)
     if method == b"HEAD":
         length = (b"content-length", b"%d" % len(body))
         stream.start_response(error.http_status, [*headers, length], is_end=True)

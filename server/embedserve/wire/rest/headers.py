@@ -194,7 +194,7 @@ def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
     return HeadersTooLargeError(f"the headers have {count} {of}, the limit is {limit}")
 
 
-def answer_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
+def content_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
     """Returns the headers of a response encoded by ``codec``, without content-length."""
     json_bytes = 0 if codec.head_bytes is None else codec.head_bytes(chunks)
     if not json_bytes:
@@ -202,7 +202,7 @@ def answer_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
     return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]
 
 
-def error_answer(
+def encode_error_response(
     error: EmbedServeError, extra_headers: HeaderList, encode: EncodeError = json_codec.encode_error
 ) -> tuple[Headers, bytes]:
     """Returns (headers without content-length, body) of the response to ``error``.
@@ -211,12 +211,18 @@ def error_answer(
     come last.
     """
     kind = type(error)
-    headers, body = _error_answer(kind, error.message, error.field, error.retry_after_s, encode)  # type: ignore[arg-type]  # a class has a hash
+    headers, body = _cached_error_response(
+        kind,  # type: ignore[arg-type]  # a class has a hash
+        error.message,
+        error.field,
+        error.retry_after_s,
+        encode,
+    )
     return [*headers, *extra_headers], body
 
 
 @lru_cache(ERRORS_MAX)
-def _error_answer(
+def _cached_error_response(
     kind: type[EmbedServeError], message: str, field: str, retry_after_s: int, encode: EncodeError
 ) -> tuple[Headers, bytes]:
     """Encodes an error response. Cached, because overload and rate limits repeat the same error."""

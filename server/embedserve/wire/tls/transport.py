@@ -16,7 +16,7 @@ from typing import Any
 
 from embedserve.access.authenticator import CERTIFICATE, Certificate, certificate_of
 
-PIECE_BYTES = 16 << 10
+CHUNK_BYTES = 16 << 10
 """Encrypted bytes passed to OpenSSL at a time; bounds the work on many empty records."""
 RECORD_BYTES = 16 << 10
 """Bytes of the largest TLS record."""
@@ -128,14 +128,14 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         try:
             is_on = True
             while is_on:
-                is_on = self._decrypt_piece(chunks)
+                is_on = self._decrypt_chunk(chunks)
         except ssl.SSLError as error:
             problem = error
             self._has_left, self._encrypted = False, b""
         return chunks[0] if len(chunks) == 1 else b"".join(chunks), problem
 
-    def _decrypt_piece(self, chunks: list[bytes]) -> bool:
-        """Decrypts up to PIECE_BYTES of input into ``chunks``.
+    def _decrypt_chunk(self, chunks: list[bytes]) -> bool:
+        """Decrypts up to CHUNK_BYTES of input into ``chunks``.
 
         Returns whether to continue: False if no input is left or other connections come first.
 
@@ -145,8 +145,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         incoming = self._incoming
         if not self._has_left:
             encrypted = self._encrypted
-            incoming.write(encrypted[:PIECE_BYTES])
-            self._encrypted = encrypted[PIECE_BYTES:]
+            incoming.write(encrypted[:CHUNK_BYTES])
+            self._encrypted = encrypted[CHUNK_BYTES:]
         has_plain = False
         try:
             while True:

@@ -49,7 +49,7 @@ class GrpcPeer(Peer):
     def take(self) -> list[Frame]:
         frames = super().take()
         for frame in of(frames, HeadersFrame):
-            headers = dict(self.answer_headers(frame))
+            headers = dict(self.response_headers(frame))
             if "END_STREAM" in frame.flags:
                 self.trailers[frame.stream_id] = headers
         return frames

@@ -101,7 +101,7 @@ def test_unexpected_error_ends_only_its_own_stream(caplog: pytest.LogCaptureFixt
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
     peer.send(data(3, framed(b"x")))
     assert messages == [b"x", b"x"]
-    end = dict(peer.answer_headers(first[0]))
+    end = dict(peer.response_headers(first[0]))
     assert (end[b"grpc-status"], b"secret" in end[b"grpc-message"]) == (b"13", False)
     assert caplog.text.count("ZeroDivisionError: secret of the server") == 1
 

@@ -16,7 +16,7 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.pipeline import UPLOAD_S_MAX
 from embedserve.wire.asgi import MANAGEMENT_BODY_BYTES_MAX
-from embedserve.wire.http1.connection import HEAD_S_MAX, PIECE_BYTES
+from embedserve.wire.http1.connection import CHUNK_BYTES, HEAD_S_MAX
 from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.http1.stream import CONTINUE
 from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
@@ -212,7 +212,7 @@ async def test_endless_headers_are_rejected_at_the_byte_limit(
     server: OurServer, raw_headers: bytes
 ) -> None:
     reader, writer = await server.open()
-    writer.write(raw_headers + b"a" * (HEAD_BYTES_MAX + 3 * PIECE_BYTES))
+    writer.write(raw_headers + b"a" * (HEAD_BYTES_MAX + 3 * CHUNK_BYTES))
     assert error_of(await read_response(reader))["message"].endswith("the limit is 16384")
     writer.close()
 
@@ -229,7 +229,7 @@ async def test_pipelined_requests_parsed_ahead_are_bounded_by_one_chunk(server: 
         assert (await read_response(reader))[0] == 404
         (connection,) = server.http1()
         most = max(most, len(connection._streams))
-    assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # a request began in the previous chunk
+    assert 0 < most <= CHUNK_BYTES // len(get("/x")) + 1  # a request began in the previous chunk
     writer.close()
 
 

@@ -160,7 +160,7 @@ class Peer:
         assert not of(received, RstStreamFrame, GoAwayFrame), received
         return self.handlers[stream_id]
 
-    def answer_headers(self, frame: Frame) -> Headers:
+    def response_headers(self, frame: Frame) -> Headers:
         """Decodes a received HEADERS frame. The caller passes each frame once, in order."""
         assert isinstance(frame, HeadersFrame)
         return list(self.decoder.decode(frame.data, raw=True))

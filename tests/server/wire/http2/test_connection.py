@@ -40,7 +40,7 @@ OK = encode([(b":status", b"200")])
 
 
 def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
-    peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
+    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), b"")
     return peer.take()
 
 
@@ -96,7 +96,7 @@ def test_handler_receives_the_request_and_its_response_is_sent() -> None:
     peer.send(data(1, b"c", is_end=True))
     assert (handler.body, handler.is_complete) == (b"abc", True)
     head, body = respond(peer, 1, b"xyz")
-    assert peer.answer_headers(head) == [(b":status", b"200")]
+    assert peer.response_headers(head) == [(b":status", b"200")]
     assert isinstance(body, DataFrame)
     assert (body.data, set(body.flags)) == (b"xyz", {"END_STREAM"})
     assert peer.connection.streams == {}

@@ -34,7 +34,7 @@ from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import IDLE_WORK_MAX
 from embedserve.wire.http2.turns import (
     FRAMES_PER_TURN,
-    HEADERS_ANSWER_WORK,
+    HEADERS_ONLY_WORK,
     IDLE_BYTES,
     IDLE_WORK,
     WORK_PER_TURN,
@@ -45,7 +45,7 @@ OK = encode([(b":status", b"200")])
 
 
 def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
-    peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
+    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), b"")
     return peer.take()
 
 
@@ -239,7 +239,7 @@ def test_requests_answered_from_their_headers_take_several_iterations(body: byte
     peer.connection.receive(b"".join(request(3 + 2 * i) for i in range(number)))
     assert peer.connection.has_more
     received = len(of(peer.take(), HeadersFrame))
-    assert received == WORK_PER_TURN // HEADERS_ANSWER_WORK
+    assert received == WORK_PER_TURN // HEADERS_ONLY_WORK
     assert len(of(peer.send(), HeadersFrame)) == number - received
 
 

@@ -35,7 +35,7 @@ LARGE = np.random.default_rng(0).integers(0, 256, 7_000_000, np.uint8).tobytes()
 
 
 def respond(peer: Peer, stream_id: int, body: bytes, tail: bytes = b"") -> None:
-    peer.handlers[stream_id].stream.answer(OK, (body,), len(body), tail)
+    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), tail)
 
 
 @pytest.mark.parametrize("tail", [b"", TAIL])
@@ -63,9 +63,9 @@ def test_first_header_block_sets_the_table_size_to_zero() -> None:
     first, _, tail = peer.take()
     assert isinstance(first, HeadersFrame)
     assert first.data == b"\x20" + OK
-    assert peer.answer_headers(first) == [(b":status", b"200")]
+    assert peer.response_headers(first) == [(b":status", b"200")]
     assert peer.decoder.header_table_size == 0
-    assert peer.answer_headers(tail) == [(b"grpc-status", b"0")]
+    assert peer.response_headers(tail) == [(b"grpc-status", b"0")]
 
 
 def test_long_header_block_is_split_into_continuations() -> None:
@@ -215,7 +215,7 @@ def test_unsent_body_is_freed_when_its_stream_ends(how: str) -> None:
     peer.open(1)
     values = np.zeros(2_000_000, np.uint8)
     kept = weakref.ref(values)
-    peer.handlers[1].stream.answer(OK, (values.data,), values.nbytes, b"")
+    peer.handlers[1].stream.send_response(OK, (values.data,), values.nbytes, b"")
     del values
     peer.take()
     assert peer.connection.frame_writer.unsent_bytes == 2_000_000 - WINDOW
@@ -236,7 +236,7 @@ def test_small_blocked_response_does_not_keep_its_batch_in_memory() -> None:
     batch = np.arange(KEPT_BYTES_MIN, dtype=np.uint8)
     kept = weakref.ref(batch)
     part = batch[100:1100]
-    peer.handlers[1].stream.answer(OK, (b"prefix", part.data), 1006, TAIL)
+    peer.handlers[1].stream.send_response(OK, (b"prefix", part.data), 1006, TAIL)
     peer.take()
     expected = b"prefix" + part.tobytes()
     del batch, part
@@ -251,7 +251,7 @@ def test_streamed_body_is_sent_chunk_by_chunk_and_resumes_its_handler() -> None:
     stream = handler.stream
     stream.send_head(OK)
     (head,) = peer.take()
-    assert peer.answer_headers(head) == [(b":status", b"200")]
+    assert peer.response_headers(head) == [(b":status", b"200")]
     for i, chunk in enumerate((b"ab", b"", b"c" * 70_000)):
         stream.send_body((chunk,), len(chunk))
         peer.take()

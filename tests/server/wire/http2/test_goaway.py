@@ -23,7 +23,7 @@ def last_stream_ids(frames: list[Frame]) -> list[int]:
 
 
 def respond(peer: Peer, stream_id: int) -> list[Frame]:
-    peer.handlers[stream_id].stream.answer(OK, (b"",), 0, b"")
+    peer.handlers[stream_id].stream.send_response(OK, (b"",), 0, b"")
     return peer.take()
 
 

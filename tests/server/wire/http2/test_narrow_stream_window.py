@@ -115,7 +115,7 @@ def test_grant_to_a_body_that_begins_with_an_empty_frame_is_returned(end: bytes 
             peer.send(peer.headers(number, [(b"trailer", b"1")]))
         else:
             peer.send(data(number, end, is_end=True))
-        stream.answer(encode([(b":status", b"200")]), (b"x",), 1, b"")
+        stream.send_response(encode([(b":status", b"200")]), (b"x",), 1, b"")
         assert has_ended(peer.take(), number)
         assert is_budget_free(uploads, bytes_max)
 

@@ -33,7 +33,7 @@ UNDECODABLE_BLOCK = b"\x80"
 
 
 def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
-    peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
+    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), b"")
     return peer.take()
 
 
@@ -218,5 +218,5 @@ def test_client_reset_notifies_the_handler_once() -> None:
     handler = peer.open(1)
     assert peer.send(RstStreamFrame(1, error_code=8)) == []
     assert handler.resets == 1
-    handler.stream.answer(OK, (b"late",), 4, b"")
+    handler.stream.send_response(OK, (b"late",), 4, b"")
     assert peer.take() == []

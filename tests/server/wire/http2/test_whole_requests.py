@@ -49,7 +49,7 @@ def warmed_up_peer(uploads: UploadBudget | None = None) -> Peer:
             data(2 * number + 1, b"12345", is_end=True),
         )
     for handler in list(peer.handlers.values()):
-        handler.stream.answer(OK, (b"x",), 1, TAIL)
+        handler.stream.send_response(OK, (b"x",), 1, TAIL)
     peer.take()
     peer.handlers.clear()
     return peer
@@ -182,7 +182,7 @@ def test_body_is_not_passed_on_after_a_response_to_the_headers() -> None:
     handlers = []
 
     def reject(stream: Stream) -> RecordingHandler:
-        stream.answer(OK, (b"no",), 2, b"")
+        stream.send_response(OK, (b"no",), 2, b"")
         handlers.append(RecordingHandler(stream))
         return handlers[-1]
 
@@ -202,14 +202,14 @@ def test_single_response_is_written_immediately_and_several_together() -> None:
     peer.connection.frame_writer.write = written.append
     peer.send(*whole_request(peer, 21, b"body"))
     outputs = peer.outputs
-    peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
+    peer.handlers[21].stream.send_response(OK, (b"lone",), 4, TAIL)
     assert len(written) == 1
     assert b"lone" in written[0]
     assert (peer.take(), peer.outputs) == ([], outputs)
     for number in (23, 25):
         peer.send(*whole_request(peer, number, b"body"))
     for number in (23, 25):
-        peer.handlers[number].stream.answer(OK, (b"both",), 4, TAIL)
+        peer.handlers[number].stream.send_response(OK, (b"both",), 4, TAIL)
     assert len(written) == 1
     assert peer.outputs > outputs
     assert [frame.stream_id for frame in of(peer.take(), HeadersFrame)] == [23, 23, 25, 25]
@@ -221,7 +221,7 @@ def test_single_response_does_not_overtake_pending_frames() -> None:
     peer.connection.frame_writer.write = written.append
     peer.send(*whole_request(peer, 21, b"body"))
     peer.connection.frame_writer.out.append(b"a frame")
-    peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
+    peer.handlers[21].stream.send_response(OK, (b"lone",), 4, TAIL)
     assert written == []
     assert peer.connection.frame_writer.out[0] == b"a frame"
     assert len(peer.connection.frame_writer.out) == 2

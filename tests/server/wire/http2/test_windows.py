@@ -120,7 +120,7 @@ class Model:
             self.unfinished.add(number)
         else:
             self.bodies[number] = body = self.random_chunk()
-            stream.answer(OK, (body,), len(body), self.random.choice((b"", TAIL)))
+            stream.send_response(OK, (body,), len(body), self.random.choice((b"", TAIL)))
         if self.random.random() < 0.5:
             self.receive(self.peer.take())
 
@@ -202,7 +202,7 @@ def test_stream_with_a_negative_window_waits_for_an_update(window: int) -> None:
     """
     peer = with_bounded_output(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
     stream = peer.open(1).stream
-    stream.answer(OK, (BODY,), len(BODY), TAIL)
+    stream.send_response(OK, (BODY,), len(BODY), TAIL)
     assert len(body_of(peer.take(), 1)) == WINDOW_AT_START
     peer.send(settings(window))
     assert of(peer.send(update(0, 1_000_000)), DataFrame) == []
@@ -218,9 +218,9 @@ def test_stream_with_a_negative_window_waits_for_an_update(window: int) -> None:
 
 def test_shrunken_stream_window_does_not_block_other_streams() -> None:
     peer = with_bounded_output(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
-    peer.open(1).stream.answer(OK, (BODY,), len(BODY), TAIL)
+    peer.open(1).stream.send_response(OK, (BODY,), len(BODY), TAIL)
     peer.take()
     peer.send(settings(100))
-    peer.open(3).stream.answer(OK, (b"x" * 100,), 100, TAIL)
+    peer.open(3).stream.send_response(OK, (b"x" * 100,), 100, TAIL)
     frames = peer.send(update(0, 1_000_000))
     assert (body_of(frames, 1), body_of(frames, 3)) == (b"", b"x" * 100)
