@@ -91,7 +91,7 @@ class GrpcService:
         )
         self._names = (*SERVICES, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
         self._methods: dict[bytes, Method] = {
-            _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
+            _path(health.SERVICE_NAME, "Check"): _unary(self.health.check),
             _path(health.SERVICE_NAME, "Watch"): self._watch,
         }
         self._codecs = pipeline.codecs
@@ -99,31 +99,33 @@ class GrpcService:
             method: Method = partial(self._embed, codec)
             if is_stream:
                 method = partial(self._embed_stream, codec)
-                method = self._guarded(method, pipeline.authenticator, EMBEDDERS, charge=False)
+                method = _restricted(method, pipeline.authenticator, EMBEDDERS, charge=False)
             self._methods[_path(service, name)] = method
         self._methods[_path(PREDICTOR_NAME, "Predict")] = self._predict
         self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
+        open_inference_path = partial(_path, open_inference_grpc.SERVICE_NAME)
         for name, function in self.open_inference.health.items():
-            self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = self._unary(function)
-        for name, of_owner in self.open_inference.shared_memory.items():
-            of_client = partial(self._owned, of_owner)
-            owned = self._of_client(of_client, pipeline.authenticator, EMBEDDERS)
-            self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = owned
+            self._methods[open_inference_path(name)] = _unary(function)
+        for name, function_of_owner in self.open_inference.shared_memory.items():
+            self._methods[open_inference_path(name)] = _unary_of_caller(
+                partial(self._call_for_owner, function_of_owner), pipeline.authenticator, EMBEDDERS
+            )
         if has_management or lists_models:
             for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
-                self._methods[_path(SERVICE_NAME, name)] = self._guarded(
-                    self._unary(function), authenticator
+                self._methods[_path(SERVICE_NAME, name)] = _restricted(
+                    _unary(function), authenticator
                 )
         if not has_management:
             return
         for name, function in self.open_inference.management.items():
-            guarded = self._guarded(self._unary(function), authenticator)
-            self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = guarded
-        statistics = self._of_client(self.open_inference.statistics, authenticator, CALLERS)
-        self._methods[_path(open_inference_grpc.SERVICE_NAME, "ModelStatistics")] = statistics
+            self._methods[open_inference_path(name)] = _restricted(_unary(function), authenticator)
+        self._methods[open_inference_path("ModelStatistics")] = _unary_of_caller(
+            self.open_inference.statistics, authenticator, CALLERS
+        )
         for name in reflection.SERVICE_NAMES:
-            reflected = self._guarded(self._reflection, authenticator)
-            self._methods[_path(name, "ServerReflectionInfo")] = reflected
+            self._methods[_path(name, "ServerReflectionInfo")] = _restricted(
+                self._reflection, authenticator
+            )
 
     def resolve(self, request: HttpRequest) -> MakeCall:
         """Returns the handler factory for calls with the headers of ``request``."""
@@ -183,11 +185,6 @@ class GrpcService:
         options = make_options(codec)
         return lambda stream: EmbedStream(options, self._pipeline, encoding, headers, stream)
 
-    def _unary(self, function: Callable[[bytes], bytes]) -> Method:
-        return lambda encoding, make_options, headers: (
-            lambda stream: GrpcUnaryCall(function, encoding, headers, stream)
-        )
-
     def _watch(
         self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
     ) -> MakeCall:
@@ -200,74 +197,7 @@ class GrpcService:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(self._names, encoding, headers, stream)
 
-    def _guarded(
-        self,
-        method: Method,
-        authenticator: Authenticator | None,
-        roles: frozenset[str] = CALLERS,
-        *,
-        charge: bool = True,
-    ) -> Method:
-        """Wraps ``method`` to allow only callers with one of ``roles``.
-
-        Without ``authenticator`` it returns ``method`` itself. With ``charge`` each call counts
-        against the caller's rate, otherwise its messages do. Embed calls authenticate by
-        themselves, and health needs no authentication.
-        """
-        if authenticator is None:
-            return method
-
-        def make_call(
-            encoding: bytes, make_options: MakeOptions, headers: HeadersByName
-        ) -> MakeCall:
-            opened = method(encoding, make_options, headers)
-
-            def open_if_right(stream: Stream) -> Handler:
-                authorization = headers.get(b"authorization")
-                try:
-                    authenticator.check(
-                        authorization, stream.connection.certificate, roles, charge=charge
-                    )
-                except EmbedServeError as error:
-                    return _denied(stream, error, headers)
-                return opened(stream)
-
-            return open_if_right
-
-        return make_call
-
-    def _of_client(
-        self,
-        function: Callable[[CallerQuota | None, bytes], bytes],
-        authenticator: Authenticator | None,
-        roles: frozenset[str],
-    ) -> Method:
-        """Wraps ``function`` as a method for callers with one of ``roles``.
-
-        Each call counts against the caller's rate. ``function`` receives the caller's quota and
-        the message; the quota is None without ``authenticator``.
-        """
-
-        def make_call(
-            encoding: bytes, make_options: MakeOptions, headers: HeadersByName
-        ) -> MakeCall:
-            def make_for_client(stream: Stream) -> Handler:
-                client, authorization = None, headers.get(b"authorization")
-                try:
-                    if authenticator is not None:
-                        certificate = stream.connection.certificate
-                        client = authenticator.check(authorization, certificate, roles)
-                except EmbedServeError as error:
-                    return _denied(stream, error, headers)
-                return self._unary(partial(function, client))(encoding, make_options, headers)(
-                    stream
-                )
-
-            return make_for_client
-
-        return make_call
-
-    def _owned(
+    def _call_for_owner(
         self, function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
     ) -> bytes:
         """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
@@ -292,7 +222,84 @@ def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:
     return protobuf_responses.model_message(model, models.status(model))
 
 
-def _denied(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:
+def _unary(function: Callable[[bytes], bytes]) -> Method:
+    return lambda encoding, make_options, headers: (
+        lambda stream: GrpcUnaryCall(function, encoding, headers, stream)
+    )
+
+
+def _restricted(
+    method: Method,
+    authenticator: Authenticator | None,
+    roles: frozenset[str] = CALLERS,
+    *,
+    charge: bool = True,
+) -> Method:
+    """Returns ``method`` for callers with one of ``roles`` only; for all without ``authenticator``.
+
+    With ``charge`` each call counts against the caller's rate, otherwise its messages do. Embed
+    calls authenticate by themselves, and health needs no authentication.
+    """
+    if authenticator is None:
+        return method
+
+    def resolve(encoding: bytes, make_options: MakeOptions, headers: HeadersByName) -> MakeCall:
+        make_call = method(encoding, make_options, headers)
+
+        def make_or_reject(stream: Stream) -> Handler:
+            try:
+                _authenticate(authenticator, roles, headers, stream, charge=charge)
+            except EmbedServeError as error:
+                return _reject(stream, error, headers)
+            return make_call(stream)
+
+        return make_or_reject
+
+    return resolve
+
+
+def _unary_of_caller(
+    function: Callable[[CallerQuota | None, bytes], bytes],
+    authenticator: Authenticator | None,
+    roles: frozenset[str],
+) -> Method:
+    """Returns the method of ``function`` for callers with one of ``roles``. Each call counts
+    against the caller's rate.
+
+    Args:
+        function: takes the caller's quota and the message. The quota is None without
+            ``authenticator``.
+    """
+
+    def resolve(encoding: bytes, make_options: MakeOptions, headers: HeadersByName) -> MakeCall:
+        def make_or_reject(stream: Stream) -> Handler:
+            quota = None
+            try:
+                if authenticator is not None:
+                    quota = _authenticate(authenticator, roles, headers, stream)
+            except EmbedServeError as error:
+                return _reject(stream, error, headers)
+            return GrpcUnaryCall(partial(function, quota), encoding, headers, stream)
+
+        return make_or_reject
+
+    return resolve
+
+
+def _authenticate(
+    authenticator: Authenticator,
+    roles: frozenset[str],
+    headers: HeadersByName,
+    stream: Stream,
+    *,
+    charge: bool = True,
+) -> CallerQuota:
+    """Returns the caller of a stream; raises EmbedServeError as Authenticator.check does."""
+    authorization, certificate = headers.get(b"authorization"), stream.connection.certificate
+    return authenticator.check(authorization, certificate, roles, charge=charge)
+
+
+def _reject(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:
     trailers = encode(request_id_header(headers.get(REQUEST_ID)))
     stream.send_head(error_block(error) + trailers, is_end=True)
     return NULL_HANDLER
