@@ -27,7 +27,7 @@ from embedserve.wire.http1.header_templates import HeaderTemplateCache
 from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.listener import BACKLOG, Listener
-from embedserve.wire.router import Router
+from embedserve.wire.route_table import RouteTable
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes
 
@@ -77,8 +77,8 @@ class WireServer:
             pipeline.metrics.tls.expires_s = lambda: certificates.expires_s
         service, rest = service or GrpcService(pipeline), pipeline.metrics.protocols["rest"]
         # Keyed by is_local: cached routes and templates depend on the allowed Host names.
-        self._routers = {
-            is_local: Router(pipeline, management, service, names)
+        self._route_tables = {
+            is_local: RouteTable(pipeline, management, service, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
         self._templates = {
@@ -150,12 +150,12 @@ class WireServer:
         return Handshake(self, self._handshakes, context, lambda: ProtocolDetector(self))
 
     def http1(self, is_local: bool) -> FastPathConnection:
-        router, templates = self._routers[is_local], self._templates[is_local]
-        return FastPathConnection(self._pipeline, router, templates, self)
+        routes, templates = self._route_tables[is_local], self._templates[is_local]
+        return FastPathConnection(self._pipeline, routes, templates, self)
 
     def http2(self, is_local: bool) -> Http2Protocol:
-        router = self._routers[is_local]
-        return Http2Protocol(self._pipeline, router.resolve_http2, self._uploads, self)
+        routes = self._route_tables[is_local]
+        return Http2Protocol(self._pipeline, routes.resolve_http2, self._uploads, self)
 
     def add(self, connection: Connection) -> None:
         self._connections[connection] = self._retire_s()

@@ -22,7 +22,7 @@ from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.scrape_text import ScrapeText
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http_stream import Headers
-from embedserve.wire.router import Router
+from embedserve.wire.route_table import RouteTable
 
 SCRAPES = 100
 WINDOW = 1 << 30
@@ -98,9 +98,9 @@ async def test_burst_of_scrapes_costs_one_rendering(
         return collect(metrics)
 
     pipeline = make_pipeline(FakeEngine(), executor=executor)
-    router = Router(pipeline, management_app(pipeline), GrpcService(pipeline))
+    routes = RouteTable(pipeline, management_app(pipeline), GrpcService(pipeline))
     monkeypatch.setattr(Metrics, "collect", count)
-    peer = Peer(router.resolve_http2, settings={SettingsFrame.INITIAL_WINDOW_SIZE: WINDOW})
+    peer = Peer(routes.resolve_http2, settings={SettingsFrame.INITIAL_WINDOW_SIZE: WINDOW})
     peer.send(update(0, WINDOW))
 
     async def scrape(streams: range) -> bytes:

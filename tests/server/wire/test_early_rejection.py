@@ -20,7 +20,7 @@ from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http_stream import Headers
-from embedserve.wire.router import Router
+from embedserve.wire.route_table import RouteTable
 
 POST: Headers = [(b":method", b"POST"), (b":scheme", b"http")]
 OTHER_METHOD: Headers = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/embed")]
@@ -35,12 +35,12 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
 
 
 @pytest.fixture
-def router(pipeline: RequestPipeline) -> Router:
-    return Router(pipeline, management_app(pipeline), GrpcService(pipeline))
+def routes(pipeline: RequestPipeline) -> RouteTable:
+    return RouteTable(pipeline, management_app(pipeline), GrpcService(pipeline))
 
 
 @pytest.fixture
-def ids_of(router: Router) -> Callable[[Headers], list[bytes]]:
+def ids_of(routes: RouteTable) -> Callable[[Headers], list[bytes]]:
     """Sends equal requests; returns the request ids of their responses."""
 
     def send_requests(headers: Headers) -> list[bytes]:
@@ -89,7 +89,7 @@ def test_valid_request_id_is_returned(
 
 
 class Received:
-    """A stand-in for the bytes that a connection is reading, in a frame that calls the router."""
+    """A stand-in for the bytes that a connection is reading, in a frame that resolves a route."""
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ class Received:
         [*UNKNOWN_CALL, *LARGE_HEADERS],
     ],
 )
-def test_cached_rejection_holds_no_stack_frames(headers: Headers, router: Router) -> None:
+def test_cached_rejection_holds_no_stack_frames(headers: Headers, routes: RouteTable) -> None:
     """Checks that no traceback is kept: it would hold all active frames."""
 
     def resolve() -> tuple[ResolvedRoute | str, weakref.ref[Received]]:
         received = Received()
-        return router.resolve_http2(headers), weakref.ref(received)
+        return routes.resolve_http2(headers), weakref.ref(received)
 
     route, received = resolve()
     assert isinstance(route, ResolvedRoute)

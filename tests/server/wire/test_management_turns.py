@@ -20,7 +20,7 @@ from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import FRAME_BYTES_MAX
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.management_turns import WAITING_BODY_BYTES_MAX
-from embedserve.wire.router import PROBE_PATHS, PROBES_PER_ITERATION, Router
+from embedserve.wire.route_table import PROBE_PATHS, PROBES_PER_ITERATION, RouteTable
 
 REQUESTS = 100
 """Requests on each connection, fewer than its limit on streams."""
@@ -61,8 +61,8 @@ class CountingApp:
 class ManagementPeer(Peer):
     """A connection whose requests are all management requests."""
 
-    def __init__(self, router: Router) -> None:
-        super().__init__(router.resolve_http2)
+    def __init__(self, routes: RouteTable) -> None:
+        super().__init__(routes.resolve_http2)
         self._next_id = 1
 
     def request(self, path: str, body: bytes = b"") -> int:
@@ -92,15 +92,15 @@ async def app() -> CountingApp:
 
 
 @pytest.fixture
-def router(app: CountingApp, executor: ThreadPoolExecutor) -> Router:
+def routes(app: CountingApp, executor: ThreadPoolExecutor) -> RouteTable:
     pipeline = make_pipeline(FakeEngine(), executor=executor)
-    return Router(pipeline, app, GrpcService(pipeline))
+    return RouteTable(pipeline, app, GrpcService(pipeline))
 
 
 async def test_one_management_request_begins_per_iteration(
-    app: CountingApp, router: Router
+    app: CountingApp, routes: RouteTable
 ) -> None:
-    peers = [ManagementPeer(router) for _ in range(2)]
+    peers = [ManagementPeer(routes) for _ in range(2)]
     streams = [[peer.request(f"/{i}") for i in range(REQUESTS)] for peer in peers]
     assert app.paths == []
     await until(lambda: len(app.paths) == 2 * REQUESTS)
@@ -110,10 +110,10 @@ async def test_one_management_request_begins_per_iteration(
 
 
 async def test_next_management_request_begins_after_the_previous(
-    app: CountingApp, router: Router
+    app: CountingApp, routes: RouteTable
 ) -> None:
     """Sends each request after the previous response, with a withdrawn request before it."""
-    peer = ManagementPeer(router)
+    peer = ManagementPeer(routes)
     for i in range(REQUESTS):
         withdrawn = peer.request("/withdrawn")
         peer.send(RstStreamFrame(withdrawn))
@@ -125,9 +125,9 @@ async def test_next_management_request_begins_after_the_previous(
 
 
 async def test_connections_take_turns_at_management_requests(
-    app: CountingApp, router: Router
+    app: CountingApp, routes: RouteTable
 ) -> None:
-    first, second = ManagementPeer(router), ManagementPeer(router)
+    first, second = ManagementPeer(routes), ManagementPeer(routes)
     for i in range(REQUESTS):
         first.request(f"/first/{i}")
     second.request("/second")
@@ -139,9 +139,9 @@ async def test_connections_take_turns_at_management_requests(
 
 @pytest.mark.parametrize("iterations", [0, 1], ids=["waits", "has its turn"])
 async def test_request_reset_before_its_start_does_not_run(
-    app: CountingApp, router: Router, iterations: int
+    app: CountingApp, routes: RouteTable, iterations: int
 ) -> None:
-    peer = ManagementPeer(router)
+    peer = ManagementPeer(routes)
     reset = peer.request("/reset")
     kept = peer.request("/kept")
     for _ in range(iterations):
@@ -153,8 +153,8 @@ async def test_request_reset_before_its_start_does_not_run(
     assert peer.statuses() == {kept: 200}
 
 
-async def test_awaiting_request_does_not_block_others(app: CountingApp, router: Router) -> None:
-    peer = ManagementPeer(router)
+async def test_awaiting_request_does_not_block_others(app: CountingApp, routes: RouteTable) -> None:
+    peer = ManagementPeer(routes)
     waiting = peer.request("/wait")
     others = [peer.request(f"/{i}") for i in range(REQUESTS)]
     await until(lambda: len(app.paths) == 1 + REQUESTS)
@@ -165,9 +165,9 @@ async def test_awaiting_request_does_not_block_others(app: CountingApp, router: 
 
 @pytest.mark.parametrize("path", sorted(PROBE_PATHS))
 async def test_probes_do_not_wait_for_other_requests(
-    app: CountingApp, router: Router, path: str
+    app: CountingApp, routes: RouteTable, path: str
 ) -> None:
-    peer = ManagementPeer(router)
+    peer = ManagementPeer(routes)
     for i in range(REQUESTS):
         peer.request(f"/{i}")
     probes = [peer.request(path) for _ in range(PROBES_PER_ITERATION)]
@@ -177,8 +177,10 @@ async def test_probes_do_not_wait_for_other_requests(
     assert [statuses[probe] for probe in probes] == [200] * len(probes)
 
 
-async def test_number_of_probes_per_iteration_is_limited(app: CountingApp, router: Router) -> None:
-    peers = [ManagementPeer(router) for _ in range(2)]
+async def test_number_of_probes_per_iteration_is_limited(
+    app: CountingApp, routes: RouteTable
+) -> None:
+    peers = [ManagementPeer(routes) for _ in range(2)]
     for peer in peers:
         for _ in range(REQUESTS):
             peer.request("/health/live")
@@ -186,7 +188,7 @@ async def test_number_of_probes_per_iteration_is_limited(app: CountingApp, route
     assert max(app.calls.values()) == PROBES_PER_ITERATION
 
 
-async def test_waiting_bodies_are_bounded(app: CountingApp, router: Router) -> None:
+async def test_waiting_bodies_are_bounded(app: CountingApp, routes: RouteTable) -> None:
     """Checks also that requests without a body wait, and that a withdrawn request makes room.
 
     The room is free immediately.
@@ -194,7 +196,7 @@ async def test_waiting_bodies_are_bounded(app: CountingApp, router: Router) -> N
     assert FRAME_BYTES_MAX < MANAGEMENT_BODY_BYTES_MAX
     body = bytes(FRAME_BYTES_MAX)
     count = WAITING_BODY_BYTES_MAX // FRAME_BYTES_MAX
-    peers = [ManagementPeer(router) for _ in range(count // STREAMS_MAX)]
+    peers = [ManagementPeer(routes) for _ in range(count // STREAMS_MAX)]
     streams = [[peer.request("/a", body) for _ in range(STREAMS_MAX)] for peer in peers]
     last = ManagementPeer(router)
     rejected, scrape = last.request("/a", body), last.request("/metrics")

@@ -26,7 +26,7 @@ from embedserve.wire.http1.request_parser import RequestParser
 from embedserve.wire.http1.stream import Http1Stream
 from embedserve.wire.http_stream import HttpRequest, MakeHandler
 from embedserve.wire.rest.calls import rejecting
-from embedserve.wire.router import Router
+from embedserve.wire.route_table import RouteTable
 from embedserve.wire.unsent_memory import UnsentMemory
 
 KEEP_ALIVE_S = 75.0
@@ -56,18 +56,18 @@ class Http1Connection(asyncio.Protocol):
     peer: str = ""
 
     def __init__(
-        self, pipeline: RequestPipeline, router: Router, manager: ConnectionManager
+        self, pipeline: RequestPipeline, routes: RouteTable, manager: ConnectionManager
     ) -> None:
         """
         Args:
             pipeline: request pipeline.
-            router: router of requests to their handlers.
+            routes: table that finds the handlers of requests.
             manager: manager of the server's connections.
         """
         self.transport: asyncio.Transport
         self.pipeline = pipeline
         self.loop = asyncio.get_running_loop()
-        self._router = router
+        self._routes = routes
         self._manager = manager
         self.is_read_paused = self.is_write_paused = False
         self._held: list[bytes] = []  # received behind the request being answered
@@ -173,9 +173,9 @@ class Http1Connection(asyncio.Protocol):
     # Requests, in order
 
     def begin_request(self, request: HttpRequest, *, is_1_0: bool, is_last: bool) -> None:
-        if self._router.allowed_hosts is not None:
-            self._router.allowed_hosts.check(request.headers)
-        self._queue(self._router.resolve(request), request, is_1_0=is_1_0, is_last=is_last)
+        if self._routes.allowed_hosts is not None:
+            self._routes.allowed_hosts.check(request.headers)
+        self._queue(self._routes.resolve(request), request, is_1_0=is_1_0, is_last=is_last)
 
     def receive_body(self, data: bytes) -> None:
         self._streams[-1].append(data)

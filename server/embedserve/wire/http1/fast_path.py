@@ -27,7 +27,7 @@ from embedserve.wire.http1.header_checks import BLANKS
 from embedserve.wire.http1.header_templates import HeaderTemplate, HeaderTemplateCache
 from embedserve.wire.http1.stream import CLOSE, STATUS_LINES, lines_of
 from embedserve.wire.rest.headers import content_headers, encode_error_response
-from embedserve.wire.router import Router
+from embedserve.wire.route_table import RouteTable
 
 
 class FastPathConnection(Http1Connection, ResponseWriter):
@@ -40,11 +40,11 @@ class FastPathConnection(Http1Connection, ResponseWriter):
     def __init__(
         self,
         pipeline: RequestPipeline,
-        router: Router,
+        routes: RouteTable,
         templates: HeaderTemplateCache,
         manager: ConnectionManager,
     ) -> None:
-        super().__init__(pipeline, router, manager)
+        super().__init__(pipeline, routes, manager)
         self._templates = templates
         self._context: RequestContext | None = None  # request being read or answered
         self._template: HeaderTemplate | None = None  # of the headers of the last request

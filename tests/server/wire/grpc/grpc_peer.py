@@ -14,7 +14,7 @@ from embedserve.api.management import management_app
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
 from embedserve.wire.http_stream import Headers
-from embedserve.wire.router import Router
+from embedserve.wire.route_table import RouteTable
 from embedserve_proto import embedding_pb2 as pb
 
 EMBED = f"/{SERVICE_NAME}/Embed"
@@ -41,8 +41,8 @@ class GrpcPeer(Peer):
     """A client of a connection over a pipeline, and the trailers of its calls."""
 
     def __init__(self, pipeline: RequestPipeline) -> None:
-        router = Router(pipeline, management_app(pipeline), GrpcService(pipeline))
-        super().__init__(router.resolve_http2)
+        routes = RouteTable(pipeline, management_app(pipeline), GrpcService(pipeline))
+        super().__init__(routes.resolve_http2)
         self.pipeline = pipeline
         self.trailers: dict[int, dict[bytes, bytes]] = {}
 

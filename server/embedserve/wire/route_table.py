@@ -1,4 +1,4 @@
-"""Router of requests to their handlers: gRPC, an embed route, or management."""
+"""Finds the handlers of requests: for gRPC, for an embed route, or for management."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROBES_PER_ITERATION = 8
 _INVALID_TARGET_BYTE = re.compile(rb"[^!-~]")
 
 
-class Router:
+class RouteTable:
     """Finds the handler of a request; HTTP/2 reuses it for all requests with equal headers.
 
     Attributes:
