@@ -32,8 +32,8 @@ from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
 from embedserve.processes.memory_bounds import (
     CONNECTION_TLS_BYTES,
     FEATURES,
+    memory_by_purpose,
     memory_bytes_max,
-    memory_parts,
 )
 from embedserve_store.terminal.sizes import human_bytes
 
@@ -94,7 +94,7 @@ def settings_page() -> str:
         parts.append(f"## {title}\n\n{_summary(settings) if settings is Limits else ''}")
         parts.append(_table(SETTING_COLUMNS, map(_setting_row, described)))
     parts.append(MEMORY_HEAD.format(features=FEATURES))
-    rows = [(human_bytes(size), what) for what, size in memory_parts(DEFAULT_LIMITS).items()]
+    rows = [(human_bytes(size), what) for what, size in memory_by_purpose(DEFAULT_LIMITS).items()]
     total = human_bytes(memory_bytes_max(DEFAULT_LIMITS))
     rows.append((f"**{total}**", "in total, for one model"))
     over_tls = human_bytes(memory_bytes_max(DEFAULT_LIMITS, has_tls=True))

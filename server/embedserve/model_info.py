@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from embedserve.deltas.status import SharedDeltaState
 
 T = TypeVar("T")
-SELECTIONS_MAX = PART_STARTS_MAX = 16
+SELECTIONS_MAX = SELECTION_PREFIXES_MAX = 16
 """Maximum number of key selections cached per model, and of response prefixes cached per selection.
 All selections together hold at most 256 prefixes, as many as the model itself."""
 
@@ -170,20 +170,20 @@ class ModelInfo:
         Args:
             keys: keys of this model, each once, in any order.
         """
-        part = self.key_selections.get(keys)
-        if part is None:
+        selection = self.key_selections.get(keys)
+        if selection is None:
             selected = tuple(sorted(self.key_positions[key] for key in keys))
-            part = replace(
+            selection = replace(
                 self,
                 selected=selected,
-                response_prefixes_max=PART_STARTS_MAX,
+                response_prefixes_max=SELECTION_PREFIXES_MAX,
                 response_prefix_cache={},
                 key_selections={},
             )
             if len(self.key_selections) >= SELECTIONS_MAX:
                 self.key_selections.clear()
-            self.key_selections[keys] = part
-        return part
+            self.key_selections[keys] = selection
+        return selection
 
     @cached_property
     def is_pooled(self) -> bool:

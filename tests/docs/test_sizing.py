@@ -10,7 +10,7 @@ from documents import ROOT
 from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_figures
 from embedserve.config import DEFAULT_LIMITS, ServeSettings
-from embedserve.processes.memory_bounds import Rows, memory_parts, server_memory
+from embedserve.processes.memory_bounds import Rows, memory_by_purpose, server_memory
 from embedserve_store.terminal.sizes import human_bytes
 
 GIB = 1 << 30
@@ -57,13 +57,15 @@ def test_sizing_example_covers_another_alias_or_fewer_hot_rows(
 
 
 def test_further_features_take_the_documented_memory() -> None:
-    few, many = (sum(memory_parts(DEFAULT_LIMITS, features=count).values()) for count in (100, 200))
+    few, many = (
+        sum(memory_by_purpose(DEFAULT_LIMITS, features=count).values()) for count in (100, 200)
+    )
     assert f"Each further 100 features of a model take up to {(many - few) >> 20} MiB." in SIZING
 
 
 def test_gpu_batch_takes_the_documented_memory() -> None:
-    parts = memory_parts(DEFAULT_LIMITS, gpus=1)
-    each = parts["its batches that are looked up"] // BATCHES_PER_REPLICA
+    bytes_by_purpose = memory_by_purpose(DEFAULT_LIMITS, gpus=1)
+    each = bytes_by_purpose["its batches that are looked up"] // BATCHES_PER_REPLICA
     assert f"two batches per GPU, {each >> 20} MiB each by the default limits" in SIZING
 
 

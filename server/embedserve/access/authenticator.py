@@ -246,6 +246,6 @@ def certificate_of(peercert: dict[str, Any] | None, expires_s: float) -> Certifi
     """Converts ``peercert``, from ssl's getpeercert; returns None if the client sent none."""
     if not peercert:
         return None
-    common = [value for part in peercert["subject"] for key, value in part if key == "commonName"]
+    common = [value for rdn in peercert["subject"] for key, value in rdn if key == "commonName"]
     others = [value for kind, value in peercert.get("subjectAltName", ()) if kind in ("DNS", "URI")]
     return Certificate((*common, *others), expires_s)

@@ -123,20 +123,20 @@ def select_output_keys(result: LookupResult, output: OutputOptions) -> None:
     result.output = output
     if not keys or output.has_all or len(keys) == len(whole.keys):
         return
-    part = result.model = whole.with_keys(keys)
+    selection = result.model = whole.with_keys(keys)
     if result.lengths is None:
-        result.values = _columns(result.values, part)
-        result.extra_chunks = [_columns(chunk, part) for chunk in result.extra_chunks]
+        result.values = _columns(result.values, selection)
+        result.extra_chunks = [_columns(chunk, selection) for chunk in result.extra_chunks]
         return
     ends = result.lengths.sum(axis=1, dtype=np.int64).cumsum()
     rows = np.split(result.values, ends[:-1])
-    selected = list(part.selected or ())
+    selected = list(selection.selected or ())
     result.values = np.concatenate([rows[at] for at in selected])
     result.lengths = result.lengths[selected]
 
 
-def _columns(values: np.ndarray, part: ModelInfo) -> np.ndarray:
-    return np.concatenate([values[:, columns] for columns in part.columns], axis=1)
+def _columns(values: np.ndarray, selection: ModelInfo) -> np.ndarray:
+    return np.concatenate([values[:, columns] for columns in selection.columns], axis=1)
 
 
 def _split_chunks(

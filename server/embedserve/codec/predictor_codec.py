@@ -102,8 +102,8 @@ class _Sparse:
     values: bytes | memoryview = b""
     weights: bytes | memoryview = b""
 
-    def wrong(self, part: str, problem: str) -> InvalidRequestError:
-        field = f"{self.name}.{part}"
+    def wrong(self, field_name: str, problem: str) -> InvalidRequestError:
+        field = f"{self.name}.{field_name}"
         return InvalidRequestError(f"{field} {problem}", field)
 
 
@@ -303,9 +303,9 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     try:
         for name, start, end in _named(body, _REQUEST):
             if name in (IDS, SCORED):
-                for part, first, last in _named(memoryview(body)[start:end], _SPARSE):
-                    bags += (last - first) // _INT32.itemsize if part == "lengths" else 0
-                    ids += (last - first) // _INT64.itemsize if part == "values" else 0
+                for field_name, first, last in _named(memoryview(body)[start:end], _SPARSE):
+                    bags += (last - first) // _INT32.itemsize if field_name == "lengths" else 0
+                    ids += (last - first) // _INT64.itemsize if field_name == "values" else 0
     except (InvalidRequestError, RequestTooLargeError):
         return 0, 0
     return bags, ids

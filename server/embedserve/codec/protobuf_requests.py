@@ -322,7 +322,7 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
     if (len(raw) or nbytes) > count_max * (dtype.itemsize if is_fixed else VARINT_BYTES_MAX):
         raise _too_many(field, count_max, limits.describe(limit))
     if len(packed) > 1:
-        _check_parts(field, packed, dtype.itemsize if is_fixed else 0)
+        _check_chunk_ends(field, packed, dtype.itemsize if is_fixed else 0)
     if is_fixed:
         return _from_bytes(field, raw or b"".join(packed), dtype)
     joined = b"".join(packed)
@@ -334,11 +334,11 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
         raise InvalidRequestError(f"{field} is not packed integers: {error}", field) from error
 
 
-def _check_parts(field: str, parts: Sequence[memoryview], itemsize: int) -> None:
+def _check_chunk_ends(field: str, chunks: Sequence[memoryview], itemsize: int) -> None:
     """Raises InvalidRequestError where a chunk ends within a number, which the next chunk would
     complete. ``itemsize`` is 0 for varints."""
-    for part in parts:
-        if len(part) % itemsize if itemsize else len(part) and part[-1] >= 0x80:
+    for chunk in chunks:
+        if len(chunk) % itemsize if itemsize else len(chunk) and chunk[-1] >= 0x80:
             raise InvalidRequestError(f"{field} has a part that ends within a number", field)
 
 

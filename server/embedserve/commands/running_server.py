@@ -109,10 +109,10 @@ class ServerClient:
     def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
         """Returns (unopened connection, path prefix of the URL)."""
         unix = UNIX.fullmatch(self.url)
-        parts = _parts_of("http://localhost" if unix else self.url)
-        host, before = str(parts.hostname), parts.path.rstrip("/")
-        port = parts.port or PORTS[parts.scheme]
-        if parts.scheme == "https":
+        split_url = _split_url("http://localhost" if unix else self.url)
+        host, before = str(split_url.hostname), split_url.path.rstrip("/")
+        port = split_url.port or PORTS[split_url.scheme]
+        if split_url.scheme == "https":
             context = self._context()
             secure = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
             return secure, before
@@ -187,18 +187,18 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _parts_of(url: str) -> SplitResult:
+def _split_url(url: str) -> SplitResult:
     if "@" in url:  # the URL is not quoted, because the text before "@" may be a password
         raise ValueError("url contains a user name: authenticate with --token-file")
     try:
         is_url = "://" in url or url.lower() == "unix:"
-        parts = urlsplit(url if is_url else f"http://{url}")
-        is_address = parts.scheme in PORTS and bool(parts.hostname) and parts.port != 0
+        split_url = urlsplit(url if is_url else f"http://{url}")
+        is_address = split_url.scheme in PORTS and bool(split_url.hostname) and split_url.port != 0
     except ValueError:
         is_address = False
-    if not is_address or parts.query or parts.fragment:
+    if not is_address or split_url.query or split_url.fragment:
         raise ValueError(f"url is {url!r}, expected such as {FORMS}")
-    return parts
+    return split_url
 
 
 def _within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:

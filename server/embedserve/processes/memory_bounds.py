@@ -54,7 +54,7 @@ DECOMPRESSED_COPIES = 2
 """Copies of a compressed body once it is decompressed: the chunks, which are then joined."""
 
 
-def memory_parts(
+def memory_by_purpose(
     limits: Limits,
     has_tls: bool = False,
     gpus: int = 0,
@@ -116,8 +116,8 @@ def memory_parts(
 
 
 def memory_bytes_max(limits: Limits, has_tls: bool = False, **counts: int) -> int:
-    """Returns the sum of memory_parts, which takes the same arguments, for one model."""
-    return sum(memory_parts(limits, has_tls, **counts).values())
+    """Returns the sum of memory_by_purpose, which takes the same arguments, for one model."""
+    return sum(memory_by_purpose(limits, has_tls, **counts).values())
 
 
 @dataclass(frozen=True)
@@ -176,17 +176,17 @@ def server_memory(
 
     Args:
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
-        gpus, parts, features: as in memory_parts.
+        gpus, parts, features: as in memory_by_purpose.
         names: number of names under which versions of the model are served, such as the aliases
             stable and canary.
     """
-    part = 1.0 if settings.tables == "resident" else hot
+    share = 1.0 if settings.tables == "resident" else hot
     if settings.follow == "none":
         versions = names
     else:
         # one version is loaded at a time, beside those of all names
         versions = settings.versions_held if settings.part else names + 1
-    held = int(part * rows.mapped) + settings.workers * rows.copied
+    held = int(share * rows.mapped) + settings.workers * rows.copied
     clients = memory_bytes_max(
         settings.limits,
         bool(settings.tls_cert),

@@ -1,6 +1,6 @@
 """Builds the objects of one server process, wires them, runs them and drains them.
 
-Only this module knows all parts. The server accepts requests when every model is warm.
+Only this module knows all packages. The server accepts requests when every model is warm.
 """
 
 from __future__ import annotations

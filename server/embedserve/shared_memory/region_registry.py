@@ -129,19 +129,19 @@ class RegionRegistry:
 
     def _check_room(self, owner: str, byte_size: int) -> None:
         every = [one for regions in self._regions.values() for one in regions.values()]
-        parts = [("all callers'", every, 1.0)]
+        shares = [("all callers'", every, 1.0)]
         if owner != EVERYBODY:
-            parts.insert(0, ("this caller's", list(self.of(owner).values()), OWNER_SHARE))
+            shares.insert(0, ("this caller's", list(self.of(owner).values()), OWNER_SHARE))
         limits = self._limits
-        for whose, held, part in parts:
-            count_max = ceil(part * limits.shared_memory_regions_max)
+        for whose, held, share in shares:
+            count_max = ceil(share * limits.shared_memory_regions_max)
             if len(held) >= count_max:
                 raise RefusedError(
                     f"{len(held)} regions of shared memory are registered, {whose} limit is "
                     f"{count_max} (--shared-memory-regions-max): unregister others first",
                     "name",
                 )
-            bytes_max = ceil(part * limits.shared_memory_bytes_max)
+            bytes_max = ceil(share * limits.shared_memory_bytes_max)
             if byte_size > bytes_max:
                 raise RequestTooLargeError(
                     f"byte_size is {byte_size}, {whose} limit is {bytes_max} "

@@ -45,5 +45,5 @@ class StageTimings:
 
     def server_timing(self) -> bytes:
         """Returns the value of the Server-Timing header, with durations in milliseconds."""
-        parts = [f"{name};dur={ms:g}" for name, ms in self.milliseconds().items()]
-        return ", ".join(parts).encode()
+        entries = [f"{name};dur={ms:g}" for name, ms in self.milliseconds().items()]
+        return ", ".join(entries).encode()

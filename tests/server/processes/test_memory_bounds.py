@@ -15,7 +15,7 @@ from embedserve.errors import OverloadedError
 from embedserve.fanout.values_budget import BATCHES_MAX, SMALL_BYTES_MAX, VALUES_BYTES_MAX
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.processes.memory_bounds import MANAGEMENT_QUEUES, memory_parts
+from embedserve.processes.memory_bounds import MANAGEMENT_QUEUES, memory_by_purpose
 from embedserve.wire.management_turns import WAITING_BODY_BYTES_MAX
 
 QUEUE, BATCHES = "the queue of a model", "its batches that are looked up"
@@ -40,19 +40,20 @@ async def test_memory_bound_covers_a_queue_of_empty_bags() -> None:
         submit(batcher, requests[2])
     held_bytes = sum(request.lengths.nbytes for request in requests[:2])
     assert held_bytes == 256 * FEATURES * 4
-    assert held_bytes <= memory_parts(limits, features=FEATURES)[QUEUE]
-    one_less = memory_parts(limits, features=FEATURES - 1)[QUEUE]
-    assert memory_parts(limits, features=FEATURES)[QUEUE] - one_less == 2 * 256 * 4
+    assert held_bytes <= memory_by_purpose(limits, features=FEATURES)[QUEUE]
+    one_less = memory_by_purpose(limits, features=FEATURES - 1)[QUEUE]
+    assert memory_by_purpose(limits, features=FEATURES)[QUEUE] - one_less == 2 * 256 * 4
 
 
 @pytest.mark.parametrize(("gpus", "parts"), [(0, 0), (2, 0), (0, 3)])
 def test_draining_version_counts_its_own_queue_and_batches(gpus: int, parts: int) -> None:
     one, two, three = (
-        memory_parts(DEFAULT_LIMITS, gpus=gpus, parts=parts, versions=count) for count in (1, 2, 3)
+        memory_by_purpose(DEFAULT_LIMITS, gpus=gpus, parts=parts, versions=count)
+        for count in (1, 2, 3)
     )
     assert two[QUEUE] == 2 * one[QUEUE]
     assert two[BATCHES] - one[BATCHES] == three[BATCHES] - two[BATCHES]
-    assert two[BATCHES] - one[BATCHES] >= memory_parts(DEFAULT_LIMITS)[BATCHES]
+    assert two[BATCHES] - one[BATCHES] >= memory_by_purpose(DEFAULT_LIMITS)[BATCHES]
 
 
 def test_each_version_of_a_router_counts_its_small_batches() -> None:
@@ -61,10 +62,10 @@ def test_each_version_of_a_router_counts_its_small_batches() -> None:
         request_ids_max=0, batch_ids_max=0, request_output_bytes_max=0, batch_output_bytes_max=0
     )
     for count in (1, 2, 3):
-        values = memory_parts(nothing, parts=3, features=0, versions=count)[BATCHES]
+        values = memory_by_purpose(nothing, parts=3, features=0, versions=count)[BATCHES]
         assert values == VALUES_BYTES_MAX + count * BATCHES_MAX * SMALL_BYTES_MAX
 
 
 def test_bodies_of_management_requests_are_counted() -> None:
-    sizes = memory_parts(replace(DEFAULT_LIMITS, connections_max=0)).values()
+    sizes = memory_by_purpose(replace(DEFAULT_LIMITS, connections_max=0)).values()
     assert MANAGEMENT_QUEUES * WAITING_BODY_BYTES_MAX in sizes

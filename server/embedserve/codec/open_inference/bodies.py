@@ -176,7 +176,7 @@ def estimate_size(body: bytes, json_bytes: int | None = None) -> tuple[int, int]
 def _is_plain(parsed: InferBody, request: LookupRequest) -> bool:
     """Returns whether the inputs are F.ids and then F.lengths of each feature, integers in binary.
     No tensor may be in shared memory, which belongs to a single caller."""
-    names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
+    names = [f"{name}.{role}" for name in request.features for role in ("ids", "lengths")]
     parameters: list[Placed | None] = [one.parameters for one in parsed.inputs]
     parameters += [one.parameters for one in parsed.outputs]
     is_other = bool(request.string_features) or any(map(_is_placed, filter(None, parameters)))

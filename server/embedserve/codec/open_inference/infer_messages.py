@@ -329,8 +329,8 @@ def _take_inputs(
         for one in taken.get("inputs", ()):
             of_input, others = left.extract_fields(bytes(one), {CONTENTS_TAG: "contents"})
             contents: Contents = {}
-            for part in of_input.get("contents", ()):  # parsers merge repeated contents
-                numbers, _ = left.extract_fields(bytes(part), CONTENTS_TAGS)
+            for serialized in of_input.get("contents", ()):  # parsers merge repeated contents
+                numbers, _ = left.extract_fields(bytes(serialized), CONTENTS_TAGS)
                 for name, values in numbers.items():
                     contents.setdefault(name, []).extend(values)
             inputs.append((contents, b"".join(others)))

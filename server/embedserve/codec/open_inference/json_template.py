@@ -173,7 +173,7 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
         # Replaces each number by a unique mark. If a number is part of a name or another value, the
         # marked JSON differs in more than its sizes. The marks' order shows which size is which.
         marks = [b"%d" % (_MARK + at) for at in range(numbers)]
-        marked = b"".join(part for pair in zip(between, marks, strict=False) for part in pair)
+        marked = b"".join(text for pair in zip(between, marks, strict=False) for text in pair)
         expected = [(_MARK + at, _MARK + at + 1) for at in range(0, numbers, 2)]
         if estimate_size(marked + between[-1]) == expected:
             self.add(JsonTemplate(between, like), len(head))

@@ -107,9 +107,9 @@ class SharedMemoryTemplate:
             found.append(place.region)
         whole = np.empty(self.nbytes, np.uint8)
         view = whole.data
-        parts = [view[one] for one in self._slices]
+        slices = [view[one] for one in self._slices]
         for region, (_, start, _, which) in zip(found, self._runs, strict=True):
-            region.read_into(start, parts[which])
+            region.read_into(start, slices[which])
         lengths = whole[self._ids_bytes :].view(_INT32)
         if not add_up(lengths, self._batch_size, self._counts):
             return None

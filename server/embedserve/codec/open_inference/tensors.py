@@ -167,39 +167,39 @@ def _by_feature(tensors: Iterable[InputTensor], limits: Limits) -> dict[str, _Fe
                 f"inputs has over {count_max} tensors: {limits.describe('request_features_max')}",
                 "inputs",
             )
-        name, _, part = tensor.name.rpartition(".")
-        if not name or part not in DATATYPES or (part == "ids" and len(tensor.shape) == 2):
-            name, part = tensor.name, "padded"
-        _check(tensor, part)
+        name, _, role = tensor.name.rpartition(".")
+        if not name or role not in DATATYPES or (role == "ids" and len(tensor.shape) == 2):
+            name, role = tensor.name, "padded"
+        _check(tensor, role)
         feature = features.get(name)
         if feature is None:
             feature = features[name] = _Feature()
-        if getattr(feature, part) is not None:
+        if getattr(feature, role) is not None:
             raise wrong(tensor, "is given twice")
-        setattr(feature, part, tensor)
+        setattr(feature, role, tensor)
     if not features:
         raise InvalidRequestError("inputs is empty: give at least one feature", "inputs")
     for name, feature in features.items():
-        _check_parts(name, feature)
+        _check_roles(name, feature)
     return features
 
 
-def _check(tensor: InputTensor, part: str) -> None:
-    """Raises InvalidRequestError unless ``tensor`` has a datatype and a shape that suit its part of
+def _check(tensor: InputTensor, role: str) -> None:
+    """Raises InvalidRequestError unless ``tensor`` has a datatype and a shape that suit its role in
     a feature, and data of that size."""
-    datatypes = DATATYPES.get(part, ("INT64",))
+    datatypes = DATATYPES.get(role, ("INT64",))
     if tensor.datatype not in datatypes:
         raise wrong(tensor, f"is not {' or '.join(datatypes)}")
     shape = tensor.shape
     if min(shape, default=0) < 0:
         raise wrong(tensor, "has a negative size")
-    if part == "padded":
+    if role == "padded":
         if len(shape) != 2 or not shape[1]:
             raise wrong(
                 tensor,
                 "is not [batch, k], k 1 or more; jagged ids are FEATURE.ids with FEATURE.lengths",
             )
-    elif len(shape) != 1 and not (part == "weights" and len(shape) == 2):
+    elif len(shape) != 1 and not (role == "weights" and len(shape) == 2):
         raise wrong(tensor, "is not of one dimension")
     data, count = tensor.data, prod(shape)
     if type(data) is list:
@@ -212,7 +212,7 @@ def _check(tensor: InputTensor, part: str) -> None:
         raise wrong(tensor, f"has {nbytes} bytes, not {count * itemsize}")
 
 
-def _check_parts(name: str, one: _Feature) -> None:
+def _check_roles(name: str, one: _Feature) -> None:
     if one.padded is not None:
         if one.ids is not None or one.lengths is not None:
             raise wrong(

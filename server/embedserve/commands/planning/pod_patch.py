@@ -194,8 +194,12 @@ def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
     pod_figures."""
     settings, memory = _memory(rows, options, gpus)
     held = "one version" if memory.versions == 1 else f"{memory.versions} versions"
-    part = "" if settings.tables == "resident" else f", {100 * options.hot:g}% of the rows"
-    held = "CUDA, a guess; the rows lie on the GPUs" if gpus else f"{held}, {settings.tables}{part}"
+    fraction = "" if settings.tables == "resident" else f", {100 * options.hot:g}% of the rows"
+    held = (
+        "CUDA, a guess; the rows lie on the GPUs"
+        if gpus
+        else f"{held}, {settings.tables}{fraction}"
+    )
     lines = [
         f"# Made by embedserve plan --kubernetes: {' '.join(rows.name.split())},",
         f"# {human_bytes(rows.mapped)} of rows and ids. Memory:",

@@ -80,7 +80,7 @@ class HeaderTemplate:
         "_last",
         "_last_length",
         "_length_gap",
-        "_parts",
+        "_literals",
         "_printing_bytes",
         "_timeout_gap",
         "authorization",
@@ -103,17 +103,17 @@ class HeaderTemplate:
         self._codecs = codecs
         self.body_bytes_max = body_bytes_max
         self.gaps: list[tuple[bytes, int, int]] = []
-        parts = []
+        literals = []
         start = 0
         for line in _LINE.finditer(head):
             name = line[1].lower()
             if name in READ_HEADERS:
                 continue
             self.gaps.append((name, *line.span(2)))
-            parts.append((start, head[start : line.start(2)]))
+            literals.append((start, head[start : line.start(2)]))
             start = line.end(2)
-        parts.append((start, head[start:]))
-        self._parts = tuple(parts)
+        literals.append((start, head[start:]))
+        self._literals = tuple(literals)
         self._printing_bytes = len(head.translate(None, CONTROLS))
         self._last, self._last_length = b"\0", -1  # last match, and its content length
         self._gap_of = {name: slice(start, end) for name, start, end in self.gaps}
@@ -130,8 +130,8 @@ class HeaderTemplate:
         """
         if data.startswith(self._last):
             return self._last_length
-        for start, part in self._parts:
-            if not data.startswith(part, start):
+        for start, literal in self._literals:
+            if not data.startswith(literal, start):
                 return -1
         head = data[:end]
         if len(head.translate(None, CONTROLS)) != self._printing_bytes:

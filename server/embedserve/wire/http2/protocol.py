@@ -197,7 +197,7 @@ class Http2Protocol(asyncio.Protocol):
         if not connection.frame_writer.unsent_bytes:
             return {}
         return owners_of(
-            part for stream in connection.streams.values() for part in stream.unsent or ()
+            chunk for stream in connection.streams.values() for chunk in stream.unsent or ()
         )
 
     def check_time(self, now_s: float) -> None:
