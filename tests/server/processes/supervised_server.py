@@ -70,12 +70,12 @@ class SupervisedServer:
                         return
                 await asyncio.sleep(0.02)
 
-    async def until_line(self, wanted: str) -> list[str]:
-        """Returns the output up to a line that begins with ``wanted``, without the times of log
+    async def until_line(self, start: str) -> list[str]:
+        """Returns the output up to a line that begins with ``start``, without the times of log
         lines."""
         lines: list[str] = []
         async with asyncio.timeout(WAIT_S_MAX):
-            while not lines or not lines[-1].startswith(wanted):
+            while not lines or not lines[-1].startswith(start):
                 line = await self.process.stdout.readline()
                 assert line, f"ended after {lines}"
                 lines.append(TIME.sub("", line.decode().strip()))

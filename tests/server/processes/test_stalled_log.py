@@ -47,9 +47,9 @@ class LoggingServer:
             words = words[words.index("ready") + 1 :] or self.read_until("\n").split()
         self.url = f"http://127.0.0.1:{words[0]}"
 
-    def read_until(self, wanted: str) -> str:
+    def read_until(self, expected: str) -> str:
         text, end_s = "", time.monotonic() + WAIT_S_MAX
-        while wanted not in text:
+        while expected not in text:
             left_s = end_s - time.monotonic()
             assert left_s > 0, text
             if select.select([self._reading], [], [], left_s)[0]:

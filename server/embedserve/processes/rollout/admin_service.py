@@ -109,8 +109,8 @@ def _check_load(name: str, number: int, before: Target | None, now: Target) -> N
     if failure is not None and failure.version == number and failure != (before and before.failure):
         raise RefusedError(f"{name} version {number} stays out: {failure.reason}", "model")
     has_begun = before is not None and number in (before.version, before.queued)
-    if now.wanted not in (0, number, 0 if before is None else before.wanted):
-        why = f"the store names {now.wanted} meanwhile"
+    if now.store_version not in (0, number, 0 if before is None else before.store_version):
+        why = f"the store names {now.store_version} meanwhile"
     elif now.version not in (0, number, 0 if before is None else before.version):
         why = f"{now.version} was requested meanwhile"
     elif has_begun and number not in (now.version, now.queued):

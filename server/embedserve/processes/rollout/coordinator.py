@@ -223,25 +223,25 @@ class RolloutCoordinator:
             return
         one.found_alias_settings = found.alias_settings
         one.update_alias_settings()
-        if not found.wanted:
+        if not found.version:
             return
-        self._followed.set_at_seq(name, found.wanted, found.alias_settings.at_seq)
-        self._set_wanted(name, one, found.wanted)
+        self._followed.set_at_seq(name, found.version, found.alias_settings.at_seq)
+        self._set_store_version(name, one, found.version)
         needs_no_rollout = (
-            self._is_being_rolled_out(name, found.wanted) or found.wanted == one.number
+            self._is_being_rolled_out(name, found.version) or found.version == one.number
         )
         if found.reason and not needs_no_rollout:
-            self._fail(name, found.wanted, found.reason, is_final=found.is_final)
+            self._fail(name, found.version, found.reason, is_final=found.is_final)
         is_rejected = one.failure is not None and one.failure.is_final
         if found.path and not needs_no_rollout and not is_rejected:
-            one.candidate = RolloutVersion(found.wanted, found.path)
+            one.candidate = RolloutVersion(found.version, found.path)
 
-    def _set_wanted(self, name: str, one: ServedName, number: int) -> None:
+    def _set_store_version(self, name: str, one: ServedName, number: int) -> None:
         """Sets the version that the store points to. If it is another than before, ends a rollout
         of the name to other versions, and forgets their failures."""
-        if one.wanted == number:
+        if one.store_version == number:
             return
-        one.wanted = number
+        one.store_version = number
         self._call_off_others(name, one, number)
         one.retried = None
         if one.failure is not None and one.failure.version != number:
@@ -264,8 +264,8 @@ class RolloutCoordinator:
             one = self._names.setdefault(command.name, ServedName())
             one.failure = None
             self._followed.set_at_seq(command.name, command.version, command.at_seq)
-            if one.wanted:  # the store names the version that is loaded
-                one.wanted = command.version
+            if one.store_version:  # the store names the version that is loaded
+                one.store_version = command.version
             if command.version == one.number:
                 self._call_off_others(command.name, one, command.version)
             elif self._is_being_rolled_out(command.name, command.version):

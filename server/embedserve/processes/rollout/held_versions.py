@@ -19,7 +19,7 @@ from embedserve.config import ServeSettings
 from embedserve.errors import RefusedError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_names import split_name
-from embedserve.processes.holding import WantedVersions
+from embedserve.processes.holding import DesiredVersions
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.threads import run_in_daemon_thread
@@ -29,36 +29,36 @@ from embedserve_store.errors import NoSuchPartError
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
-"""Seconds without a request after which a version that is no longer wanted may be dropped."""
+"""Seconds without a request after which a version that is no longer desired may be dropped."""
 RETRY_S = 60.0
 """Seconds after which a version that could not be loaded is tried again."""
 
 
 def next_step(
-    wanted: WantedVersions, held: Collection[int], idle: Collection[int], held_max: int
+    desired: DesiredVersions, held: Collection[int], idle: Collection[int], held_max: int
 ) -> tuple[str, int] | None:
     """Returns the next change of the versions that a shard holds: ("load" or "unload", number).
 
     Args:
-        held: versions that it holds, wanted or not.
+        held: versions that it holds, desired or not.
         idle: those of ``held`` that no request has named for a while.
-        held_max: number of versions up to which it loads more. All that are wanted may be held.
+        held_max: number of versions up to which it loads more. All desired versions may be held.
 
     Returns:
         None if nothing is to change, or if all memory is in use.
     """
     if len(held) > 1:
         for number in sorted(held):
-            if number in idle and number not in wanted.numbers:
+            if number in idle and number not in desired.numbers:
                 return "unload", number
-    missing = sorted(wanted.numbers.difference(held))
+    missing = sorted(desired.numbers.difference(held))
     if not missing:
         return None
-    if len(held) < max(held_max, len(wanted.numbers)):
+    if len(held) < max(held_max, len(desired.numbers)):
         return "load", missing[-1]
     # A version that serves nobody, such as one that routers have rejected, makes room for a newer.
     for number in sorted(held):
-        if number in idle and number not in wanted.aliased and number < missing[-1]:
+        if number in idle and number not in desired.aliased and number < missing[-1]:
             return "unload", number
     return None
 
@@ -94,14 +94,14 @@ class HeldVersions:
         free."""
         for model in self._models():
             try:
-                wanted = await run_in_daemon_thread(
+                desired = await run_in_daemon_thread(
                     "follow",
-                    partial(self._resolver.wanted_versions, model, frozenset(self._unfit[model])),
+                    partial(self._resolver.desired_versions, model, frozenset(self._unfit[model])),
                 )
             except (StoreError, OSError) as error:
                 logger.error("%s cannot be followed: %s", model, error)
                 continue
-            while await self._advance(model, wanted):
+            while await self._advance(model, desired):
                 pass
 
     def _models(self) -> list[str]:
@@ -110,7 +110,7 @@ class HeldVersions:
         served = dict.fromkeys(split_name(name)[0] for name in self._metrics)
         return [model for model in served if model not in fixed]
 
-    async def _advance(self, model: str, wanted: WantedVersions) -> bool:
+    async def _advance(self, model: str, desired: DesiredVersions) -> bool:
         """Takes the next step for ``model``; returns whether another one may follow."""
         held = {
             int(version): name
@@ -122,11 +122,11 @@ class HeldVersions:
         idle = {number for number, name in held.items() if self._is_idle(name, now_s)}
         may_load = frozenset(
             number
-            for number in wanted.numbers.difference(self._unfit[model])
+            for number in desired.numbers.difference(self._unfit[model])
             if number in held or now_s >= self._retry_at_s.get(f"{model}@{number}", 0.0)
         )
         step = next_step(
-            WantedVersions(may_load, wanted.aliased), held, idle, self._settings.versions_held
+            DesiredVersions(may_load, desired.aliased), held, idle, self._settings.versions_held
         )
         if step is None:
             self._log_waiting(model, may_load.difference(held))

@@ -101,7 +101,7 @@ class Target:
         path: folder of the version.
         generation: number of the rollout, larger than that of all before; a repeated attempt has a
             new one.
-        wanted: version that the store points to; 0 if that is not known.
+        store_version: version that the store points to; 0 if that is not known.
         memory: path of the memory of its changed rows; "" if it follows no deltas.
         queued: version that is prepared after the present rollout; 0 for none.
     """
@@ -110,7 +110,7 @@ class Target:
     path: str
     generation: int
     phase: TargetPhase
-    wanted: int = 0
+    store_version: int = 0
     failure: Failure | None = None
     alias_settings: AliasSettings | None = None
     memory: str = ""
@@ -195,13 +195,13 @@ class StoreEntry:
     the time begins for which the server is behind. With it, its rollout begins.
 
     Attributes:
-        wanted: version that the name points to; 0 if its alias was removed.
+        version: version that the name points to; 0 if its alias was removed.
         path: folder of that version, if it was opened because it is to be rolled out.
         reason: why it cannot be opened.
         is_final: False if the next poll retries it.
     """
 
-    wanted: int
+    version: int
     alias_settings: AliasSettings = AliasSettings(0)
     path: str = ""
     reason: str = ""

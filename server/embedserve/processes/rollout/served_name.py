@@ -43,7 +43,7 @@ class ServedName:
     Attributes:
         serving: version that all processes serve; None before the first one.
         starts_with: number of the version that forked workers start with.
-        wanted: version that the store points to; 0 if that is not known.
+        store_version: version that the store points to; 0 if that is not known.
         candidate: opened version whose rollout has not begun.
         failure: version that is not served now, and why.
         retried: failure of the attempt before the present one, which is not logged again.
@@ -54,7 +54,7 @@ class ServedName:
 
     serving: RolloutVersion | None = None
     starts_with: int = 0
-    wanted: int = 0
+    store_version: int = 0
     candidate: RolloutVersion | None = None
     failure: Failure | None = None
     retried: Failure | None = None
@@ -79,7 +79,7 @@ class ServedName:
             version.path,
             version.generation,
             TargetPhase.SERVE,
-            self.wanted,
+            self.store_version,
             self.failure,
             self.alias_settings,
             version.memory,

@@ -112,8 +112,8 @@ class StoreWatcher:
         for name, entry in entries.items():
             if name in self._openings:
                 continue
-            if self._is_to_be_opened(name, entry.wanted):
-                self._openings[name] = asyncio.create_task(self._open(name, entry.wanted))
+            if self._is_to_be_opened(name, entry.version):
+                self._openings[name] = asyncio.create_task(self._open(name, entry.version))
             elif not self._is_loading(name):
                 self._resolver.forget(name)
         if is_all:
@@ -135,7 +135,7 @@ class StoreWatcher:
             self._poll_to_report = 0
 
     def _is_new(self, name: str, entry: StoreEntry) -> bool:
-        if entry.wanted not in (0, self._version_manager.number(name)):
+        if entry.version not in (0, self._version_manager.number(name)):
             return True
         target = self._version_manager.target(name)
         before = (
@@ -162,11 +162,11 @@ class StoreWatcher:
             await _log_fault(held.update())
 
     async def _open(self, name: str, number: int) -> None:
-        await _log_fault(self._open_wanted(name, number))
+        await _log_fault(self._open_and_report(name, number))
         del self._openings[name]
         self._report_poll()
 
-    async def _open_wanted(self, name: str, number: int) -> None:
+    async def _open_and_report(self, name: str, number: int) -> None:
         """Opens the version that the store names, and reports its folder, or why it cannot be
         opened. The store is read again afterwards, because a pull may take minutes: a version that
         it no longer names is released, and the one that it names is opened instead."""
@@ -176,14 +176,14 @@ class StoreWatcher:
                 entry = (await self._resolve((name,), is_all=True)).get(name)
                 if entry is None:  # the next poll tries again
                     return
-                if entry.wanted == number:
+                if entry.version == number:
                     self._send(
                         StoreReport({name: replace(opened, alias_settings=entry.alias_settings)})
                     )
                     return
                 self._resolver.forget(name)
                 self._send(StoreReport({name: entry}))
-            number = entry.wanted
+            number = entry.version
 
     async def _try_open(self, name: str, number: int) -> StoreEntry:
         """Returns an entry with the folder of the version, or with the reason why it cannot be

@@ -244,12 +244,12 @@ class VersionManager:
         if metrics is None:
             return
         is_behind = name in self._models.pending_versions
-        is_behind = is_behind or target.wanted not in (0, self.number(name))
-        if not is_behind or (target.wanted and target.wanted != metrics.wanted_version):
+        is_behind = is_behind or target.store_version not in (0, self.number(name))
+        if not is_behind or target.store_version not in (0, metrics.wanted_version):
             metrics.found_s = None
         if is_behind and metrics.found_s is None:
             metrics.found_s = perf_counter()
-        metrics.wanted_version = target.wanted
+        metrics.wanted_version = target.store_version
         metrics.is_refused = name not in self._loads and target.failure is not None
 
     def _begin_load(self, name: str, target: Target) -> _Load:

@@ -8,7 +8,7 @@ from threading import Lock
 
 from embedserve.config import ServeSettings
 from embedserve.model_names import split_name
-from embedserve.processes.holding import WantedVersions, open_store, wanted_versions
+from embedserve.processes.holding import DesiredVersions, desired_versions, open_store
 from embedserve.processes.model_loading import (
     check_may_switch,
     load_named,
@@ -89,11 +89,11 @@ class VersionResolver:
         elif before and not fault:
             logger.info("%s can be followed again", name)
 
-    def wanted_versions(self, model: str, unfit: Collection[int]) -> WantedVersions:
+    def desired_versions(self, model: str, unfit: Collection[int]) -> DesiredVersions:
         """Returns the versions of ``model`` that a shard is to hold, without those of ``unfit``;
         raises StoreError."""
         held_max = self._settings.versions_held
-        return wanted_versions(self._opened_store(), model, held_max, unfit)
+        return desired_versions(self._opened_store(), model, held_max, unfit)
 
     def open_current(self, name: str) -> ModelVersion:
         """Opens and keeps the version that ``name`` points to now. From a remote store it is first

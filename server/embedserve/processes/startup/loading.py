@@ -21,7 +21,7 @@ from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
 from embedserve.on_missing import MissingPolicy
 from embedserve.processes.forked import described, end_with
-from embedserve.processes.holding import holding_of, open_folder, wanted_versions
+from embedserve.processes.holding import desired_versions, holding_of, open_folder
 from embedserve.processes.model_loading import check_names, load_named, restore_one
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import (
@@ -53,24 +53,24 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
         StoreError: there is no version, or a version cannot be read.
         ValueError: a setting is invalid.
     """
-    wanted = list(settings.model)
-    check_names(wanted)
+    names = list(settings.model)
+    check_names(names)
     cache = Path(settings.cache) if settings.cache else None
     with opened(settings.store, cache, holding_of(settings)) as store:
         # A model with a named version is served from the cache even if its remote store cannot be
         # reached. The store's list of models is therefore requested only where it is needed.
-        if not all(split_name(name)[1] for name in wanted) or not wanted:
+        if not all(split_name(name)[1] for name in names) or not names:
             published = store.models()
-            _check_published(published, wanted, settings)
-            wanted = wanted or published
+            _check_published(published, names, settings)
+            names = names or published
         default = settings.default_model
-        if default and not any(default in (name, split_name(name)[0]) for name in wanted):
+        if default and not any(default in (name, split_name(name)[0]) for name in names):
             raise ValueError(
-                f"default_model is {default!r}, but what is served is {', '.join(wanted)}"
+                f"default_model is {default!r}, but what is served is {', '.join(names)}"
             )
         if settings.part:
-            return _loaded_parts(store, wanted, settings)
-        versions = _loaded(store, wanted, default)
+            return _loaded_parts(store, names, settings)
+        versions = _loaded(store, names, default)
     MissingPolicy.parse(settings.on_missing).check_tables(
         {name: [table.name for table in one.manifest.tables] for name, one in versions.items()}
     )
@@ -78,16 +78,16 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
 
 
 def _loaded_parts(
-    store: ModelStore, wanted: Sequence[str], settings: ServeSettings
+    store: ModelStore, names: Sequence[str], settings: ServeSettings
 ) -> dict[str, ModelVersion]:
     """Loads the part of each version that a shard is to hold, under its number: of a model without
     a version the newest ones and those that aliases name.
 
     Raises:
-        StoreError: none of a model's versions, or one that ``wanted`` names, cannot be loaded.
+        StoreError: none of a model's versions, or one that ``names`` contains, cannot be loaded.
     """
     versions: dict[str, ModelVersion] = {}
-    for name in wanted:
+    for name in names:
         model, tag = split_name(name)
         if tag:
             version = load_named(store, name)
@@ -110,8 +110,8 @@ def _loaded_numbers(store: ModelStore, model: str, versions_held: int) -> dict[i
     failed: dict[int, StoreError] = {}
     unfit: set[int] = set()
     while True:
-        wanted = wanted_versions(store, model, versions_held, unfit).numbers
-        for number in sorted(wanted.difference(loaded, failed), reverse=True):
+        desired = desired_versions(store, model, versions_held, unfit).numbers
+        for number in sorted(desired.difference(loaded, failed), reverse=True):
             try:
                 loaded[number] = store.load(model, number)
             except StoreError as error:
@@ -127,19 +127,19 @@ def _loaded_numbers(store: ModelStore, model: str, versions_held: int) -> dict[i
     return loaded
 
 
-def _loaded(store: ModelStore, wanted: Sequence[str], default: str) -> dict[str, ModelVersion]:
-    """Loads what is ``wanted``, without aliases that were removed, as by a rollback, beside other
-    versions of their model: a server that is started again answers as those that went on.
+def _loaded(store: ModelStore, names: Sequence[str], default: str) -> dict[str, ModelVersion]:
+    """Loads the versions of ``names``. Leaves out an alias that was removed, as by a rollback, if
+    another version of its model is served: a restarted server then serves what the others serve.
 
     Args:
-        default: the name of a model or of a version that is never left out.
+        default: name of a model or of a version that is never left out.
 
     Raises:
-        StoreError: one cannot be loaded, or an alias that never was there is wanted.
+        StoreError: one cannot be loaded, or a name has an alias that never existed.
     """
     versions: dict[str, ModelVersion] = {}
     removed: dict[str, UnknownAliasError] = {}
-    for name in wanted:
+    for name in names:
         try:
             versions[name] = load_named(store, name)
         except UnknownAliasError as error:
@@ -181,10 +181,10 @@ def opened_in_time(
         time.sleep(WAIT_S)
 
 
-def _check_published(published: list[str], wanted: list[str], settings: ServeSettings) -> None:
-    """Raises StoreError if a wanted model has not been published. Where all models of the store are
-    wanted, the default one is."""
-    for name in wanted or filter(None, [settings.default_model]):
+def _check_published(published: list[str], names: list[str], settings: ServeSettings) -> None:
+    """Raises StoreError if the model of one of ``names`` has not been published. Without names the
+    server serves all published models, and the default model must be one of them."""
+    for name in names or filter(None, [settings.default_model]):
         model = split_name(name)[0]
         if model not in published:
             raise missing_model(settings.store, model, published)

@@ -132,13 +132,13 @@ def claim_ports(
     Raises:
         OSError: a port or path is in use, or the address is not this host's; the message names it.
     """
-    wanted = [(host, http_port, "HTTP", True), (host, grpc_port, "gRPC", False)]
-    wanted += [] if management is None else [(*management, "management", True)]
+    addresses = [(host, http_port, "HTTP", True), (host, grpc_port, "gRPC", False)]
+    addresses += [] if management is None else [(*management, "management", True)]
     sockets: list[socket.socket] = []
     files: list[SocketFile] = []
     try:
-        for one in wanted:
-            sockets.append(_claim(*one))  # noqa: PERF401  those before are closed
+        for address in addresses:
+            sockets.append(_claim(*address))  # noqa: PERF401  those before are closed
         for path, mode, protocol in unix:
             files.append(listen_at(path, mode, protocol))
     except OSError:

@@ -179,7 +179,7 @@ async def test_load_is_rejected_if_another_load_cancels_it(
 
 def desired_version(process: AdministeredProcess) -> int:
     target = process.rollout.target("shop")
-    return 0 if target is None else target.wanted
+    return 0 if target is None else target.store_version
 
 
 def queued_version(process: AdministeredProcess) -> int:

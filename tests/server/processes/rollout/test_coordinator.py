@@ -27,7 +27,7 @@ def test_all_workers_prepare_before_any_switches(
     caplog.set_level(logging.INFO)
     workers.report_store(StoreEntry(8))
     assert workers.take_target_changes() == []
-    assert [one.desired.names["shop"].wanted for one in workers.workers.values()] == [8, 8]
+    assert [one.desired.names["shop"].store_version for one in workers.workers.values()] == [8, 8]
     workers.report_store(EIGHT)
     assert workers.take_target_changes() == prepare(0, 1)
     workers.load(0)

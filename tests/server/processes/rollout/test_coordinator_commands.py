@@ -124,9 +124,9 @@ def test_loaded_version_becomes_the_desired_one_of_a_polled_name(workers: Worker
     """Covers a name that is not followed, and so is not reported by later polls."""
     workers.report_store(StoreEntry(7))
     workers.command(Operation.LOAD, "shop", 8)
-    assert workers.workers[0].desired.names["shop"].wanted == 8
+    assert workers.workers[0].desired.names["shop"].store_version == 8
     workers.command(Operation.LOAD, "films", 2)  # no poll has read it
-    assert workers.workers[0].desired.names["films"].wanted == 0
+    assert workers.workers[0].desired.names["films"].store_version == 0
 
 
 def test_requested_poll_is_passed_on_when_the_watcher_ends(workers: Workers) -> None:

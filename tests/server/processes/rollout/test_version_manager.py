@@ -38,7 +38,7 @@ async def test_process_switches_once_version_is_loaded_and_activated(
     process: SwitchingProcess, gate: Gate
 ) -> None:
     process.on_restore = gate.before(do_nothing)
-    process.desire(wanted=8)
+    process.desire(store_version=8)
     metrics = process.pipeline.metrics.models["shop"]
     found_s = metrics.found_s
     assert process.desired_and_rejected() == (True, False)
@@ -46,7 +46,7 @@ async def test_process_switches_once_version_is_loaded_and_activated(
     await until(lambda: gate.threads)
     assert process.pending_version() == (8, "loading", "")
     assert process.state() == NameStatus(7, 1, LoadState.LOADING)
-    process.desire(wanted=8)  # at the next poll
+    process.desire(store_version=8)  # at the next poll
     assert metrics.found_s == found_s
     await process.check_served(7)
     gate.opened.set()
@@ -158,7 +158,7 @@ async def test_version_that_fails_to_load_is_not_served_and_may_be_retried(
         raise error
 
     process.on_restore = fail
-    process.desire(wanted=8)
+    process.desire(store_version=8)
     process.prepare(8)
     await until(lambda: process.state().state is LoadState.FAILED)
     assert process.state() == NameStatus(7, 1, LoadState.FAILED, reason)
@@ -167,7 +167,7 @@ async def test_version_that_fails_to_load_is_not_served_and_may_be_retried(
     assert process.desired_and_rejected() == (True, True)
     assert process.state() == NameStatus(7)
     await process.check_served(7)
-    process.desire(wanted=7, failure=None)  # 8 may be tried again afterwards
+    process.desire(store_version=7, failure=None)  # 8 may be tried again afterwards
     assert process.pending_version() is None
     assert process.desired_and_rejected() == (False, False)
     process.on_restore = do_nothing
