@@ -160,7 +160,7 @@ def test_version_with_wrong_results_is_served_by_no_worker(tmp_path: Path) -> No
     with running(store, tmp_path / "log", *options) as server, Load(server) as load:
         make_version_with_wrong_rows(store, tmp_path / "elsewhere")
         wait_until(lambda: "m: version 2 stays out" in server.log.read_text())
-        wait_until(lambda: has_rejected(served_model(server)))
+        wait_until(lambda: has_failed(served_model(server)))
         publish_next(store, 3)
         load.wait_for_version(3)
     assert load.wrong == []
@@ -278,8 +278,8 @@ def is_settled(model: dict[str, Any], number: int) -> bool:
     return model["version"] == number and "next" not in model
 
 
-def has_rejected(model: dict[str, Any]) -> bool:
-    """Returns whether a worker reports that version 2 was rejected."""
+def has_failed(model: dict[str, Any]) -> bool:
+    """Returns whether a worker reports that version 2 has failed."""
     if model.get("next", {}).get("state") != "failed":
         return False
     assert (model["version"], model["next"]["version"]) == (1, 2)

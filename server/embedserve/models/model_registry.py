@@ -206,7 +206,7 @@ class ModelRegistry:
                 or ids > limits.request_ids_max
                 or answer_bytes > limits.request_output_bytes_max
             ):
-                self._refuse_size(request, model)
+                self._reject_size(request, model)
             if request.min_seq is not None:
                 _check_seq(request.min_seq, model)
             batcher.enqueue(request, pending)
@@ -326,7 +326,7 @@ class ModelRegistry:
             )
         raise UnknownModelError(f"model is {shortened(name)!r}: this server has {served}", "model")
 
-    def _refuse_size(self, request: LookupRequest, model: ModelInfo) -> NoReturn:
+    def _reject_size(self, request: LookupRequest, model: ModelInfo) -> NoReturn:
         limits = self.limits
         if request.batch_size > limits.request_examples_max:
             raise RequestTooLargeError(

@@ -93,8 +93,8 @@ class AdminService:
             raise RefusedError(f"{name} is still served", "model") from None
 
     def reload(self) -> None:
-        """Polls the store immediately, regardless of the ``follow`` setting. Rejected versions are
-        retried."""
+        """Polls the store immediately, regardless of the ``follow`` setting. Versions with a final
+        failure are retried."""
         self._send(AdminCommand(Operation.RELOAD))
 
 

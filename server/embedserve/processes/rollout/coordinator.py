@@ -39,12 +39,12 @@ from embedserve_store.errors import TRANSIENT
 logger = logging.getLogger(__name__)
 
 DEATHS_MAX = 2
-"""Exits of workers that had not prepared a version yet, after which it is rejected."""
+"""Exits of workers that had not prepared a version yet, after which its rollout fails."""
 ROLLOUT_S_MAX = 1800.0
 """Seconds that all workers together may take to prepare a version."""
 SWITCHED = "%s: switched to version %d (before: %s)"
 REMOVED = "%s is no longer served"
-REFUSED = "%s: version %d stays out: %s"
+NOT_SERVED = "%s: version %d stays out: %s"
 _DIGITS = re.compile(r"[\d.,]+")
 
 
@@ -115,7 +115,7 @@ class RolloutCoordinator:
         if rollout is not None and status is not None and not rollout.is_prepared(status):
             rollout.deaths += 1
             if rollout.deaths >= DEATHS_MAX:
-                self._reject(rollout, f"a worker {how} while it was loaded")
+                self._fail_rollout(rollout, f"a worker {how} while it was loaded")
             elif not self._workers:
                 rollout.until_s = monotonic() + ROLLOUT_S_MAX  # for the workers that replace them
         self._advance()
@@ -140,15 +140,15 @@ class RolloutCoordinator:
         if rollout is None:
             return
         if self._followed.is_held(rollout.name):
-            self._fail(rollout.name, rollout.version.number, HELD_REASON, is_final=False)
+            self._record_failure(rollout.name, rollout.version.number, HELD_REASON, is_final=False)
         elif why := self._followed.why_stalled():
-            self._reject(rollout, why)
+            self._fail_rollout(rollout, why)
         elif monotonic() > rollout.until_s:
             participants = self._participants().items()
             slow = [one for one, has in participants if not rollout.is_prepared(has)]
             workers = ", ".join(map(str, sorted(slow)))
             who = f"workers {workers} have not loaded" if slow else "no worker has run to load"
-            self._reject(rollout, f"{who} it in {ROLLOUT_S_MAX:g} s")
+            self._fail_rollout(rollout, f"{who} it in {ROLLOUT_S_MAX:g} s")
         self._advance()
 
     def is_preparing(self, worker: int) -> bool:
@@ -162,7 +162,7 @@ class RolloutCoordinator:
         )
 
     def reload(self) -> None:
-        """Requests an immediate poll of the store. Rejected versions are retried."""
+        """Requests an immediate poll of the store. Versions with a final failure are retried."""
         if self._watcher is None:
             logger.warning("cannot poll the store: no worker is ready")
             return
@@ -205,7 +205,7 @@ class RolloutCoordinator:
         rollout, serving = self._rollout, self._names[name].serving
         if rollout is not None and status.generation == rollout.version.generation:
             number, is_final = rollout.version.number, status.is_final
-            self._fail(name, number, status.reason, is_final=is_final)
+            self._record_failure(name, number, status.reason, is_final=is_final)
         elif serving is not None and status.generation == serving.generation:
             logger.error(
                 "worker %d cannot follow the others to %s version %d: %s",
@@ -231,9 +231,9 @@ class RolloutCoordinator:
             self._is_being_rolled_out(name, found.version) or found.version == one.number
         )
         if found.reason and not needs_no_rollout:
-            self._fail(name, found.version, found.reason, is_final=found.is_final)
-        is_rejected = one.failure is not None and one.failure.is_final
-        if found.path and not needs_no_rollout and not is_rejected:
+            self._record_failure(name, found.version, found.reason, is_final=found.is_final)
+        has_failed = one.failure is not None and one.failure.is_final
+        if found.path and not needs_no_rollout and not has_failed:
             one.candidate = RolloutVersion(found.version, found.path)
 
     def _set_store_version(self, name: str, one: ServedName, number: int) -> None:
@@ -294,11 +294,12 @@ class RolloutCoordinator:
         self._adopt(name, None)
         logger.info(REMOVED, name)
 
-    def _reject(self, rollout: Rollout, reason: str) -> None:
-        self._fail(rollout.name, rollout.version.number, reason, is_final=True)
+    def _fail_rollout(self, rollout: Rollout, reason: str) -> None:
+        self._record_failure(rollout.name, rollout.version.number, reason, is_final=True)
 
-    def _fail(self, name: str, number: int, reason: str, *, is_final: bool) -> None:
-        """Keeps a version out. The reason is logged unless only its numbers have changed."""
+    def _record_failure(self, name: str, number: int, reason: str, *, is_final: bool) -> None:
+        """Records why a version is not served, and ends its rollout. Logs the reason unless only
+        numbers in it have changed."""
         one = self._names[name]
         before = one.failure or one.retried
         is_same = before is not None and (before.version, before.is_final) == (number, is_final)
@@ -313,7 +314,7 @@ class RolloutCoordinator:
         if self._is_being_rolled_out(name, number):
             self._rollout = None
         if before is None or not is_same or _is_news(reason, before.reason):
-            logger.error(REFUSED, name, number, reason)
+            logger.error(NOT_SERVED, name, number, reason)
 
     def _advance(self) -> None:
         """Activates the version that all have prepared, begins the next rollout, and sends the
@@ -342,7 +343,7 @@ class RolloutCoordinator:
             if candidate is None:
                 continue
             if self._followed.is_held(name):
-                self._fail(name, candidate.number, HELD_REASON, is_final=False)
+                self._record_failure(name, candidate.number, HELD_REASON, is_final=False)
                 continue
             one.retried, one.failure = one.failure, None
             version = replace(candidate, generation=next(self._generations))
@@ -351,7 +352,7 @@ class RolloutCoordinator:
             except Exception as error:  # any error: the workers keep serving
                 reason = str(error) if isinstance(error, StoreError) else repr(error)
                 is_final = not isinstance(error, TRANSIENT)
-                self._fail(name, version.number, reason, is_final=is_final)
+                self._record_failure(name, version.number, reason, is_final=is_final)
                 continue
             self._rollout = Rollout(name, version, monotonic() + ROLLOUT_S_MAX)
             return

@@ -20,8 +20,8 @@ from embedserve_store.errors import NO_ACCESS
 from embedserve_store.memory.available_memory import available_bytes
 
 STALL_S_MAX = 30.0
-"""Seconds for which no delta of a next version can be applied before it is rejected. Its files may
-be on their way, and an applier that ended starts again."""
+"""Seconds for which no delta of a next version can be applied before its rollout fails. Its files
+may be on their way, and an applier that ended starts again."""
 HELD_REASON = "its deltas are held, and a move would change the rows: end the hold first"
 
 

@@ -56,7 +56,7 @@ def next_step(
         return None
     if len(held) < max(held_max, len(desired.numbers)):
         return "load", missing[-1]
-    # A version that serves nobody, such as one that routers have rejected, makes room for a newer.
+    # A version that serves nobody, such as one that failed in the routers, makes room for a newer.
     for number in sorted(held):
         if number in idle and number not in desired.aliased and number < missing[-1]:
             return "unload", number

@@ -48,7 +48,7 @@ class ServedName:
         failure: version that is not served now, and why.
         retried: failure of the attempt before the present one, which is not logged again.
         alias_settings: those of the version that serves, also while the next one is prepared or
-            rejected.
+            has failed.
         found_alias_settings: those that the store was last found to have.
     """
 
@@ -92,7 +92,7 @@ class Rollout:
     """A version that the processes prepare.
 
     Attributes:
-        until_s: monotonic time at which it is rejected.
+        until_s: monotonic time at which the rollout fails.
         deaths: number of workers that exited while preparing it.
     """
 

@@ -238,7 +238,7 @@ class VersionManager:
             pending[name] = PendingVersion(failure.version, "failed", failure.reason, since)
 
     def _update_metrics(self, name: str, target: Target) -> None:
-        """Sets which version is desired and whether it is rejected. While another version is
+        """Sets which version is desired and whether it has failed. While another version is
         desired than serves, ``found_s`` is the time when it was found."""
         metrics = self._metrics.models.get(name)
         if metrics is None:

@@ -115,7 +115,7 @@ class FollowingProcess:
         return Batcher(engine, info, self.pipeline.limits, metrics, self._executor)
 
     def next_version_status(self) -> tuple[dict[str, Any] | None, bool]:
-        """Returns (the next version in /models, whether the metrics show it as rejected)."""
+        """Returns (the next version in /models, whether the metrics show that it has failed)."""
         models, metrics = self.pipeline.models, self.pipeline.metrics
         status = models.status(models.model(self.name))
         metrics.flush()

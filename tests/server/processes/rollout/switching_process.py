@@ -96,7 +96,7 @@ class SwitchingProcess:
     def activate(self, name: str = "shop") -> None:
         self.desire(name, phase=TargetPhase.SERVE)
 
-    def reject(self, number: int, reason: str, serving: int = 7) -> None:
+    def fail(self, number: int, reason: str, serving: int = 7) -> None:
         failure = Failure(number, reason, True, 0)
         self.desire(version=serving, generation=0, phase=TargetPhase.SERVE, failure=failure)
 
@@ -141,8 +141,8 @@ class SwitchingProcess:
         pending = self.pipeline.models.pending_versions.get("shop")
         return None if pending is None else (pending.version, pending.state, pending.reason)
 
-    def desired_and_rejected(self) -> tuple[bool, bool]:
-        """Returns whether another version is desired, and whether it was rejected."""
+    def desired_and_failed(self) -> tuple[bool, bool]:
+        """Returns whether another version is desired, and whether it has failed."""
         metrics = self.pipeline.metrics.models["shop"]
         return metrics.found_s is not None, metrics.is_refused
 

@@ -258,7 +258,7 @@ async def test_load_is_rejected_if_workers_share_resident_tables(
     executor: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that the version is rejected before its tables fill the memory of a worker."""
+    """Checks that the load is rejected before the tables fill the memory of a worker."""
     process, opened = AdministeredProcess(store, executor), list[object]()
     settings = replace(process.settings, tables="resident", workers=2)
     monkeypatch.setattr(version_resolver, "make_resident_and_verify", opened.append)
@@ -272,7 +272,7 @@ async def test_load_is_rejected_if_workers_share_resident_tables(
     assert opened == []
 
 
-async def test_rejected_version_without_parts_has_no_such_part_error_as_cause(
+async def test_load_of_version_without_parts_has_no_such_part_error_as_cause(
     store: Path, executor: ThreadPoolExecutor
 ) -> None:
     process = AdministeredProcess(store, executor)

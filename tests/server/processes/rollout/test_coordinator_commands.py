@@ -103,8 +103,8 @@ def test_alias_settings_reach_all_workers_and_later_workers(workers: Workers) ->
 
 
 def test_alias_settings_stay_until_the_next_version_serves(workers: Workers) -> None:
-    """Covers a worker that starts while the next version loads, and one that starts after it was
-    rejected."""
+    """Covers a worker that starts while the next version loads, and one that starts after it has
+    failed."""
     before, after = AliasSettings(7, 10.0), AliasSettings(8, 50.0)
     workers.report_store(StoreEntry(7, before))
     found = StoreEntry(8, after, PATH)
@@ -141,7 +141,7 @@ def test_requested_poll_is_passed_on_when_the_watcher_ends(workers: Workers) -> 
     assert workers.workers[0].desired.polls_requested == 0
 
 
-def test_reload_requests_a_poll_and_retries_rejected_versions(
+def test_reload_requests_a_poll_and_retries_failed_versions(
     workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers.report_store(EIGHT)

@@ -141,7 +141,7 @@ def test_new_workers_prepare_version_after_all_workers_ended(workers: Workers) -
     assert workers.served_versions() == [8]
 
 
-def test_version_that_crashes_workers_is_rejected(
+def test_version_that_crashes_workers_fails(
     workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers.report_store(EIGHT)

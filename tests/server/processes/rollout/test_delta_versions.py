@@ -232,7 +232,7 @@ def stall(server: Server, reason: str) -> None:
     server.coordinator.advance_rollout()
 
 
-def test_version_with_damaged_delta_line_is_rejected(server: Server) -> None:
+def test_version_with_damaged_delta_line_fails(server: Server) -> None:
     server.followed.served["m"].live.commit(2, 9)
     server.report_store(2)
     stall(server, f"{NO_ACCESS}: the host does not respond")  # nothing is known to be wrong
@@ -244,7 +244,7 @@ def test_version_with_damaged_delta_line_is_rejected(server: Server) -> None:
     assert len(server.followed.followed()) == 1
 
 
-def test_stall_that_ends_within_its_limit_does_not_reject_the_version(server: Server) -> None:
+def test_stall_that_ends_within_its_limit_does_not_fail_the_version(server: Server) -> None:
     server.followed.served["m"].live.commit(2, 9)
     server.report_store(2)
     for _ in range(2):
@@ -258,14 +258,14 @@ def test_stall_that_ends_within_its_limit_does_not_reject_the_version(server: Se
     assert server.failure is None
 
 
-def test_version_stalled_at_the_served_delta_is_not_rejected(server: Server) -> None:
+def test_version_stalled_at_the_served_delta_does_not_fail(server: Server) -> None:
     server.followed.served["m"].live.commit(2, 1)
     server.report_store(2)  # it has the rows after delta 1
     stall(server, "delta 2 is damaged")
     assert (server.target.phase, server.failure) == (TargetPhase.PREPARE, None)
 
 
-def test_version_without_memory_for_changed_rows_is_rejected(
+def test_version_without_memory_for_changed_rows_fails(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_versions, "available_bytes", lambda: 1000)
@@ -353,7 +353,7 @@ def test_version_without_deltas_gets_no_memory() -> None:
     assert followed.activate("m") is None
 
 
-def test_version_that_does_not_exist_is_rejected(server: Server) -> None:
+def test_version_that_does_not_exist_fails(server: Server) -> None:
     server.report_store(7)
     assert server.failure is not None
     assert "version 7 does not exist" in server.failure.reason

@@ -31,7 +31,7 @@ def desired(*numbers: int, aliased: Collection[int] = ()) -> DesiredVersions:
         (desired(7, 8), {6, 7}, set(), None),  # routers use both: the next one waits
         (desired(7, 8), {6, 7}, {6}, ("unload", 6)),
         (desired(7, 8), {7}, {7}, ("load", 8)),
-        (desired(7, 8), {6, 7}, {7}, ("unload", 7)),  # routers rejected 7 and stay with 6
+        (desired(7, 8), {6, 7}, {7}, ("unload", 7)),  # 7 failed in the routers: they stay with 6
         (desired(7, 8), {6, 8}, {8}, None),  # 8 is the newest: it stays until routers use it
         (desired(7, 8, aliased=[7]), {6, 7}, {7}, None),  # an alias names 7
         (desired(3, 7, 8, aliased=[3]), {3, 7}, set(), ("load", 8)),  # aliases count apart

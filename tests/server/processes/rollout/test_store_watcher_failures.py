@@ -131,9 +131,9 @@ async def test_unopenable_version_is_shown_with_reason_and_retried_at_each_poll(
     seen = []
     for _ in range(3):
         assert await process.poll() == 1
-        shown, is_rejected = process.next_version_status()
+        shown, has_failed = process.next_version_status()
         assert shown is not None
-        assert (shown["version"], shown["state"], is_rejected) == (2, "failed", True)
+        assert (shown["version"], shown["state"], has_failed) == (2, "failed", True)
         assert named in shown["reason"]
         seen.append(shown)
     assert caplog.messages == [f"shop: version 2 stays out: {seen[0]['reason']}"]
@@ -162,9 +162,9 @@ async def test_version_without_disk_space_for_its_pull_is_shown_with_reason(
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "disk_usage", lambda path: usage)
             assert await process.poll() == 1
-        shown, is_rejected = process.next_version_status()
+        shown, has_failed = process.next_version_status()
         assert shown is not None
-        assert (shown["version"], shown["state"], is_rejected) == (2, "failed", True)
+        assert (shown["version"], shown["state"], has_failed) == (2, "failed", True)
         assert f"{usage.free:,}" in shown["reason"]
     assert len(caplog.messages) == 1
     assert await process.poll() == 2
@@ -187,9 +187,9 @@ async def test_repaired_version_with_wrong_goldens_is_tried_once(
     for _ in range(3):
         assert await process.poll() == 1
     assert process.attempts == [2]
-    shown, is_rejected = process.next_version_status()
+    shown, has_failed = process.next_version_status()
     assert shown is not None
-    assert (shown["reason"], is_rejected) == ("its goldens are answered otherwise", True)
+    assert (shown["reason"], has_failed) == ("its goldens are answered otherwise", True)
 
 
 async def test_unreachable_store_is_followed_again_once_it_is_back(

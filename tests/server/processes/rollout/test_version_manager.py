@@ -41,7 +41,7 @@ async def test_process_switches_once_version_is_loaded_and_activated(
     process.desire(store_version=8)
     metrics = process.pipeline.metrics.models["shop"]
     found_s = metrics.found_s
-    assert process.desired_and_rejected() == (True, False)
+    assert process.desired_and_failed() == (True, False)
     process.prepare(8)
     await until(lambda: gate.threads)
     assert process.pending_version() == (8, "loading", "")
@@ -57,7 +57,7 @@ async def test_process_switches_once_version_is_loaded_and_activated(
     assert process.state() == NameStatus(8)
     assert process.pending_version() is None
     assert (metrics.wanted_version, metrics.switches, metrics.model.version) == (8, 1, 8)
-    assert process.desired_and_rejected() == (False, False)
+    assert process.desired_and_failed() == (False, False)
     assert metrics.load_seconds > 0
     assert process.restored_numbers == [8]
 
@@ -162,14 +162,14 @@ async def test_version_that_fails_to_load_is_not_served_and_may_be_retried(
     process.prepare(8)
     await until(lambda: process.state().state is LoadState.FAILED)
     assert process.state() == NameStatus(7, 1, LoadState.FAILED, reason)
-    process.reject(8, reason)
+    process.fail(8, reason)
     assert process.pending_version() == (8, "failed", reason)
-    assert process.desired_and_rejected() == (True, True)
+    assert process.desired_and_failed() == (True, True)
     assert process.state() == NameStatus(7)
     await process.check_served(7)
     process.desire(store_version=7, failure=None)  # 8 may be tried again afterwards
     assert process.pending_version() is None
-    assert process.desired_and_rejected() == (False, False)
+    assert process.desired_and_failed() == (False, False)
     process.on_restore = do_nothing
     await process.prepare_and_wait(8)
     process.activate()
@@ -198,22 +198,22 @@ async def test_version_that_fails_to_open_may_be_loaded_later(
 
 
 async def test_repeated_failure_keeps_its_start_time(process: SwitchingProcess) -> None:
-    process.reject(8, "is cut")
+    process.fail(8, "is cut")
     shown = process.pipeline.models.pending_versions["shop"]
     shown.since = "then"
     for reason in ("is cut", "is cut still"):
-        process.reject(8, reason)
+        process.fail(8, reason)
         shown = process.pipeline.models.pending_versions["shop"]
         assert (shown.reason, shown.since) == (reason, "then")
 
 
-async def test_version_rejected_during_its_load_is_discarded(
+async def test_version_that_fails_elsewhere_during_its_load_is_discarded(
     process: SwitchingProcess, gate: Gate
 ) -> None:
     process.on_restore = gate.before(do_nothing)
     process.prepare(8)
     await until(lambda: gate.threads)
-    process.reject(8, "another worker cannot load it")
+    process.fail(8, "another worker cannot load it")
     gate.opened.set()
     await process.prepare_and_wait(9)
     assert process.restored_numbers == [8, 9]

@@ -19,7 +19,7 @@ from embedserve.processes.rollout.messages import (
 )
 
 
-async def test_version_with_more_features_than_counters_is_rejected(
+async def test_version_with_more_features_than_counters_fails(
     process: SwitchingProcess,
 ) -> None:
     many = model_info("shop", {f"f{i}": (2, 1) for i in range(COLUMNS_MIN + 1)})
@@ -31,7 +31,7 @@ async def test_version_with_more_features_than_counters_is_rejected(
     assert process.restored_numbers == []
 
 
-async def test_name_without_free_counters_is_rejected(process: SwitchingProcess) -> None:
+async def test_name_without_free_counters_fails(process: SwitchingProcess) -> None:
     for i in range(NAMES_SPARE):
         await process.prepare_and_wait(8, f"shop@spare{i}")
         process.activate(f"shop@spare{i}")
