@@ -83,7 +83,7 @@ class UnknownRegionError(EmbedServeError):
     http_status = 404
 
 
-class RefusedError(EmbedServeError):
+class ConflictError(EmbedServeError):
     """The operation conflicts with the present state of the server."""
 
     code = "FAILED_PRECONDITION"

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from embedserve.config import Limits
 from embedserve.errors import (
+    ConflictError,
     InvalidRequestError,
-    RefusedError,
     RequestTooLargeError,
     UnknownRegionError,
 )
@@ -54,7 +54,7 @@ class RegionRegistry:
 
         Raises:
             InvalidRequestError: the name, key, range or file is invalid.
-            RefusedError: the owner has a region of that name, a limit on the number or total size
+            ConflictError: the owner has a region of that name, a limit on the number or total size
                 of regions is reached, or another owner has registered the file.
             RequestTooLargeError: the region alone exceeds a limit on total size.
         """
@@ -69,7 +69,7 @@ class RegionRegistry:
             )
         self._drop_unlinked()
         if name in self.of(owner):
-            raise RefusedError(
+            raise ConflictError(
                 f"shared memory region {name!r} is registered already: unregister it first", "name"
             )
         self._check_room(owner, byte_size)
@@ -77,7 +77,7 @@ class RegionRegistry:
         if self._is_anothers(region.file, owner):
             region.close()
             shown = key[:NAME_CHARACTERS_MAX]
-            raise RefusedError(f"key is {shown!r}: another caller has registered its file", "key")
+            raise ConflictError(f"key is {shown!r}: another caller has registered its file", "key")
         self._regions.setdefault(owner, {})[name] = region
 
     def status(self, owner: str, name: str = "") -> list[Region]:
@@ -136,7 +136,7 @@ class RegionRegistry:
         for whose, held, share in shares:
             count_max = ceil(share * limits.shared_memory_regions_max)
             if len(held) >= count_max:
-                raise RefusedError(
+                raise ConflictError(
                     f"{len(held)} regions of shared memory are registered, {whose} limit is "
                     f"{count_max} (--shared-memory-regions-max): unregister others first",
                     "name",
@@ -150,7 +150,7 @@ class RegionRegistry:
                 )
             nbytes = sum(one.byte_size for one in held)
             if nbytes + byte_size > bytes_max:
-                raise RefusedError(
+                raise ConflictError(
                     f"byte_size is {byte_size}, and {nbytes} bytes are registered: {whose} limit "
                     f"is {bytes_max} (--shared-memory-bytes-max)",
                     "byte_size",

@@ -9,8 +9,8 @@ from open_files import open_below
 
 from embedserve.config import Limits
 from embedserve.errors import (
+    ConflictError,
     InvalidRequestError,
-    RefusedError,
     RequestTooLargeError,
     UnknownRegionError,
 )
@@ -75,7 +75,7 @@ def test_invalid_region_is_rejected(
 
 def test_duplicate_region_name_is_rejected(registry: RegionRegistry) -> None:
     registry.register(EVERYBODY, "ids", "a", 0, 100)
-    with pytest.raises(RefusedError, match="region 'ids' is registered already: unregister it"):
+    with pytest.raises(ConflictError, match="region 'ids' is registered already: unregister it"):
         registry.register(EVERYBODY, "ids", "b", 0, 100)
     assert registry.status(EVERYBODY)[0].key == "a"
 
@@ -84,7 +84,7 @@ def test_region_count_is_limited(registry: RegionRegistry) -> None:
     for name in FILES[:4]:
         registry.register(EVERYBODY, name, name, 0, 10)
     message = r"^4 regions .* all callers' limit is 4 \(--shared-memory-regions-max\)"
-    with pytest.raises(RefusedError, match=message):
+    with pytest.raises(ConflictError, match=message):
         registry.register(EVERYBODY, "e", "e", 0, 10)
     registry.unregister(EVERYBODY, "a")
     registry.register(EVERYBODY, "e", "e", 0, 10)
@@ -97,7 +97,7 @@ def test_region_bytes_are_limited(registry: RegionRegistry, folder: Path) -> Non
     for name in ("a", "b"):
         registry.register(EVERYBODY, name, name, 0, 100)
     message = r"^byte_size is 101, and 200 bytes are registered: all callers' limit is 300 \(--sh"
-    with pytest.raises(RefusedError, match=message):
+    with pytest.raises(ConflictError, match=message):
         registry.register(EVERYBODY, "large", "large", 0, 101)
     registry.register(EVERYBODY, "large", "large", 0, 100)
 
@@ -110,7 +110,7 @@ def test_regions_are_separate_by_owner(registry: RegionRegistry) -> None:
         registry.status("other", "ids")
     registry.unregister("other", "ids")
     registry.unregister("other")
-    with pytest.raises(RefusedError, match="key is '/a': another caller has registered its file"):
+    with pytest.raises(ConflictError, match="key is '/a': another caller has registered its file"):
         registry.register("other", "mine", "/a", 0, 1)
     registry.register("other", "ids", "b", 0, 1)
     assert [one.key for one in registry.status("ranker")] == ["a"]
@@ -123,14 +123,14 @@ def test_one_owner_may_use_half_of_the_limits(registry: RegionRegistry) -> None:
         RequestTooLargeError, match=r"^byte_size is 151, this caller's limit is 150"
     ):
         registry.register("ranker", "b", "b", 0, 151)
-    with pytest.raises(RefusedError, match="and 50 bytes are registered: this caller's limit is"):
+    with pytest.raises(ConflictError, match="and 50 bytes are registered: this caller's limit is"):
         registry.register("ranker", "b", "b", 0, 101)
     registry.register("ranker", "b", "b", 0, 100)
-    with pytest.raises(RefusedError, match=r"^2 regions .* this caller's limit is 2 "):
+    with pytest.raises(ConflictError, match=r"^2 regions .* this caller's limit is 2 "):
         registry.register("ranker", "c", "c", 0, 1)
     registry.register("other", "c", "c", 0, 1)
     registry.register("other", "d", "d", 0, 1)
-    with pytest.raises(RefusedError, match=r"^4 regions .* all callers' limit is 4 "):
+    with pytest.raises(ConflictError, match=r"^4 regions .* all callers' limit is 4 "):
         registry.register("third", "e", "e", 0, 1)
 
 
@@ -142,7 +142,7 @@ def test_owner_share_of_an_odd_limit_is_rounded_up(
     for name in FILES[:of_one]:
         registry.register("ranker", name, name, 0, 1)
     with pytest.raises(
-        RefusedError, match=rf"^{of_one} regions .* this caller's limit is {of_one} "
+        ConflictError, match=rf"^{of_one} regions .* this caller's limit is {of_one} "
     ):
         registry.register("ranker", "e", "e", 0, 1)
 

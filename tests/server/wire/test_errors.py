@@ -50,7 +50,7 @@ STATUSES = {
     "HeadersTooLargeError": (431, "RESOURCE_EXHAUSTED"),
     "VersionError": (505, "INVALID_ARGUMENT"),
 }
-OF_ADMINISTRATORS = {"NotJsonError": 415, "RefusedError": 409}
+OF_ADMINISTRATORS = {"NotJsonError": 415, "ConflictError": 409}
 """Errors of administrative requests, which no request for vectors gets."""
 OF_GRPC = "WireError"
 """An error with a code of its own, which no REST request ends with."""

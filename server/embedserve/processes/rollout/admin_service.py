@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from embedserve.errors import RefusedError
+from embedserve.errors import ConflictError
 from embedserve.processes.model_loading import check_names
 from embedserve.processes.rollout.coordinator import ROLLOUT_S_MAX
 from embedserve.processes.rollout.messages import AdminCommand, Operation, Target
@@ -41,14 +41,14 @@ class AdminService:
         are not affected.
 
         Raises:
-            RefusedError: there is no such version, it cannot be served, another one is requested
+            ConflictError: there is no such version, it cannot be served, another one is requested
                 meanwhile, by the store or an administrator, or the name is unloaded meanwhile.
         """
         try:
             check_names([name])
             version = await run_in_daemon_thread("load", lambda: self._resolver.open_current(name))
         except (StoreError, ValueError) as error:
-            raise RefusedError(str(error), "model") from error
+            raise ConflictError(str(error), "model") from error
         number, before = version.manifest.version, self._version_manager.target(name)
         path, at_seq = str(version.path), version.at_seq
         self._send(AdminCommand(Operation.LOAD, name, number, path, at_seq))
@@ -58,7 +58,7 @@ class AdminService:
                 while self._version_manager.number(name) != number:
                     now = self._version_manager.target(name)
                     if now is None and was_known:
-                        raise RefusedError(f"{name} was unloaded meanwhile", "model")
+                        raise ConflictError(f"{name} was unloaded meanwhile", "model")
                     if now is not None:
                         was_known = True
                         _check_load(name, number, before, now)
@@ -66,7 +66,7 @@ class AdminService:
                             before = now
                     await self._version_manager.wait_for_change()
         except TimeoutError:
-            raise RefusedError(f"{name} version {number} is not loaded yet", "model") from None
+            raise ConflictError(f"{name} version {number} is not loaded yet", "model") from None
         finally:
             self._resolver.forget(name)
             if self._version_manager.number(name) is None:  # forgets a new name that failed
@@ -77,20 +77,20 @@ class AdminService:
         """Stops serving ``name``; requests in its queue are still completed.
 
         Raises:
-            RefusedError: ``name`` is not served, or nothing else is served.
+            ConflictError: ``name`` is not served, or nothing else is served.
         """
         served = ", ".join(self._version_manager.versions)
         if self._version_manager.number(name) is None:
-            raise RefusedError(f"model is {name!r}: this server has {served}", "model")
+            raise ConflictError(f"model is {name!r}: this server has {served}", "model")
         if len(self._version_manager.versions) == 1:
-            raise RefusedError(f"model is {name!r}, and nothing else is served", "model")
+            raise ConflictError(f"model is {name!r}, and nothing else is served", "model")
         self._send(AdminCommand(Operation.UNLOAD, name))
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
                 while self._version_manager.number(name) is not None:
                     await self._version_manager.wait_for_change()
         except TimeoutError:
-            raise RefusedError(f"{name} is still served", "model") from None
+            raise ConflictError(f"{name} is still served", "model") from None
 
     def reload(self) -> None:
         """Polls the store immediately, regardless of the ``follow`` setting. Versions with a final
@@ -99,7 +99,7 @@ class AdminService:
 
 
 def _check_load(name: str, number: int, before: Target | None, now: Target) -> None:
-    """Raises RefusedError if the load of a version has failed, or was called off.
+    """Raises ConflictError if the load of a version has failed, or was called off.
 
     Args:
         before: desired state when the load was requested; once it has begun, the last one that
@@ -107,7 +107,7 @@ def _check_load(name: str, number: int, before: Target | None, now: Target) -> N
     """
     failure = now.failure
     if failure is not None and failure.version == number and failure != (before and before.failure):
-        raise RefusedError(f"{name} version {number} stays out: {failure.reason}", "model")
+        raise ConflictError(f"{name} version {number} stays out: {failure.reason}", "model")
     has_begun = before is not None and number in (before.version, before.queued)
     if now.store_version not in (0, number, 0 if before is None else before.store_version):
         why = f"the store names {now.store_version} meanwhile"
@@ -117,4 +117,4 @@ def _check_load(name: str, number: int, before: Target | None, now: Target) -> N
         why = "it was called off meanwhile"
     else:
         return
-    raise RefusedError(f"{name} version {number} is not loaded: {why}", "model")
+    raise ConflictError(f"{name} version {number} is not loaded: {why}", "model")

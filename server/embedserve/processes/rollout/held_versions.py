@@ -16,7 +16,7 @@ from functools import partial
 from time import monotonic
 
 from embedserve.config import ServeSettings
-from embedserve.errors import RefusedError
+from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_names import split_name
 from embedserve.processes.holding import DesiredVersions
@@ -139,7 +139,7 @@ class HeldVersions:
                 await self._admin.unload(name)
             else:
                 await self._admin.load(name)
-        except RefusedError as error:
+        except ConflictError as error:
             if isinstance(error.__cause__, NoSuchPartError):
                 logger.warning("%s is not held: %s", name, error.message)
                 self._unfit[model].add(number)  # for good: a version never changes

@@ -14,7 +14,7 @@ from server.gate import Gate
 from server.processes.rollout.following_process import FollowingProcess, add_version
 from server.waiting import WAIT_S_MAX, until
 
-from embedserve.errors import RefusedError
+from embedserve.errors import ConflictError
 from embedserve.processes.rollout import version_resolver
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.messages import AdminCommand, Desired
@@ -65,9 +65,9 @@ async def test_names_are_loaded_and_unloaded(
     assert process.served_versions() == {"shop@canary": 2, "shop@1": 1}
     assert await process.served_version() == 2  # the model's next version
     await admin.unload("shop@canary")
-    with pytest.raises(RefusedError, match=r"^model is 'shop@1', and nothing else is served$"):
+    with pytest.raises(ConflictError, match=r"^model is 'shop@1', and nothing else is served$"):
         await admin.unload("shop@1")
-    with pytest.raises(RefusedError, match=r"^model is 'shop': this server has shop@1$"):
+    with pytest.raises(ConflictError, match=r"^model is 'shop': this server has shop@1$"):
         await admin.unload("shop")
 
 
@@ -86,7 +86,7 @@ async def test_load_of_unknown_or_invalid_name_is_rejected(
     store: Path, executor: ThreadPoolExecutor, name: str, problem: str
 ) -> None:
     process = AdministeredProcess(store, executor)
-    with pytest.raises(RefusedError, match=problem) as caught:
+    with pytest.raises(ConflictError, match=problem) as caught:
         await process.admin.load(name)
     assert (caught.value.http_status, caught.value.field) == (409, "model")
     assert process.served_versions() == {"shop": 1}
@@ -99,7 +99,7 @@ async def test_load_of_unservable_version_is_rejected_and_may_be_retried(
     add_version(unpublished, store, 2)
     process.failures[2] = StoreError("no room")
     for _ in range(2):
-        with pytest.raises(RefusedError, match=r"^shop version 2 stays out: no room$"):
+        with pytest.raises(ConflictError, match=r"^shop version 2 stays out: no room$"):
             await process.admin.load("shop")
     assert process.served_versions() == {"shop": 1}
     del process.failures[2]
@@ -112,7 +112,7 @@ async def test_failed_load_of_new_name_leaves_no_state(
     process = AdministeredProcess(store, executor)
     add_version(unpublished, store, 2)
     process.failures[2] = StoreError("no room")
-    with pytest.raises(RefusedError, match=r"^shop@2 version 2 stays out: no room$"):
+    with pytest.raises(ConflictError, match=r"^shop@2 version 2 stays out: no room$"):
         await process.admin.load("shop@2")
     await until(lambda: process.rollout.target("shop@2") is None)
     assert process.pipeline.models.pending_versions == {}
@@ -129,7 +129,7 @@ async def test_load_is_rejected_if_store_gets_newer_version_meanwhile(
     await until(lambda: gate.threads)
     add_version(unpublished, store, 3)
     process.admin.reload()
-    with pytest.raises(RefusedError, match=r"^shop version 2 is not loaded: the store names 3 "):
+    with pytest.raises(ConflictError, match=r"^shop version 2 is not loaded: the store names 3 "):
         await loading
     gate.opened.set()
     await until(lambda: process.served_versions() == {"shop": 3})
@@ -148,7 +148,7 @@ async def test_load_is_rejected_if_store_rolls_back_meanwhile(
     shutil.rmtree(store / "shop" / "2")
     process.admin.reload()
     await until(loading.done)
-    with pytest.raises(RefusedError, match=r"^shop version 2 is not loaded: the store names 1 "):
+    with pytest.raises(ConflictError, match=r"^shop version 2 is not loaded: the store names 1 "):
         await loading
     gate.opened.set()
     assert process.served_versions() == {"shop": 1}
@@ -170,7 +170,7 @@ async def test_load_is_rejected_if_another_load_cancels_it(
     assert await process.admin.load("shop") == 1
     await until(loading.done)
     why = "it was called off" if waits else "1 was requested"
-    with pytest.raises(RefusedError, match=f"^shop version 2 is not loaded: {why} meanwhile$"):
+    with pytest.raises(ConflictError, match=f"^shop version 2 is not loaded: {why} meanwhile$"):
         await loading
     gate.opened.set()
     assert other is None or await other == 2
@@ -225,7 +225,7 @@ async def test_load_replaced_by_another_load_ends(
     gate.opened.set()
     assert await second == 3
     if fails:
-        with pytest.raises(RefusedError, match=r"^shop version 2 (stays out|is not loaded): "):
+        with pytest.raises(ConflictError, match=r"^shop version 2 (stays out|is not loaded): "):
             await first
     else:
         assert await first == 2
@@ -247,7 +247,7 @@ async def test_load_ends_if_its_name_is_unloaded_meanwhile(
         process.rollout.apply(Desired({}))
     else:
         await process.admin.unload(name)
-    with pytest.raises(RefusedError, match=f"^{name} was unloaded meanwhile$"):
+    with pytest.raises(ConflictError, match=f"^{name} was unloaded meanwhile$"):
         await asyncio.wait_for(loading, WAIT_S_MAX)
     gate.opened.set()
 
@@ -265,7 +265,7 @@ async def test_load_is_rejected_if_workers_share_resident_tables(
     resolver = VersionResolver(settings)
     add_version(unpublished, store, 2)
     message = "^what is served changes at a start only: a version that comes while workers run "
-    with pytest.raises(RefusedError, match=message):
+    with pytest.raises(ConflictError, match=message):
         await AdminService(resolver, process.rollout, lambda command: None).load("shop")
     with pytest.raises(StoreError, match=message):
         resolver.open_number("shop", 2)
@@ -277,7 +277,7 @@ async def test_load_of_version_without_parts_has_no_such_part_error_as_cause(
 ) -> None:
     process = AdministeredProcess(store, executor)
     resolver = VersionResolver(replace(process.settings, part="0/2"))
-    with pytest.raises(RefusedError, match="so it has no parts") as caught:
+    with pytest.raises(ConflictError, match="so it has no parts") as caught:
         await AdminService(resolver, process.rollout, lambda command: None).load("shop")
     assert isinstance(caught.value.__cause__, NoSuchPartError)
 

@@ -10,7 +10,7 @@ import pytest
 from server.fake_models import model_info
 
 from embedserve.config import ServeSettings
-from embedserve.errors import RefusedError
+from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.processes.holding import DesiredVersions, desired_versions
 from embedserve.processes.rollout.held_versions import IDLE_S, RETRY_S, HeldVersions, next_step
@@ -105,9 +105,9 @@ class Shard:
     async def load(self, name: str) -> int:
         number = int(name.partition("@")[2])
         if number in self.unloadable:
-            raise RefusedError(f"{name} cannot be read")
+            raise ConflictError(f"{name} cannot be read")
         if number in self.without_parts:
-            raise RefusedError(f"{name} has no parts") from NoSuchPartError()
+            raise ConflictError(f"{name} has no parts") from NoSuchPartError()
         self.steps.append(f"load {number}")
         self.metrics[name] = ModelMetrics(model_info())
         return number
