@@ -62,9 +62,9 @@ def test_lookup_form_works_with_the_keyboard_alone(page: Page, demo: Demo) -> No
     assert "The Matrix" in near
     assert "Inception" not in near
     assert "Nearest to The Shawshank Redemption, The Dark Knight, Forrest Gump" in page.text(
-        "#answer"
+        "#response"
     )
-    assert "Zeros, of empty bags: user" in page.text("#answer")
+    assert "Zeros, of empty bags: user" in page.text("#response")
     assert '\'{"features": {"history": [[111161, 468569, 109830]]' in page.text("#curl")
     page.until(IS_LIVE)
     assert "rows 15,623" in page.text("#plan")

@@ -198,12 +198,12 @@ def test_router_parts_and_local_tables_are_shown(page: Page, demo: Demo) -> None
 
 
 MISSING_IDS = """
-import('/console/answer.js').then(async ({ showAnswer }) => {
+import('/console/response.js').then(async ({ showResponse }) => {
   const tables = [{ name: "t", features: ["user"] }, { name: "s", features: ["item"] }];
   const model = { features: ["user", "item"], tables };
   const answer = { keys: ["user", "item"], length_per_key: [2, 2], values: [[0, 0, 0, 0]] };
-  await showAnswer({ ...answer, missing_ids: { user: 3 } }, model, [], new Map());
-  return [...document.querySelectorAll("#answer p")].map((one) => one.innerText);
+  await showResponse({ ...answer, missing_ids: { user: 3 } }, model, [], new Map());
+  return [...document.querySelectorAll("#response p")].map((one) => one.innerText);
 })
 """
 

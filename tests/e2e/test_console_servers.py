@@ -65,12 +65,12 @@ def check_hostile_names(page: Page, port: int) -> None:
     page.until("document.querySelectorAll('#unknown tbody tr').length === 2")
     assert MARKUP in page.text("#unknown")
     assert MARKUP in page.text("#ask-features")
-    assert f"Nearest to </option><b>1, {MARKUP}, 7" in page.text("#answer")
+    assert f"Nearest to </option><b>1, {MARKUP}, 7" in page.text("#response")
     assert "[[1, 9007199254740993, 7]]" in page.text("#curl")  # all digits are kept
     page.until("document.querySelector('#slow tbody tr')")
     assert "shop 7" in page.text("#slow")
     assert "nobody'\\''s" in page.text("#curl")
-    assert f"1 of {MARKUP}" in page.text("#answer")
+    assert f"1 of {MARKUP}" in page.text("#response")
     assert page.value("document.querySelectorAll('img, b:not(.shard b)').length") == 0
     assert page.value("document.title") == TITLE
     assert page.errors == []
@@ -106,7 +106,7 @@ def add_a_city_by_name(page: Page, port: int) -> None:
     page.until("document.querySelector('#label-0').value === ''")
     assert page.value("document.querySelector('#ids-0').value") == "New York, San Jose, Rome"
     page.until("document.querySelector('.nearest')")
-    assert "Nearest to Big Apple, by cosine" in page.text("#answer")
+    assert "Nearest to Big Apple, by cosine" in page.text("#response")
     near = page.value("[...document.querySelectorAll('.nearest li')].map((one) => one.innerText)")
     assert [" ".join(one.split()) for one in near] == ["The Valley 0.60", "Eternal City 0.00"]
     rejected = [one for one in page.errors if "status of 400" in one]

@@ -1,6 +1,6 @@
 // Polls the server every two seconds while the page is visible, and updates each section.
 
-import { ask, askText, hasToken, Refused, useToken } from "./server.js";
+import { ask, askText, hasToken, RequestError, useToken } from "./server.js";
 import { Between, Reading } from "./metrics.js";
 import { addPoints, showFigures } from "./figures.js";
 import { showModels, showPlans } from "./models.js";
@@ -13,7 +13,7 @@ const WINDOW_MS = 10000;
 
 let readings = []; // metrics of the last seconds, oldest first
 let isIntroduced = false; // whether /info has been shown
-let lastAnswer = null;
+let lastResponse = null;
 let timer = null;
 let isAsking = false;
 
@@ -23,7 +23,7 @@ function poll() {
   isAsking = true;
   look()
     .then(() => {
-      lastAnswer = new Date();
+      lastResponse = new Date();
       showState("good", `Live, every ${POLL_MS / 1000} s`);
     }, showFailure)
     .finally(() => {
@@ -34,8 +34,8 @@ function poll() {
 
 async function look() {
   const { models, default_model: defaultModel } = await ask("models");
-  const refusals = [];
-  const between = await read().catch(orAdd(refusals));
+  const errors = [];
+  const between = await read().catch(addTo(errors));
   showModels(models, defaultModel, between);
   await Promise.all([showPlans(models), offerModels(models)]);
   byId("access").hidden = !wasDenied(); // lookups may need a token where the figures need none
@@ -44,15 +44,15 @@ async function look() {
     showFigures(between);
     showLookups(models, between);
     showUnknown(models, between);
-    await readMore().catch(orAdd(refusals));
+    await readMore().catch(addTo(errors));
   }
-  if (refusals.length) throw refusals[0];
+  if (errors.length) throw errors[0];
 }
 
 /** Returns an error handler that records the error, so that the other responses are shown first. */
-function orAdd(refusals) {
+function addTo(errors) {
   return (error) => {
-    refusals.push(error);
+    errors.push(error);
     return null;
   };
 }
@@ -78,7 +78,7 @@ async function readMore() {
 }
 
 function showFailure(error) {
-  if (!(error instanceof Refused)) {
+  if (!(error instanceof RequestError)) {
     showState("bad", `This page failed: ${error.message}`);
     throw error;
   }
@@ -87,7 +87,7 @@ function showFailure(error) {
     showState("paused", "Asks for a token");
     return;
   }
-  const old = lastAnswer ? `; the figures are of ${clock(lastAnswer)}` : "";
+  const old = lastResponse ? `; the figures are of ${clock(lastResponse)}` : "";
   showState("bad", `${error.message}${old}`);
 }
 

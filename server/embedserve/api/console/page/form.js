@@ -2,10 +2,10 @@
 
 import { byId, element, fill, say } from "./page.js";
 import { idAsJson, tableOf, textOf, weightAsJson, wordsOf } from "./ids.js";
-import { ask, hasToken, inPath, Refused } from "./server.js";
+import { ask, hasToken, inPath, RequestError } from "./server.js";
 import { labelsOfModel } from "./neighbours.js";
 import { nameOf, titleOf } from "./models.js";
-import { showAnswer } from "./answer.js";
+import { showResponse } from "./response.js";
 
 const EXAMPLE_IDS = 3;
 
@@ -194,13 +194,13 @@ async function lookUp() {
   const words = model.features.map((_, at) => idWords(at));
   const start = performance.now();
   try {
-    const answer = await ask(path(), body());
-    say("answered", `Answered by ${answer.model} version ${answer.version} in ${(performance.now() - start).toFixed(1)} ms, the way there and back included.`);
-    await showAnswer(answer, model, words, named);
+    const response = await ask(path(), body());
+    say("answered", `Answered by ${response.model} version ${response.version} in ${(performance.now() - start).toFixed(1)} ms, the way there and back included.`);
+    await showResponse(response, model, words, named);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    if (!(error instanceof RequestError)) throw error;
     say("answered", "");
-    fill("answer");
+    fill("response");
     showError(error);
     isDenied = error.isDenied;
     if (isDenied) onDenied(error);

@@ -18,15 +18,15 @@ export async function labelsOfModel(model) {
   return labels.get(model);
 }
 
-/** Returns the ids of ``named`` nearest to ``vector`` of ``answer``, except ``but``, as [{id, label, cosine}]. */
-export async function nearest(vector, answer, feature, key, named, but, written) {
-  const name = `${answer.model}@${answer.version}`;
-  const kept = `${name} ${answer.seq} ${key}`; // a delta changes rows and ids of the same version
+/** Returns the ids of ``named`` nearest to ``vector`` of ``response``, except ``but``, as [{id, label, cosine}]. */
+export async function nearest(vector, response, feature, key, named, but, written) {
+  const name = `${response.model}@${response.version}`;
+  const kept = `${name} ${response.seq} ${key}`; // a delta changes rows and ids of the same version
   if (!vectors.has(kept)) {
     vectors.clear(); // only one table's vectors are cached
     const place = `${name} ${key}`;
-    const isSame = rejected.has(place) && rejected.get(place).seq === answer.seq; // none without deltas
-    if (!isSame) rejected.set(place, { seq: answer.seq, ids: new Set(), error: null });
+    const isSame = rejected.has(place) && rejected.get(place).seq === response.seq; // none without deltas
+    if (!isSame) rejected.set(place, { seq: response.seq, ids: new Set(), error: null });
     vectors.set(kept, await vectorsOf([...named.keys()], name, feature, key, written, rejected.get(place)));
   }
   const found = [...vectors.get(kept)].map(([id, other]) => ({ id, label: named.get(id), cosine: cosine(vector, other) }));

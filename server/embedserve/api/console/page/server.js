@@ -1,7 +1,7 @@
 // Sends requests to this server only. The token is kept in this tab's session storage.
 
 const TOKEN = "embedserve.token";
-const ANSWER_MS_MAX = 10000;
+const RESPONSE_MS_MAX = 10000;
 
 let token = kept();
 
@@ -28,7 +28,7 @@ export function hasToken() {
 }
 
 /** An error response; status 0: there was no response. */
-export class Refused extends Error {
+export class RequestError extends Error {
   constructor(status, message, field = "") {
     super(message);
     this.status = status;
@@ -45,22 +45,22 @@ export class Refused extends Error {
 export async function askText(path, body = null) {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   if (body !== null) headers["Content-Type"] = "application/json";
-  let answer, text;
+  let response, text;
   try {
-    answer = await fetch(path, {
+    response = await fetch(path, {
       method: body === null ? "GET" : "POST",
       headers,
       body,
       cache: "no-store",
       redirect: "error",
-      signal: AbortSignal.timeout(ANSWER_MS_MAX),
+      signal: AbortSignal.timeout(RESPONSE_MS_MAX),
     });
-    text = await answer.text();
+    text = await response.text();
   } catch (error) {
     const why = error.name === "TimeoutError" ? "no answer in 10 s" : "the server cannot be reached";
-    throw new Refused(0, why);
+    throw new RequestError(0, why);
   }
-  if (!answer.ok) throw refusal(answer.status, text);
+  if (!response.ok) throw errorOf(response.status, text);
   return text;
 }
 
@@ -73,11 +73,11 @@ export function inPath(name) {
   return encodeURIComponent(name).replaceAll("%40", "@");
 }
 
-function refusal(status, text) {
+function errorOf(status, text) {
   try {
     const { code, message, field } = JSON.parse(text).error;
-    return new Refused(status, `${code}: ${message}`, field);
+    return new RequestError(status, `${code}: ${message}`, field);
   } catch {
-    return new Refused(status, `status ${status}`);
+    return new RequestError(status, `status ${status}`);
   }
 }

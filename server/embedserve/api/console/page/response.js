@@ -3,7 +3,7 @@
 import { drawn, element, fill, number } from "./page.js";
 import { nearest, norm } from "./neighbours.js";
 import { idAsJson, tableOf } from "./ids.js";
-import { Refused } from "./server.js";
+import { RequestError } from "./server.js";
 
 const DRAWN_MAX = 128;
 const HEIGHT = 32;
@@ -14,23 +14,23 @@ const ROWS_MAX = 8;
  *
  * words: the ids of each feature, as the user typed them; named: the labels of each table.
  */
-export async function showAnswer(answer, model, words, named) {
-  const missing = answer.missing_ids ?? {};
+export async function showResponse(response, model, words, named) {
+  const missing = response.missing_ids ?? {};
   const note = [
-    ...countsOf("Ids without a row", answer.unknown_ids ?? {}),
+    ...countsOf("Ids without a row", response.unknown_ids ?? {}),
     ...countsOf("Ids of lost parts, whose rows the vectors lack", missing),
   ];
-  const isEmpty = (key) => vectorsOf(answer, key).every((vector) => !norm(vector));
-  const empty = answer.keys.filter((key) => isEmpty(key) && !(sourceOf(model, key).feature in missing));
+  const isEmpty = (key) => vectorsOf(response, key).every((vector) => !norm(vector));
+  const empty = response.keys.filter((key) => isEmpty(key) && !(sourceOf(model, key).feature in missing));
   if (empty.length) note.push(element("p", { class: "hint" }, `Zeros, of empty bags: ${empty.join(", ")}`));
-  const keys = answer.keys.filter((key) => !isEmpty(key));
-  const boxes = keys.map((key) => boxOf(key, vectorsOf(answer, key)));
-  fill("answer", element("h3", {}, "Vectors"), ...note, ...boxes);
+  const keys = response.keys.filter((key) => !isEmpty(key));
+  const boxes = keys.map((key) => boxOf(key, vectorsOf(response, key)));
+  fill("response", element("h3", {}, "Vectors"), ...note, ...boxes);
   for (const [at, key] of keys.entries()) {
     const { feature, table } = sourceOf(model, key);
     const all = words[model.features.indexOf(feature)];
     const pooled = model.unpooled ? all.slice(0, 1) : all; // into the vector that is compared, the first
-    if (named.has(table.name)) await addNearest(boxes[at], answer, key, feature, table, pooled, named.get(table.name));
+    if (named.has(table.name)) await addNearest(boxes[at], response, key, feature, table, pooled, named.get(table.name));
   }
 }
 
@@ -50,11 +50,11 @@ function sourceOf(model, key) {
 }
 
 /** Returns the vectors of a key: one if the model is pooled, otherwise one for each id. */
-function vectorsOf(answer, key) {
-  if (!Array.isArray(answer.values)) return answer.values[key];
-  const at = answer.keys.indexOf(key);
-  const start = answer.length_per_key.slice(0, at).reduce((sum, one) => sum + one, 0);
-  return [answer.values[0].slice(start, start + answer.length_per_key[at])];
+function vectorsOf(response, key) {
+  if (!Array.isArray(response.values)) return response.values[key];
+  const at = response.keys.indexOf(key);
+  const start = response.length_per_key.slice(0, at).reduce((sum, one) => sum + one, 0);
+  return [response.values[0].slice(start, start + response.length_per_key[at])];
 }
 
 function boxOf(key, vectors) {
@@ -85,13 +85,13 @@ function drawingOf(vector) {
   return drawn("svg", { class: "drawing", viewBox: `0 0 ${values.length} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" }, ...bars);
 }
 
-async function addNearest(box, answer, key, feature, table, words, named) {
-  const [vector] = vectorsOf(answer, key);
+async function addNearest(box, response, key, feature, table, words, named) {
+  const [vector] = vectorsOf(response, key);
   if (!norm(vector)) return;
   const but = new Set(words);
   const asked = words.map((word) => named.get(word) ?? word).join(", ");
   try {
-    const found = await nearest(vector, answer, feature, key, named, but, (id) => idAsJson(table, id));
+    const found = await nearest(vector, response, feature, key, named, but, (id) => idAsJson(table, id));
     const items = found.map((one) => {
       const bar = element("span", { class: "bar", "aria-hidden": "true" });
       bar.style.setProperty("--share", `${Math.max(0, 100 * one.cosine).toFixed(1)}%`);
@@ -99,7 +99,7 @@ async function addNearest(box, answer, key, feature, table, words, named) {
     });
     box.append(element("h5", {}, `Nearest to ${asked}, by cosine`), element("ol", { class: "nearest" }, ...items));
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    if (!(error instanceof RequestError)) throw error;
     box.append(element("p", { class: "error" }, `The nearest: ${error.message}`));
   }
 }
