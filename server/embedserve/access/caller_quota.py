@@ -28,12 +28,12 @@ ROUNDING_S = 1e-6
 a burst at one moment would be rejected at some times."""
 RETRY_S_MAX = 60
 """Upper bound, in seconds, on the retry delay sent with a rate-limit rejection."""
-REFUSALS_PER_S = 200
+REJECTIONS_PER_S = 200
 """Rate-limit rejections per second that each caller receives without delay. Rejections above this
 rate are delayed, because a rejected caller often retries immediately."""
-REFUSALS_BURST_S = 0.5
-"""Seconds of REFUSALS_PER_S that a caller may use up in one burst before rejections are delayed."""
-REFUSAL_WAIT_S_MAX = 1.0
+REJECTIONS_BURST_S = 0.5
+"""Seconds of REJECTIONS_PER_S that a caller may use up in a burst before rejections are delayed."""
+REJECTION_WAIT_S_MAX = 1.0
 """Upper bound, in seconds, on the delay of a rate-limit rejection."""
 
 
@@ -74,7 +74,7 @@ class CallerQuota:
         self.free_s = 0.0
         self.answered_count = 0
         self.outcomes: Counter[str] = Counter()
-        self._rejected_s = 0.0  # like free_s, for rejections at REFUSALS_PER_S
+        self._rejected_s = 0.0  # like free_s, for rejections at REJECTIONS_PER_S
         self._rejection: Callable[[], EmbedServeError] | None = None
         self.set_grant(grant)
 
@@ -145,10 +145,10 @@ class CallerQuota:
         rejections than in responses. The delay leaves that time to other callers.
         """
         free_s = max(self._rejected_s, now_s)
-        wait_s = free_s - now_s - REFUSALS_BURST_S
-        if wait_s >= REFUSAL_WAIT_S_MAX:
-            return REFUSAL_WAIT_S_MAX
-        self._rejected_s = free_s + 1 / REFUSALS_PER_S
+        wait_s = free_s - now_s - REJECTIONS_BURST_S
+        if wait_s >= REJECTION_WAIT_S_MAX:
+            return REJECTION_WAIT_S_MAX
+        self._rejected_s = free_s + 1 / REJECTIONS_PER_S
         return max(0.0, wait_s)
 
     def check_role(self, roles: frozenset[str], charge: bool) -> None:

@@ -47,9 +47,9 @@ def ask_server(client: ServerClient, action: str, model: str) -> None:
     """
     body = json.dumps({"model": model} if model else {}).encode()
     path = f"/admin/{action.replace(' ', '/')}"
-    answer = client.request(path, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX, body=body)
+    response = client.request(path, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX, body=body)
     try:
-        line = _outcome(json.loads(answer), action, model)
+        line = _outcome(json.loads(response), action, model)
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{client.url}: is no embedserve: it answers something else") from error
     say(line)

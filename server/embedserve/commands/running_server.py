@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "EMBEDSERVE_TOKEN"
 TOKEN_BYTES_MAX = 4096
 SAID_MAX = 500
 """Characters of an untrusted server's error message that are shown."""
-Answer = tuple[int, bytes]
+Response = tuple[int, bytes]
 """Status and body of a response."""
 
 
@@ -78,18 +78,18 @@ class ServerClient:
         """
         connection, before = self._connection(timeout_s)
 
-        def send() -> Answer:
+        def send() -> Response:
             headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
             if body is not None:
                 headers["Content-Type"] = "application/json"
             method = "GET" if body is None else "POST"
             try:
                 connection.request(method, before + path, body, headers)
-                with connection.getresponse() as answer:
-                    said = answer.read(bytes_max + 1)
-                    if answer.length and len(said) <= bytes_max:
-                        raise http.client.IncompleteRead(said, answer.length)
-                    return answer.status, said
+                with connection.getresponse() as response:
+                    said = response.read(bytes_max + 1)
+                    if response.length and len(said) <= bytes_max:
+                        raise http.client.IncompleteRead(said, response.length)
+                    return response.status, said
             finally:
                 connection.close()
 
@@ -97,11 +97,11 @@ class ServerClient:
             status, said = _within(timeout_s, send)
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (error.reason or ""):
-                wanted = f"{self.url}: {path}: it requires a client certificate"
-                raise CertificateRequiredError(wanted) from error
+                message = f"{self.url}: {path}: it requires a client certificate"
+                raise CertificateRequiredError(message) from error
             raise ConnectionError(f"{self.url}: {path}: {_reason(error)}") from error
         if not 200 <= status < 300:
-            raise ConnectionError(f"{self.url}: {path}: answered {_refusal(path, status, said)}")
+            raise ConnectionError(f"{self.url}: {path}: answered {_error_text(path, status, said)}")
         if len(said) > bytes_max:
             raise ConnectionError(f"{self.url}: {path}: it answers with over {bytes_max} bytes")
         return said
@@ -201,14 +201,14 @@ def _split_url(url: str) -> SplitResult:
     return split_url
 
 
-def _within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
+def _within(timeout_s: float, ask: Callable[[], Response]) -> Response:
     """Returns or raises the result of ``ask``, run in a thread.
 
     Raises:
         TimeoutError: ``ask`` takes longer than ``timeout_s``. Its thread is then abandoned. A
             socket timeout would not do, since it covers one wait and restarts with every byte.
     """
-    done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Response | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         try:
@@ -218,12 +218,12 @@ def _within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        answer = done.get(timeout=timeout_s)
+        response = done.get(timeout=timeout_s)
     except queue.Empty:
         raise TimeoutError(f"the answer is not all there after {timeout_s:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    if isinstance(response, Exception):
+        raise response
+    return response
 
 
 def _reason(error: Exception) -> str:
@@ -232,7 +232,7 @@ def _reason(error: Exception) -> str:
     return sanitize(str(error)) or type(error).__name__
 
 
-def _refusal(path: str, status: int, body: bytes) -> str:
+def _error_text(path: str, status: int, body: bytes) -> str:
     """Returns the status and the message of an error response, from embedserve or an untrusted
     server."""
     try:

@@ -32,8 +32,8 @@ def read_samples(
         ValueError: the server is not embedserve.
     """
     url = client.url
-    answer = client.request("/metrics", timeout_s=timeout_s, bytes_max=bytes_max)
-    lines = answer.decode(errors="replace").split("\n")
+    page = client.request("/metrics", timeout_s=timeout_s, bytes_max=bytes_max)
+    lines = page.decode(errors="replace").split("\n")
     if not any(line.startswith(OURS) for line in lines):
         raise ValueError(f"{url}: is no embedserve: its /metrics has nothing of {OURS}…")
     text = "".join(f"{line}\n" for line in lines if line.startswith(tuple(names)))

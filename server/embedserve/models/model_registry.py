@@ -197,14 +197,14 @@ class ModelRegistry:
             batcher = routes.choose(name, pending.routing_key)
         model, limits = batcher.model, self.limits
         examples, ids = request.batch_size, request.ids.size
-        answer_bytes = (
+        response_bytes = (
             examples * model.response_bytes_per_example + ids * model.response_bytes_per_id
         )
         try:
             if (
                 examples > limits.request_examples_max
                 or ids > limits.request_ids_max
-                or answer_bytes > limits.request_output_bytes_max
+                or response_bytes > limits.request_output_bytes_max
             ):
                 self._reject_size(request, model)
             if request.min_seq is not None:

@@ -24,9 +24,9 @@ from embedserve.access.authenticator import (
     headers_by_name,
 )
 from embedserve.access.caller_quota import (
-    REFUSAL_WAIT_S_MAX,
-    REFUSALS_BURST_S,
-    REFUSALS_PER_S,
+    REJECTION_WAIT_S_MAX,
+    REJECTIONS_BURST_S,
+    REJECTIONS_PER_S,
     CallerQuota,
 )
 from embedserve.access.client_address import X_FORWARDED_FOR
@@ -240,12 +240,12 @@ def test_full_burst_is_admitted_at_any_clock_value() -> None:
 async def test_frequent_rejections_are_delayed(tokens: Tokens) -> None:
     client = tokens.admit(await tokens.add("x", requests_per_second=1)).quota
     assert client is not None
-    at_once = int(REFUSALS_BURST_S * REFUSALS_PER_S)
-    waits_s = [client.rejection_wait_s(1000.0) for _ in range(2 * REFUSALS_PER_S)]
+    at_once = int(REJECTIONS_BURST_S * REJECTIONS_PER_S)
+    waits_s = [client.rejection_wait_s(1000.0) for _ in range(2 * REJECTIONS_PER_S)]
     assert waits_s[:at_once] == [0.0] * at_once
-    assert 0 < waits_s[at_once + 1] <= 2 / REFUSALS_PER_S
+    assert 0 < waits_s[at_once + 1] <= 2 / REJECTIONS_PER_S
     assert waits_s == sorted(waits_s)
-    assert waits_s[-1] == REFUSAL_WAIT_S_MAX
+    assert waits_s[-1] == REJECTION_WAIT_S_MAX
     assert client.rejection_wait_s(1010.0) == 0.0
 
 

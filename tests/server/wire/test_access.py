@@ -22,7 +22,7 @@ from server.raw_http import OurServer, chunked, our_server, post, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.authenticator import Authenticator
-from embedserve.access.caller_quota import REFUSALS_BURST_S, REFUSALS_PER_S
+from embedserve.access.caller_quota import REJECTIONS_BURST_S, REJECTIONS_PER_S
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.pipeline import RequestPipeline

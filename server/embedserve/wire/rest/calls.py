@@ -131,7 +131,7 @@ def rejecting(
 ) -> MakeHandler:
     """Returns a handler factory that answers each stream with ``error``.
 
-    ``seconds`` is how long the request took until it was refused.
+    ``seconds`` is how long the request took until it was rejected.
     """
 
     error.__traceback__ = None  # HTTP/2 caches this: frames would keep the bytes being read

@@ -84,7 +84,7 @@ class Handshake(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._object is None:
             if data[0] != HANDSHAKE_RECORD:
-                self._refuse_plain(data)
+                self._reject_plaintext(data)
                 return
             self._object = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._came_bytes += len(data)
@@ -150,7 +150,7 @@ class Handshake(asyncio.Protocol):
         if not self._transport.is_closing():
             transport.begin(self._pending)
 
-    def _refuse_plain(self, data: bytes) -> None:
+    def _reject_plaintext(self, data: bytes) -> None:
         """Rejects a plaintext connection: HTTP/1 gets an error response, others are only closed."""
         self._fail("no_tls", "what came is no TLS")
         if b" HTTP/1." in data.partition(b"\r\n")[0]:
