@@ -70,7 +70,7 @@ class CallWriter(ResponseWriter, Generic[AnyStream]):
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         self._context = None
         if isinstance(error, OverloadedError):
-            self._stream.keep_bodies_back()
+            self._stream.slow_next_uploads()
         self.end(error, headers)
 
     def reset(self) -> None:

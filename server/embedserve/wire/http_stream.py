@@ -147,7 +147,7 @@ class HttpStream(Protocol):
     def expect(self, nbytes: int) -> None:
         """Announces that the handler waits for ``nbytes`` more of the body."""
 
-    def keep_bodies_back(self) -> None:
+    def slow_next_uploads(self) -> None:
         """Slows the client's next uploads after an overload rejection, if the protocol can."""
 
 

@@ -85,8 +85,8 @@ class RouteTable:
 
     def resolve(self, request: HttpRequest) -> MakeHandler:
         """Returns the handler factory of a request that is not gRPC, from an allowed host."""
-        if wrong := wrong_target(request.target):
-            return rejecting(wrong, request, self._pipeline)
+        if error := target_error(request.target):
+            return rejecting(error, request, self._pipeline)
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is None:
@@ -101,7 +101,7 @@ class RouteTable:
         return _with_continue(make) if expects_continue else make
 
 
-def wrong_target(target: bytes) -> InvalidRequestError | None:
+def target_error(target: bytes) -> InvalidRequestError | None:
     """Returns the error for a target that is not printable ASCII; None if it is.
 
     Other characters must be percent-encoded (RFC 3986, section 2). HTTP/1 rejects such targets,

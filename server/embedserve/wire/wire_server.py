@@ -175,7 +175,7 @@ class WireServer:
             if now_s > retire_s and connection in self._connections:
                 self._connections[connection] = math.inf
                 connection.retire()
-        self._cut_largest()
+        self._abort_largest()
         self._warn_if_no_descriptors()
 
     def _retire_s(self) -> float:
@@ -197,7 +197,7 @@ class WireServer:
         self._grown_bytes += nbytes
         if self._grown_bytes > CHECK_BYTES:
             # Not deferred: one event-loop iteration may read megabytes from each connection.
-            self._cut_largest()
+            self._abort_largest()
 
     def _warn_if_no_descriptors(self) -> None:
         """Logs when file descriptors run out: accept then fails, and connections wait."""
@@ -212,7 +212,7 @@ class WireServer:
                     "lower --connections-max",
                 )
 
-    def _cut_largest(self) -> None:
+    def _abort_largest(self) -> None:
         """Aborts the connections that hold most memory, until the total is within the limit.
 
         Cached headers are dropped first, as idle connections of ordinary clients hold them, too.
@@ -230,7 +230,7 @@ class WireServer:
         if total <= limit:
             return
         if self._drop_cached_headers():
-            self._cut_largest()
+            self._abort_largest()
             return
         held.sort(key=lambda one: one[0] + sum(one[1].values()))
         cut: Counter[str] = Counter()  # by address

@@ -83,14 +83,14 @@ def _run_child(
         logging.getLogger("embedserve").setLevel(logging.ERROR)  # hides its drain messages
         import uvloop
 
-        uvloop.run(_answer(settings, ports, channel))
+        uvloop.run(_serve(settings, ports, channel))
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-async def _answer(
+async def _serve(
     settings: ServeSettings, ports: Ports | SharedPorts, channel: socket.socket
 ) -> None:
     """Serves until the other end of ``channel`` is closed or its process has ended."""

@@ -94,7 +94,7 @@ class StreamedResponse(ResponseWriter):
         self.context = None
         self.chunks = chunks
         self.nbytes = nbytes
-        if not self._stream.write_those_done(self):
+        if not self._stream.write_ready_responses(self):
             self.chunks = (b"".join(chunks),)  # a copy: it waits for earlier responses
 
 
@@ -170,7 +170,7 @@ class EmbedStream(BidiCall):
         self._response_bytes += nbytes - response.reserved_bytes
         response.reserved_bytes = nbytes
 
-    def write_those_done(self, response: StreamedResponse) -> bool:
+    def write_ready_responses(self, response: StreamedResponse) -> bool:
         """Sends ``response`` and the finished responses behind it.
 
         Returns False if an earlier response is not ready yet.

@@ -71,19 +71,19 @@ class Watch(BidiCall):
         super().__init__(encoding, headers, stream)
         self._health = health
         self._service: str | None = None
-        self._told: Any = None
+        self._last_status: Any = None
 
     def take(self, message: bytes) -> None:
         if self._service is None:
             self._service = _service(message)
-            self._tell()
+            self._send_changed_status()
 
-    def _tell(self) -> None:
+    def _send_changed_status(self) -> None:
         if self._service is None:
             return
         status = self._health.status(self._service)
-        if status != self._told:
-            self._told = status
+        if status != self._last_status:
+            self._last_status = status
             response = self._health.response(status)
             self.write((response,), len(response))
 
@@ -93,8 +93,8 @@ class Watch(BidiCall):
     def check_time(self, now_s: float) -> None:
         super().check_time(now_s)
         if not self._is_over:
-            self._tell()
+            self._send_changed_status()
 
     def drain(self) -> None:
-        self._tell()
+        self._send_changed_status()
         super().drain()

@@ -209,7 +209,7 @@ class Http1Stream:
     def expect(self, nbytes: int) -> None:
         """Does nothing: there is no window to open."""
 
-    def keep_bodies_back(self) -> None:
+    def slow_next_uploads(self) -> None:
         """Does nothing: there is no window to shrink."""
 
 

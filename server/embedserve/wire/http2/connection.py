@@ -369,7 +369,7 @@ class Http2Connection:
             self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")
             return
         for stream in list(self.frame_writer.blocked_streams.values()):
-            if now_s - stream.parked_s > UNREAD_S_MAX:
+            if now_s - stream.blocked_since_s > UNREAD_S_MAX:
                 handler = stream.handler
                 self.cancel(stream, ErrorCode.CANCEL)
                 handler.reset()

@@ -182,9 +182,9 @@ class FrameWriter:
 
     def _block_stream(self, stream: Stream) -> None:
         self.blocked_streams[stream.id] = stream
-        if not stream.parked_s:
-            stream.parked_s = perf_counter()
-            stream.sent_since_parked = 0
+        if not stream.blocked_since_s:
+            stream.blocked_since_s = perf_counter()
+            stream.sent_while_blocked = 0
 
     def pump(self) -> int:
         """Frames up to OUT_BYTES_MAX of body bytes, as the windows allow. Returns the byte count.
@@ -233,10 +233,10 @@ class FrameWriter:
         self.window -= sent
         stream.unsent_bytes -= sent
         self.unsent_bytes -= sent
-        if stream.parked_s:
-            stream.sent_since_parked += sent
-            if stream.sent_since_parked >= READ_BYTES_MIN:
-                stream.parked_s = 0.0
+        if stream.blocked_since_s:
+            stream.sent_while_blocked += sent
+            if stream.sent_while_blocked >= READ_BYTES_MIN:
+                stream.blocked_since_s = 0.0
         return sent
 
     def _frame_part(self, stream: Stream, chunk: memoryview, flags: int) -> None:
@@ -254,7 +254,7 @@ class FrameWriter:
 
     def _has_sent(self, stream: Stream) -> None:
         """Ends or resumes a stream after all of its queued body was framed."""
-        stream.parked_s = 0.0
+        stream.blocked_since_s = 0.0
         if stream.tail == b"":
             stream.is_sent = True
             stream.connection.sent(stream)

@@ -158,18 +158,18 @@ class InboundFlowControl:
         stream.receive_window += nbytes
         self.out.append(frames.window_update(stream.id, nbytes))
 
-    def want(self, stream: Stream, missing_bytes: int) -> None:
+    def request_window(self, stream: Stream, missing_bytes: int) -> None:
         """Requests more window for ``stream`` from UploadBudget.
 
         Each step is at most as large as the bytes already received, or STREAM_WINDOW. A client
         therefore reserves budget by the bytes that it sends, not by the length that it declares.
         """
         step = max(STREAM_WINDOW, stream.held_bytes)
-        if stream.has_asked or stream.receive_window >= min(missing_bytes, step // 2):
+        if stream.has_pending_grant or stream.receive_window >= min(missing_bytes, step // 2):
             return
 
         def grant(nbytes: int) -> bool:
-            stream.has_asked = False
+            stream.has_pending_grant = False
             if stream.is_received or stream.is_sent or self._is_over:
                 return False
             stream.granted_bytes += nbytes
@@ -179,7 +179,7 @@ class InboundFlowControl:
             stream.connection.sent(stream)
             return True
 
-        stream.has_asked = True
+        stream.has_pending_grant = True
         self._uploads.request(min(missing_bytes - stream.receive_window, step), grant)
 
     def top_up(self) -> None:

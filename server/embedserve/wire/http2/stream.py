@@ -30,32 +30,32 @@ class Stream:
         receive_window: bytes of DATA that the client may send on the stream.
         held_bytes: received bytes that the handler has not consumed yet.
         granted_bytes: bytes of the receive window granted by UploadBudget, beyond STREAM_WINDOW.
-        has_asked: whether a request to UploadBudget is pending.
+        has_pending_grant: whether a request to UploadBudget is pending.
         is_received: whether the request has ended.
         is_sent: whether the response has ended.
         unsent: unsent chunks of the response body, in order; None until a body is queued.
         unsent_bytes: bytes in ``unsent``.
         tail: header block of the trailers. b"": the body ends the stream; None: more body may
             follow.
-        parked_s: perf_counter time since when flow control blocks the stream; 0: not blocked.
-        sent_since_parked: body bytes sent since ``parked_s``.
+        blocked_since_s: perf_counter time when flow control blocked the stream; 0: not blocked.
+        sent_while_blocked: body bytes sent since ``blocked_since_s``.
         missing_bytes: bytes of the declared content-length still to arrive; None: not declared.
     """
 
     __slots__ = (
+        "blocked_since_s",
         "connection",
         "granted_bytes",
         "handler",
-        "has_asked",
+        "has_pending_grant",
         "held_bytes",
         "id",
         "is_received",
         "is_sent",
         "missing_bytes",
-        "parked_s",
         "receive_window",
         "send_window",
-        "sent_since_parked",
+        "sent_while_blocked",
         "tail",
         "unsent",
         "unsent_bytes",
@@ -71,12 +71,12 @@ class Stream:
         self.send_window = send_window
         self.receive_window = receive_window
         self.handler: Handler = NULL_HANDLER
-        self.is_received = self.is_sent = self.has_asked = False
-        self.held_bytes = self.granted_bytes = self.unsent_bytes = self.sent_since_parked = 0
+        self.is_received = self.is_sent = self.has_pending_grant = False
+        self.held_bytes = self.granted_bytes = self.unsent_bytes = self.sent_while_blocked = 0
         self.missing_bytes: int | None = None
         self.unsent: deque[memoryview] | None = None
         self.tail: bytes | None = None
-        self.parked_s = 0.0
+        self.blocked_since_s = 0.0
 
     def send_response(
         self, head: bytes, chunks: Sequence[bytes | memoryview], nbytes: int, tail: bytes
@@ -129,8 +129,8 @@ class Stream:
 
     def expect(self, nbytes: int) -> None:
         """Requests window for ``nbytes`` more of the body, granted as the upload budget allows."""
-        self.connection.flow_control.want(self, nbytes)
+        self.connection.flow_control.request_window(self, nbytes)
 
-    def keep_bodies_back(self) -> None:
+    def slow_next_uploads(self) -> None:
         """Shrinks the initial window of the client's next streams after an overload rejection."""
         self.connection.flow_control.shrink_initial_window()

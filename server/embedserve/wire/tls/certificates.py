@@ -109,7 +109,7 @@ def read_context(files: TlsFiles) -> TlsContext:
         ) from error
     if files.client_ca:
         _verify_clients(context, files.client_ca)
-    return TlsContext(context, _expiry_tried(context, files.certificate))
+    return TlsContext(context, _test_pair(context, files.certificate))
 
 
 def _verify_clients(context: ssl.SSLContext, path: str) -> None:
@@ -122,7 +122,7 @@ def _verify_clients(context: ssl.SSLContext, path: str) -> None:
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
 
 
-def _expiry_tried(context: ssl.SSLContext, certificate: str) -> float:
+def _test_pair(context: ssl.SSLContext, certificate: str) -> float:
     """Tests the pair by an in-memory handshake. Returns Unix time when the certificate expires.
 
     Raises:

@@ -107,10 +107,10 @@ class Handshake(asyncio.Protocol):
         self._is_at_work = True
         self._transport.pause_reading()
         loop = asyncio.get_running_loop()
-        stepped = loop.run_in_executor(self._handshakes.thread, self._shake, self._object)
+        stepped = loop.run_in_executor(self._handshakes.thread, self._do_handshake, self._object)
         stepped.add_done_callback(self._stepped)
 
-    def _shake(self, one: ssl.SSLObject) -> bool:
+    def _do_handshake(self, one: ssl.SSLObject) -> bool:
         """Runs a step of the handshake in the thread. Returns whether the handshake is complete."""
         if self._is_over:
             return False

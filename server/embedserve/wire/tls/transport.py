@@ -227,9 +227,9 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
                 self._loop.call_soon(self._pump_on)
         if not self._backlog:
             self._end_if_due()
-        self._tell()
+        self._update_backpressure()
 
-    def _tell(self) -> None:
+    def _update_backpressure(self) -> None:
         """Calls pause_writing or resume_writing of the protocol if the backpressure changed."""
         is_full = bool(self._backlog) or self._is_raw_full
         if is_full != self._is_told_full:
@@ -264,7 +264,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_raw_full = True
-        self._tell()
+        self._update_backpressure()
 
     def resume_writing(self) -> None:
         self._is_raw_full = False

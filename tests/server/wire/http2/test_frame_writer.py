@@ -297,8 +297,8 @@ def test_stream_without_window_updates_is_reset_after_the_timeout() -> None:
     respond(peer, 1, LARGE[:100_000])
     respond(peer, 3, b"x" * 100)
     peer.take()
-    parked_s = peer.handlers[1].stream.parked_s
-    peer.connection.check_time(parked_s + UNREAD_S_MAX - 1)
+    blocked_since_s = peer.handlers[1].stream.blocked_since_s
+    peer.connection.check_time(blocked_since_s + UNREAD_S_MAX - 1)
     assert peer.take() == []
     peer.connection.check_time(perf_counter() + UNREAD_S_MAX)
     assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
@@ -323,12 +323,12 @@ def test_stream_with_one_byte_window_updates_is_reset_after_the_timeout() -> Non
     peer.send(update(0, 1_000_000))
     respond(peer, 1, LARGE[:300_000])
     peer.take()
-    parked_s = peer.handlers[1].stream.parked_s
-    assert parked_s
+    blocked_since_s = peer.handlers[1].stream.blocked_since_s
+    assert blocked_since_s
     for _ in range(10):
         peer.send(update(1, 1))
-    assert peer.handlers[1].stream.parked_s == parked_s
-    peer.connection.check_time(parked_s + UNREAD_S_MAX + 1)
+    assert peer.handlers[1].stream.blocked_since_s == blocked_since_s
+    peer.connection.check_time(blocked_since_s + UNREAD_S_MAX + 1)
     assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
 
 

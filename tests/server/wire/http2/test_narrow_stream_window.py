@@ -43,7 +43,7 @@ def narrowed_client(uploads: UploadBudget | None = None) -> Peer:
     peer = Peer(uploads=uploads)
     peer.holds_bodies = True
     peer.send(settings_ack())
-    peer.open(1).stream.keep_bodies_back()
+    peer.open(1).stream.slow_next_uploads()
     assert announced_windows(peer.take()) == [NARROW_STREAM_WINDOW]
     return peer
 
@@ -123,7 +123,7 @@ def test_grant_to_a_body_that_begins_with_an_empty_frame_is_returned(end: bytes 
 def test_narrow_window_is_announced_once_and_widened_after_a_while() -> None:
     peer = narrowed_client()
     stream = peer.handlers[1].stream
-    stream.keep_bodies_back()
+    stream.slow_next_uploads()
     assert announced_windows(peer.take()) == []
     peer.send(settings_ack())
     peer.connection.check_time(0.0)
@@ -148,7 +148,7 @@ def test_unacknowledged_settings_are_bounded() -> None:
     stream = peer.open(1).stream
     sent = []
     for _ in range(100):
-        stream.keep_bodies_back()
+        stream.slow_next_uploads()
         peer.connection.check_time(perf_counter() + 2 * NARROW_S)
         sent += announced_windows(peer.take())
     assert len(sent) < UNACKNOWLEDGED_MAX
@@ -156,7 +156,7 @@ def test_unacknowledged_settings_are_bounded() -> None:
         peer.send(settings_ack())
     assert peer.connection.flow_control.stream_window == sent[-1]
     peer.connection.check_time(perf_counter() + 2 * NARROW_S)
-    stream.keep_bodies_back()
+    stream.slow_next_uploads()
     assert announced_windows(peer.take()) == [STREAM_WINDOW, NARROW_STREAM_WINDOW]
 
 

@@ -210,7 +210,7 @@ def test_stream_with_a_negative_window_waits_for_an_update(window: int) -> None:
         window - WINDOW_AT_START,
         {1: stream},
     )
-    assert stream.parked_s > 0
+    assert stream.blocked_since_s > 0
     peer.send(update(1, len(BODY)))
     assert body_of(peer.seen, 1) == BODY
     assert has_ended(peer.seen, 1)

@@ -99,7 +99,7 @@ async def test_connections_over_the_held_bytes_limit_are_closed(
         writer.write(post(LARGE, LARGE_ANSWER))
         connections.append((reader, writer))
     await until(lambda: sum(server.outcomes().values()) == 12)
-    server.wire._cut_largest()
+    server.wire._abort_largest()
     held = sum(one.held_bytes + sum(one.unsent_memory().values()) for one in server.http1())
     assert held <= BYTES_MAX
     ends = [await _end_of(*connection) for connection in connections]
