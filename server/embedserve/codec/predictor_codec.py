@@ -18,8 +18,8 @@ import numpy as np
 from embedserve.codec.open_inference.outputs import (
     OutputTensor,
     ResponseOptions,
+    cache_prefix,
     is_quick,
-    keep_start,
     tensors_of,
 )
 from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
@@ -365,7 +365,7 @@ def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTenso
     if made is None:
         tensors = tensors_of(result, _RESPONSE_OPTIONS, _OUTPUT)
         made = [_start(one) for one in tensors], tensors
-        keep_start(result.model, key, made)
+        cache_prefix(result.model, key, made)
     starts: tuple[Sequence[bytes], Sequence[OutputTensor]] = made
     return starts
 

@@ -18,11 +18,11 @@ from embedserve.codec.open_inference.outputs import (
     OutputTensor,
     ResponseOptions,
     are_in_order,
+    cache_prefix,
     is_quick,
-    keep_start,
     parameters_of,
+    prefix_key,
     response_options_of,
-    start_key,
     tensors_of,
     write_placed,
 )
@@ -56,7 +56,7 @@ def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
 def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | memoryview]:
     assert result.output is not None
     head = _head(result, options)
-    key = start_key("v2", result, options) if options.is_binary else None
+    key = prefix_key("v2", result, options) if options.is_binary else None
     described = None if key is None else result.model.response_prefix_cache.get(key)
     tensors = None
     if described is None:
@@ -66,7 +66,7 @@ def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | 
             yield from _all_json(head, tensors, result, options)
             return
         described = _described(tensors, result, options)
-        keep_start(result.model, key, described)
+        cache_prefix(result.model, key, described)
     yield head + described
     if are_in_order(result, options) and not options.others:
         for values in (result.values, *result.extra_chunks):
@@ -89,7 +89,7 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
     if start is None:
         fields = {"model_name": model.name, "model_version": str(model.version)}
         start = orjson.dumps(fields)[:-1]
-        keep_start(model, ("v2 model",), start)
+        cache_prefix(model, ("v2 model",), start)
     if options.request_id:
         start += b',"id":' + orjson.dumps(options.request_id)
     parameters = parameters_of(result)

@@ -11,11 +11,11 @@ from embedserve.codec.open_inference.outputs import (
     DATATYPES,
     OutputTensor,
     ResponseOptions,
+    cache_prefix,
     is_quick,
-    keep_start,
     parameters_of,
+    prefix_key,
     response_options_of,
-    start_key,
     tensors_of,
     write_placed,
 )
@@ -83,13 +83,13 @@ def _described_once(
 ) -> tuple[bytes, list[bytes], list[OutputTensor]]:
     """Returns (the outputs without their values, the bytes before the values of each, the outputs).
     They are cached with the model where possible."""
-    key = start_key("v2 grpc", result, options)
+    key = prefix_key("v2 grpc", result, options)
     made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
         tensors = tensors_of(result, options, output)
         starts = [_raw_start(one, result, options) for one in tensors]
         made = _described(tensors, result, options), starts, tensors
-        keep_start(result.model, key, made)
+        cache_prefix(result.model, key, made)
     described: tuple[bytes, list[bytes], list[OutputTensor]] = made
     return described
 
@@ -102,7 +102,7 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
         start = pb.ModelInferResponse(
             model_name=model.name, model_version=str(model.version)
         ).SerializeToString()
-        keep_start(model, ("v2 grpc model",), start)
+        cache_prefix(model, ("v2 grpc model",), start)
     head: bytes = start
     if options.request_id:
         request_id = options.request_id.encode()

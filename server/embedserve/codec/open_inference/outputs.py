@@ -296,7 +296,7 @@ def are_in_order(result: LookupResult, options: ResponseOptions) -> bool:
     return len(result.model.keys) == 1 or (len(result.values) == 1 and not result.extra_chunks)
 
 
-def start_key(
+def prefix_key(
     kind: str, result: LookupResult, options: ResponseOptions
 ) -> tuple[object, ...] | None:
     """Returns the key under which the encoded outputs are cached with the model; None where they
@@ -314,7 +314,7 @@ def start_key(
     return (kind, *shape, options.has_pooled, options.is_binary)
 
 
-def keep_start(model: ModelInfo, key: tuple[object, ...] | None, start: object) -> None:
+def cache_prefix(model: ModelInfo, key: tuple[object, ...] | None, start: object) -> None:
     if key is None:
         return
     if len(model.response_prefix_cache) >= model.response_prefixes_max:
