@@ -47,7 +47,7 @@ class Applier:
         self.pid = 0
         self.restarts = Restarts()
         self._main, self._followed = main, followed
-        followed.tell = self._tell
+        followed.on_change = self._send_targets
         self._selector, self._close_inherited = selector, close_inherited
         self._channel: SupervisorChannel | None = None
         self._started_s = self._silent_s = 0.0
@@ -123,7 +123,7 @@ class Applier:
             self._stall(how)
             logger.error("the applier of deltas %s; it is tried again in %g s", how, delay_s)
 
-    def _tell(self) -> None:
+    def _send_targets(self) -> None:
         """Sends the process which versions it is to follow. One that starts later knows them."""
         if self._channel is not None:
             self._channel.send(to_bytes([*self._followed.followed()]))

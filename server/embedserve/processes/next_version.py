@@ -91,7 +91,7 @@ def restorer(
         name: str,
         version: ModelVersion,
         target: Target,
-        say_warming: Callable[[], None],
+        mark_warming: Callable[[], None],
     ) -> Restored:
         beside = [cast("Engine", one) for one in serving()]
         for one in beside:
@@ -101,7 +101,7 @@ def restorer(
         if target.memory:
             followed = open_followed(settings, version, target.memory, target.generation)
             version = followed.live.version
-        engine = restore_one(settings, version, programs, beside, on_warming=say_warming)
+        engine = restore_one(settings, version, programs, beside, on_warming=mark_warming)
         if followed is not None:
             attach_rows_reader(engine, followed, worker)
         programs.add_warm(engine)
@@ -117,10 +117,10 @@ def router_restorer(shards: Shards) -> Restore:
         name: str,
         version: ModelVersion,
         target: Target,
-        say_warming: Callable[[], None],
+        mark_warming: Callable[[], None],
     ) -> Restored:
         engine = shards.open(version)
-        say_warming()
+        mark_warming()
         engine.warm_up()
         return version, engine, model_info(engine, name, shards=shards)
 

@@ -1,4 +1,4 @@
-"""A serving process's part in a rollout, with a supervisor or alone."""
+"""A serving process's role in a rollout, with a supervisor or alone."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from embedserve_store.errors import TRANSIENT
 
 logger = logging.getLogger(__name__)
 
-DEATHS_MAX = 2
+EXITS_MAX = 2
 """Exits of workers that had not prepared a version yet, after which its rollout fails."""
 ROLLOUT_S_MAX = 1800.0
 """Seconds that all workers together may take to prepare a version."""
@@ -113,8 +113,8 @@ class RolloutCoordinator:
             is_polling = self._polls_requested > self._polls_completed
             self._polls_requested, self._polls_completed = int(is_polling), 0
         if rollout is not None and status is not None and not rollout.is_prepared(status):
-            rollout.deaths += 1
-            if rollout.deaths >= DEATHS_MAX:
+            rollout.exits += 1
+            if rollout.exits >= EXITS_MAX:
                 self._fail_rollout(rollout, f"a worker {how} while it was loaded")
             elif not self._workers:
                 rollout.until_s = monotonic() + ROLLOUT_S_MAX  # for the workers that replace them
@@ -126,7 +126,7 @@ class RolloutCoordinator:
             self._on_status(worker, report)
         elif isinstance(report, StoreReport):
             for name, found in report.names.items():
-                self._on_found(name, found)
+                self._on_store_entry(name, found)
             self._polls_completed = max(self._polls_completed, report.poll_completed)
         else:
             self._on_command(report)
@@ -216,7 +216,7 @@ class RolloutCoordinator:
             )
             self.end(worker)
 
-    def _on_found(self, name: str, found: StoreEntry) -> None:
+    def _on_store_entry(self, name: str, found: StoreEntry) -> None:
         """Handles the state of a name in the store."""
         one = self._names.get(name)
         if one is None or one.serving is None:  # unloaded, or no version serves yet
@@ -242,12 +242,12 @@ class RolloutCoordinator:
         if one.store_version == number:
             return
         one.store_version = number
-        self._call_off_others(name, one, number)
-        one.retried = None
+        self._cancel_others(name, one, number)
+        one.previous_failure = None
         if one.failure is not None and one.failure.version != number:
             one.failure = None
 
-    def _call_off_others(self, name: str, one: ServedName, number: int) -> None:
+    def _cancel_others(self, name: str, one: ServedName, number: int) -> None:
         """Ends a rollout of ``name`` to another version than ``number``, begun or not."""
         rollout = self._rollout
         if rollout is not None and rollout.name == name and rollout.version.number != number:
@@ -267,7 +267,7 @@ class RolloutCoordinator:
             if one.store_version:  # the store names the version that is loaded
                 one.store_version = command.version
             if command.version == one.number:
-                self._call_off_others(command.name, one, command.version)
+                self._cancel_others(command.name, one, command.version)
             elif self._is_being_rolled_out(command.name, command.version):
                 one.candidate = None
             else:
@@ -301,7 +301,7 @@ class RolloutCoordinator:
         """Records why a version is not served, and ends its rollout. Logs the reason unless only
         numbers in it have changed."""
         one = self._names[name]
-        before = one.failure or one.retried
+        before = one.failure or one.previous_failure
         is_same = before is not None and (before.version, before.is_final) == (number, is_final)
         is_known = before is not None and is_same and (is_final or before.reason == reason)
         if one.failure is not None and is_known:
@@ -313,7 +313,7 @@ class RolloutCoordinator:
             one.candidate = None
         if self._is_being_rolled_out(name, number):
             self._rollout = None
-        if before is None or not is_same or _is_news(reason, before.reason):
+        if before is None or not is_same or _is_new_reason(reason, before.reason):
             logger.error(NOT_SERVED, name, number, reason)
 
     def _advance(self) -> None:
@@ -345,7 +345,7 @@ class RolloutCoordinator:
             if self._followed.is_held(name):
                 self._record_failure(name, candidate.number, HELD_REASON, is_final=False)
                 continue
-            one.retried, one.failure = one.failure, None
+            one.previous_failure, one.failure = one.failure, None
             version = replace(candidate, generation=next(self._generations))
             try:
                 version = self._followed.prepare(name, version)
@@ -394,7 +394,7 @@ def _is_loading(status: NameStatus, target: Target) -> bool:
     return target.version != 0 and not status.is_serving(target) and not has_ended
 
 
-def _is_news(reason: str, before: str) -> bool:
+def _is_new_reason(reason: str, before: str) -> bool:
     """Returns whether ``reason`` differs from ``before`` in more than numbers, such as free bytes.
     Only new reasons are logged."""
     return _DIGITS.sub("", reason) != _DIGITS.sub("", before)

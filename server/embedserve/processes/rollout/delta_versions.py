@@ -30,12 +30,12 @@ class DeltaVersions:
 
     Attributes:
         served: versions that workers start with.
-        tell: tells the applier that other versions are followed. Set by the Applier.
+        on_change: called when other versions are to be followed. Set by the Applier.
     """
 
     def __init__(self, settings: ServeSettings, served: dict[str, SharedDeltaState]) -> None:
         self.served = served
-        self.tell: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._settings = settings
         self._generations = dict.fromkeys(served, 0)
         at_seqs = {(name, _number(one)): one.live.version.at_seq for name, one in served.items()}
@@ -79,7 +79,7 @@ class DeltaVersions:
         if at_seq is not None:
             self._at_seqs[name, number] = at_seq
         if at_seq != before:
-            self.tell()
+            self.on_change()
 
     def is_held(self, name: str) -> bool:
         """Returns whether an administrator holds the rows of the served version."""
@@ -100,7 +100,7 @@ class DeltaVersions:
         made = make_shared_state(self._settings, opened, version.generation)
         self._next, self._next_name, self._next_generation = made, name, version.generation
         self._is_switching, self._stalled_s = False, None
-        self.tell()
+        self.on_change()
         return replace(version, memory=made.memory.path)
 
     def request_switch(self) -> bool:
@@ -113,7 +113,7 @@ class DeltaVersions:
             return False
         if not self._is_switching:
             self._is_switching = True
-            self.tell()
+            self.on_change()
         return self._next.caught_up.is_set
 
     def why_stalled(self) -> str:
@@ -145,21 +145,21 @@ class DeltaVersions:
         model = self.served[name] = self._next
         self._generations[name] = self._next_generation
         self._next = None
-        self.tell()
+        self.on_change()
         return model.live.version
 
     def drop_next(self) -> None:
         """Gives the memory of a version back that is not prepared any more."""
         if self._next is not None:
             self._next = None
-            self.tell()
+            self.on_change()
 
     def remove(self, name: str) -> None:
         """Follows ``name`` no longer."""
         if self.served.pop(name, None) is not None:
             del self._generations[name]
             self._at_seqs = {key: seq for key, seq in self._at_seqs.items() if key[0] != name}
-            self.tell()
+            self.on_change()
 
     def _described(self, name: str, generation: int, model: SharedDeltaState) -> DeltaTarget:
         path = str(model.live.version.path)

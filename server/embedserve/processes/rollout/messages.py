@@ -78,8 +78,8 @@ class Failure:
     """Version that is not served, and why.
 
     Attributes:
-        is_final: whether the version is retried only after a reload, or after the store has named
-            another version. False if each poll of the store retries it.
+        is_final: False if each poll of the store retries the version. A final failure is retried
+            after a reload or a load, or once the store has named another version.
         serial: number that no other failure has, so that a repeated attempt fails anew. It comes
             from the counter of `Target.generation`.
     """

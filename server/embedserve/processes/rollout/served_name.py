@@ -46,7 +46,7 @@ class ServedName:
         store_version: version that the store points to; 0 if that is not known.
         candidate: opened version whose rollout has not begun.
         failure: version that is not served now, and why.
-        retried: failure of the attempt before the present one, which is not logged again.
+        previous_failure: failure of the attempt before the present one; it is not logged again.
         alias_settings: those of the version that serves, also while the next one is prepared or
             has failed.
         found_alias_settings: those that the store was last found to have.
@@ -57,7 +57,7 @@ class ServedName:
     store_version: int = 0
     candidate: RolloutVersion | None = None
     failure: Failure | None = None
-    retried: Failure | None = None
+    previous_failure: Failure | None = None
     alias_settings: AliasSettings | None = None
     found_alias_settings: AliasSettings | None = None
 
@@ -93,13 +93,13 @@ class Rollout:
 
     Attributes:
         until_s: monotonic time at which the rollout fails.
-        deaths: number of workers that exited while preparing it.
+        exits: number of workers that exited while preparing it.
     """
 
     name: str
     version: RolloutVersion
     until_s: float
-    deaths: int = 0
+    exits: int = 0
 
     def is_prepared(self, status: WorkerStatus) -> bool:
         """Returns whether a process with ``status`` has loaded the version, or serves it."""

@@ -63,7 +63,7 @@ class _Load:
     is_final: bool = True
     prepared: Restored | None = None
 
-    def say_warming(self) -> None:
+    def mark_warming(self) -> None:
         self.pending.state = "warming"
 
     def release(self) -> None:
@@ -75,7 +75,7 @@ class _Load:
             _release_in_background(held)
 
 
-async def _start_nothing() -> None:
+async def _do_nothing() -> None:
     return None
 
 
@@ -101,7 +101,7 @@ class VersionManager:
         restore: Restore,
         make_batcher: Callable[[LookupEngine, ModelInfo], Batcher],
         why_not_yet: Callable[[ModelVersion], str] = lambda version: "",
-        start: Callable[[], Awaitable[None]] = _start_nothing,
+        start: Callable[[], Awaitable[None]] = _do_nothing,
     ) -> None:
         """
         Args:
@@ -288,7 +288,7 @@ class VersionManager:
         """Returns the loaded version of ``load``. Runs in a thread."""
         version = self.open_version(name, load.target)
         self._check_columns(version)
-        return self._restore(name, version, load.target, load.say_warming)
+        return self._restore(name, version, load.target, load.mark_warming)
 
     def _check_columns(self, version: ModelVersion) -> None:
         columns, most = columns_of(version.manifest), self._metrics.columns_max

@@ -100,7 +100,7 @@ class FollowingProcess:
         name: str,
         version: ModelVersion,
         target: Target,
-        say_warming: Callable[[], None],
+        mark_warming: Callable[[], None],
     ) -> Restored:
         manifest = version.manifest
         self.attempts.append(manifest.version)

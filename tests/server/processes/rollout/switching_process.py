@@ -121,13 +121,13 @@ class SwitchingProcess:
         name: str,
         version: ModelVersion,
         target: Target,
-        say_warming: Callable[[], None],
+        mark_warming: Callable[[], None],
     ) -> Restored:
         assert threading.current_thread() is not threading.main_thread()
         self.restored_numbers.append(version.manifest.version)
         self.on_restore(version.manifest.version)
         engine = self.engines[version.manifest.version]
-        say_warming()
+        mark_warming()
         deltas: Any = None
         if target.memory:
             deltas = SimpleNamespace(memory=SimpleNamespace(generation=target.generation))

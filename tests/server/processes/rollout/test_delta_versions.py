@@ -48,7 +48,7 @@ class Server:
         one = make_shared_state(settings, self.training.models.load("m"))
         self.followed = DeltaVersions(settings, {"m": one})
         self.notifications = 0
-        self.followed.tell = self._count_notification
+        self.followed.on_change = self._count_notification
         self.now_s = 0.0
         self.target = Target(0, "", 0, TargetPhase.SERVE)
         self.may_listen: dict[int, bool] = {}
