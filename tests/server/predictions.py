@@ -50,8 +50,8 @@ def prediction_request(
     return request
 
 
-def predicted(answer: pb.PredictionResponse, keys: Sequence[str], batch_size: int) -> np.ndarray:
+def predicted(response: pb.PredictionResponse, keys: Sequence[str], batch_size: int) -> np.ndarray:
     """Returns the responses of ``keys`` side by side, float32 [batch_size, sum(dims)]."""
-    assert set(answer.predictions) == set(keys)
-    columns = [np.array(answer.predictions[key].data, np.float32) for key in keys]
+    assert set(response.predictions) == set(keys)
+    columns = [np.array(response.predictions[key].data, np.float32) for key in keys]
     return np.concatenate([one.reshape(batch_size, -1) for one in columns], axis=1)

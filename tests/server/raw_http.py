@@ -111,9 +111,9 @@ class RawServer:
         for packet in packets:
             writer.write(packet)
             await asyncio.sleep(0)  # yields: usually each packet is a read of its own
-        answer = await reader.read()
+        response = await reader.read()
         writer.close()
-        return answer
+        return response
 
 
 class OurServer(RawServer):

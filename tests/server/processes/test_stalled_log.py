@@ -70,8 +70,8 @@ class LoggingServer:
 
     def send_invalid(self) -> None:
         """Sends an invalid request, which the server logs."""
-        answer = httpx.post(f"{self.url}/embed", content=b"{", timeout=WAIT_S_MAX)
-        assert answer.status_code == 400
+        response = httpx.post(f"{self.url}/embed", content=b"{", timeout=WAIT_S_MAX)
+        assert response.status_code == 400
 
     def dropped_lines(self) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=WAIT_S_MAX).text

@@ -129,8 +129,8 @@ async def test_sampled_request_and_its_shard_calls_share_one_trace(
         unsampled = {"traceparent": f"00-{FIRST.trace_id}-{FIRST.parent_id}-00"}
         async with serving(pipeline) as live:
             for headers in ({}, unsampled):
-                answer = await live.http.post("/embed", content=BODY, headers=headers)
-                assert answer.status_code == 200
+                response = await live.http.post("/embed", content=BODY, headers=headers)
+                assert response.status_code == 200
         assert servers.traced == [True, False]
         (root,) = [span for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER]
         (call,) = [span for span in collector.spans if span.kind == Span.SPAN_KIND_CLIENT]

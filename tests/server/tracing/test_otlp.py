@@ -95,8 +95,8 @@ async def test_sampled_request_has_a_span_for_each_stage(
     before_ns = time.time_ns()
     async with serving_with_traces(engine, executor, collector.url) as live:
         if protocol == "rest":
-            answer = await live.http.post("/embed", content=BODY, headers=headers)
-            assert answer.status_code == 200
+            response = await live.http.post("/embed", content=BODY, headers=headers)
+            assert response.status_code == 200
         else:
             await live.stub.Embed(REQUEST, metadata=tuple(headers.items()))
         await until(lambda: collector.spans)
@@ -170,8 +170,8 @@ async def test_malformed_traceparent_is_ignored_and_logged_once(
     async with serving_with_traces(engine, executor, collector.url) as live:
         for _ in range(20):
             headers = {"traceparent": value}
-            answer = await live.http.post("/embed", content=BODY, headers=headers)
-            assert answer.status_code == 200
+            response = await live.http.post("/embed", content=BODY, headers=headers)
+            assert response.status_code == 200
     assert collector.posts == 0
     logged_lines = [line for line in caplog.messages if "traceparent is not used" in line]
     assert len(logged_lines) == 1
@@ -209,8 +209,8 @@ async def test_unavailable_collector_is_logged_once_and_delays_no_request(
             return [line for line in caplog.messages if text in line]
 
         for _ in range(3 * SENT_AT_ONCE):
-            answer = await live.http.post("/embed", content=BODY, headers=headers)
-            assert json.loads(answer.content)["version"] == 7
+            response = await live.http.post("/embed", content=BODY, headers=headers)
+            assert json.loads(response.content)["version"] == 7
         await until(lambda: logged_lines("traces do not reach"))
         if fault != "is not there":
             collector.status, collector.is_endless = 200, False

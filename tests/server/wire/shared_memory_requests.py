@@ -257,8 +257,8 @@ async def register(live: Live, memory: Memory) -> None:
     for name, offset in (("ids", IDS_OFFSET), ("vectors", VECTORS_OFFSET)):
         size = (memory.folder / name).stat().st_size
         body = json.dumps({"key": f"/{name}", "offset": offset, "byte_size": size - offset})
-        answer = await live.http.post(f"{REST}/region/{name}/register", content=body)
-        assert (answer.status_code, answer.content) == (200, b""), answer.text
+        response = await live.http.post(f"{REST}/region/{name}/register", content=body)
+        assert (response.status_code, response.content) == (200, b""), response.text
 
 
 def places_of(expected: np.ndarray, keys: Sequence[str]) -> dict[str, tuple[int, int] | None]:

@@ -104,10 +104,10 @@ async def test_metrics_and_log_name_the_caller(
 
 async def test_duplicate_authorization_header_is_rejected(server: OurServer) -> None:
     for make in MAKES:
-        answer = await server.talk(
+        response = await server.talk(
             make(BODY, *line_of("es_right"), *line_of("es_shop"), "Connection: close")
         )
-        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert response.startswith(b"HTTP/1.1 401 ")
 
 
 def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
@@ -124,8 +124,10 @@ async def code_of(call: Any) -> str:
 
 async def test_each_request_of_a_stream_counts_toward_the_rate(live: Live) -> None:
     async with AsyncGrpcEmbedClient(live.grpc_target, token="es_slow") as client:
-        answers = client.embed_stream([{"user": [[1]]}] * 3)
-        kinds = [type(answer) async for answer in answers]  # opening the stream does not count
+        responses = client.embed_stream([{"user": [[1]]}] * 3)
+        kinds = [
+            type(response) async for response in responses
+        ]  # opening the stream does not count
     assert kinds == [EmbedResult, Overloaded, Overloaded]
 
 
@@ -151,11 +153,11 @@ async def test_frequent_rejections_are_delayed_over_http2(server: OurServer) -> 
     """Checks that a body that arrives during the delay is not looked up."""
     client = Http2Client(*await server.open())
     start_s = perf_counter()
-    answers = [
+    responses = [
         await client.request("POST", "/embed", BODY, {"authorization": "Bearer es_slow"})
         for _ in range(1 + REJECTIONS)
     ]
-    assert [one.status for one in answers] == [200] + [429] * REJECTIONS
+    assert [one.status for one in responses] == [200] + [429] * REJECTIONS
     assert perf_counter() - start_s >= WAITED_S_MIN
     assert server.outcomes() == {"OK": 1, "RESOURCE_EXHAUSTED": REJECTIONS}
 
@@ -200,8 +202,8 @@ async def test_management_routes_require_the_right_roles(live: Live) -> None:
     for path, statuses in wanted.items():
         for token, status in zip((None, "es_right", "es_boss"), statuses, strict=True):
             headers = {} if token is None else {"authorization": f"Bearer {token}"}
-            answer = await live.http.get(path, headers=headers)
-            assert (path, token, answer.status_code) == (path, token, status)
+            response = await live.http.get(path, headers=headers)
+            assert (path, token, response.status_code) == (path, token, status)
     check = health_pb2_grpc.HealthStub(live.channel).Check(health_pb2.HealthCheckRequest())
     assert await code_of(check) == "OK"
 

@@ -50,9 +50,9 @@ async def post_arrow(
 
 async def by_protobuf(live: Live, path: str, request: pb.EmbedRequest) -> pb.EmbedResponse:
     headers = {"content-type": PROTOBUF}
-    answer = await live.http.post(path, content=request.SerializeToString(), headers=headers)
-    assert answer.status_code == 200, answer.text
-    return pb.EmbedResponse.FromString(answer.content)
+    response = await live.http.post(path, content=request.SerializeToString(), headers=headers)
+    assert response.status_code == 200, response.text
+    return pb.EmbedResponse.FromString(response.content)
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
@@ -96,12 +96,12 @@ async def test_any_response_format_works_with_any_request_format(
     for kind, body in bodies.items():
         headers = {"content-type": kind, "accept": accept}
         sent: dict[str, Any] = {"json": {"features": BAGS}} if body is None else {"content": body}
-        answer = await live.http.post("/embed", headers=headers, **sent)
-        assert (answer.status_code, answer.headers["content-type"]) == (200, accept)
+        response = await live.http.post("/embed", headers=headers, **sent)
+        assert (response.status_code, response.headers["content-type"]) == (200, accept)
         if accept == JSON:
-            values = np.array(answer.json()["values"], np.float32)
+            values = np.array(response.json()["values"], np.float32)
         elif accept == PROTOBUF:
-            message = pb.EmbedResponse.FromString(answer.content)
+            message = pb.EmbedResponse.FromString(response.content)
             values = np.frombuffer(message.values, "<f4").reshape(3, -1)
         else:
             values = vectors(read_table(answer.content)["values"])

@@ -57,8 +57,8 @@ async def test_unknown_token_is_logged_with_the_address(
         pipeline.addresses = ClientAddresses(["127.0.0.1"])
         async with serving(pipeline) as live:
             headers = {"Authorization": "Bearer es_guess", "X-Forwarded-For": CLIENT}
-            answer = await live.http.request(method, target, headers=headers)
-            assert answer.status_code == 401
+            response = await live.http.request(method, target, headers=headers)
+            assert response.status_code == 401
             async with http2_client(live.http_port) as client:
                 over_http2 = await client.request(method, target, b"", headers)
             assert over_http2.status == 401

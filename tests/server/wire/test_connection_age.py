@@ -46,8 +46,8 @@ def of_kind(server: OurServer, kind: type) -> set[Connection]:
 
 async def embed_repeatedly(stub: EmbeddingServiceStub, count: int) -> None:
     for _ in range(count):
-        answer = await stub.Embed(REQUEST, timeout=ANSWER_S_MAX)
-        assert answer.batch_size == 1
+        response = await stub.Embed(REQUEST, timeout=ANSWER_S_MAX)
+        assert response.batch_size == 1
 
 
 async def test_calls_succeed_over_several_connection_ages(

@@ -74,8 +74,8 @@ async def test_late_bytes_do_not_discard_the_last_response(
     writer.write(client.data_to_send())
     frames = list(frames_of(await reader.read()))  # up to the end of the server's side
     assert has_ended(frames, 1)
-    answer = pb.EmbedResponse.FromString(body_of(frames, 1))
-    values = np.frombuffer(answer.values, "<f4").reshape(EXAMPLES, -1)
+    response = pb.EmbedResponse.FromString(body_of(frames, 1))
+    values = np.frombuffer(response.values, "<f4").reshape(EXAMPLES, -1)
     assert np.array_equal(values[:, :4], np.tile(engine.tables["t_user"][1], (EXAMPLES, 1)))
     assert not drain.done()  # the drain waits for the client to close
     writer.close()

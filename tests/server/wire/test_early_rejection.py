@@ -47,8 +47,8 @@ def ids_of(routes: RouteTable) -> Callable[[Headers], list[bytes]]:
         peer = Peer(router.resolve_http2)
         block = encode(headers)
         frames = peer.send(*[raw(1, 0x5, 2 * i + 1, block) for i in range(NUMBER)])
-        answers = of(frames, HeadersFrame)
-        return [dict(peer.response_headers(one))[b"x-request-id"] for one in answers]
+        responses = of(frames, HeadersFrame)
+        return [dict(peer.response_headers(one))[b"x-request-id"] for one in responses]
 
     return send_requests
 

@@ -127,15 +127,15 @@ async def test_rest_status_is_that_of_the_error_class(
     rest: httpx.AsyncClient, models: FailingModels, metrics: Metrics, leaf: type[EmbedServeError]
 ) -> None:
     models.error = leaf("said to the client", "features.user[0]")
-    answer = await post(rest)
+    response = await post(rest)
     status, code = STATUSES[leaf.__name__]
-    assert answer.status_code == status
-    assert answer.json()["error"] == {
+    assert response.status_code == status
+    assert response.json()["error"] == {
         "code": code,
         "message": "said to the client",
         "field": "features.user[0]",
     }
-    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert ("retry-after" in response.headers) == (status in (429, 503))
     assert outcomes_of(metrics.protocols["rest"]) == {code: 1}
 
 
@@ -160,7 +160,7 @@ async def test_grpc_code_is_that_of_the_error_class(live: Live, models: FailingM
 async def test_stream_code_is_that_of_the_error_class(live: Live, models: FailingModels) -> None:
     for leaf in LEAVES:
         models.error = leaf("said to the client", "features.user[0]")
-        answers = [answer async for answer in live.stub.EmbedStream(iter([REQUEST]))]
+        answers = [response async for response in live.stub.EmbedStream(iter([REQUEST]))]
         code = STATUSES[leaf.__name__][1]
         error = pb.Error(code=code, message="said to the client", field="features.user[0]")
         assert answers == [pb.EmbedResponse(error=error)]
@@ -241,12 +241,12 @@ async def test_long_name_does_not_hide_the_reason(
 ) -> None:
     (path, content_type, body), reason = LONG_NAMES[name]
     async with http_client(make_pipeline(engine, executor=executor)) as client:
-        answer = await client.post(path, content=body, headers={"content-type": content_type})
-    assert answer.status_code in (400, 404)
-    assert len(answer.content) < 2000
-    assert "n" * NAME_CHARACTERS_MAX + "…" in answer.text
+        response = await client.post(path, content=body, headers={"content-type": content_type})
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 2000
+    assert "n" * NAME_CHARACTERS_MAX + "…" in response.text
     assert reason in (
-        answer.json()["error"] if "/v2" in path else answer.json()["error"]["message"]
+        response.json()["error"] if "/v2" in path else response.json()["error"]["message"]
     )
 
 
@@ -255,9 +255,9 @@ async def test_unexpected_error_is_logged_but_not_disclosed(
 ) -> None:
     models.error = ZeroDivisionError("secret of the server")
     with caplog.at_level(logging.ERROR):
-        answer = await post(live.http)
+        response = await post(live.http)
         error = await failure(live.stub)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (500, INTERNAL)
+    assert (response.status_code, response.json()["error"]["message"]) == (500, INTERNAL)
     assert error.code() is grpc.StatusCode.INTERNAL
     assert error.details() == INTERNAL
     assert caplog.text.count("ZeroDivisionError: secret of the server") == 2
@@ -269,10 +269,10 @@ async def test_unexpected_management_error_has_the_common_format(
     rest: httpx.AsyncClient, models: FailingModels, caplog: pytest.LogCaptureFixture
 ) -> None:
     models.error = ZeroDivisionError("secret of the server")
-    answer = await rest.get("/models")
-    assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
+    response = await rest.get("/models")
+    assert (response.status_code, response.headers["content-type"]) == (500, "application/json")
     expected = {"code": "INTERNAL", "message": INTERNAL, "field": ""}
-    assert answer.json() == {"error": expected}
+    assert response.json() == {"error": expected}
     assert "ZeroDivisionError: secret of the server" in caplog.text
 
 
@@ -288,8 +288,8 @@ async def test_unexpected_management_call_error_is_not_disclosed(
 
 async def test_unexpected_error_does_not_end_a_stream(live: Live, models: FailingModels) -> None:
     models.error = ZeroDivisionError("secret of the server")
-    answers = [answer async for answer in live.stub.EmbedStream(iter([REQUEST, REQUEST]))]
-    assert [answer.error.code for answer in answers] == ["INTERNAL"] * 2
+    answers = [response async for response in live.stub.EmbedStream(iter([REQUEST, REQUEST]))]
+    assert [response.error.code for response in answers] == ["INTERNAL"] * 2
     assert answers[0].error.message == INTERNAL
 
 

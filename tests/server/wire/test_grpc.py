@@ -51,8 +51,8 @@ async def test_models_are_listed_and_described_over_grpc(live: Live) -> None:
 @pytest.mark.parametrize("name", ["", SERVICE_NAME])
 async def test_health_is_serving(live: Live, name: str) -> None:
     health = health_pb2_grpc.HealthStub(live.channel)
-    answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    response = await health.Check(health_pb2.HealthCheckRequest(service=name))
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_reflection_returns_services_and_descriptors(live: Live) -> None:
@@ -86,7 +86,9 @@ async def test_full_queue_for_large_requests_admits_a_small_upload(
         )
         assert live.pipeline.models.has_full_queue
         embed = live.channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
-        answer = pb.EmbedResponse.FromString(await embed(small + unknown_field, timeout=WAIT_S_MAX))
-        assert answer.batch_size == 1
+        response = pb.EmbedResponse.FromString(
+            await embed(small + unknown_field, timeout=WAIT_S_MAX)
+        )
+        assert response.batch_size == 1
         engine.release()
         await asyncio.gather(*held)

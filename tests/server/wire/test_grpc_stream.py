@@ -27,8 +27,8 @@ def request_for(user: int) -> pb.EmbedRequest:
     return pb.EmbedRequest(keys=["user"], ids=[user], lengths=[1])
 
 
-def user_vector(answer: pb.EmbedResponse) -> list[float]:
-    values: list[float] = np.frombuffer(answer.values, "<f4")[:4].tolist()
+def user_vector(response: pb.EmbedResponse) -> list[float]:
+    values: list[float] = np.frombuffer(response.values, "<f4")[:4].tolist()
     return values
 
 
@@ -55,8 +55,8 @@ async def test_pipelining_beyond_the_window_loses_no_request(
     assert live.queued() == REQUESTS_MAX
     engine.release()
     await running
-    answers = [user_vector(answer) async for answer in call]
-    assert answers == [engine.tables["t_user"][i % 7].tolist() for i in range(count)]
+    responses = [user_vector(response) async for response in call]
+    assert responses == [engine.tables["t_user"][i % 7].tolist() for i in range(count)]
     assert engine.lookups[1].batch_size == REQUESTS_MAX
 
 
@@ -78,4 +78,4 @@ async def test_cancelled_stream_with_a_full_window_leaves_the_queue(
 
 
 async def test_empty_stream_ends_immediately(live: Live) -> None:
-    assert [answer async for answer in live.stub.EmbedStream(iter([]))] == []
+    assert [response async for response in live.stub.EmbedStream(iter([]))] == []

@@ -44,11 +44,11 @@ async def live() -> AsyncIterator[Live]:
         yield live
 
 
-def json_values(answer: dict[str, Any]) -> np.ndarray:
+def json_values(response: dict[str, Any]) -> np.ndarray:
     """Returns the values in protobuf's order: key after key if the model is unpooled."""
-    values = answer["values"]
+    values = response["values"]
     if isinstance(values, dict):
-        values = [row for key in answer["keys"] for row in values[key]]
+        values = [row for key in response["keys"] for row in values[key]]
     return np.array(values, np.float32)
 
 
@@ -62,7 +62,7 @@ async def test_every_client_reads_string_id_results(
     async with rest, grpc:
         results = [await rest.embed(bags, model=name), await grpc.embed(bags, model=name)]
         items = [StreamRequest(bags, model=name)] * 2
-        results += [answer.result() async for answer in grpc.embed_stream(items)]
+        results += [response.result() async for response in grpc.embed_stream(items)]
         assert [await client.model(name) for client in (rest, grpc)] == [await rest.model(name)] * 2
     assert len(results) == 4
     for result in results:
@@ -94,14 +94,14 @@ async def test_invalid_id_is_rejected_equally_over_every_protocol(
     live: Live, bags: Bags, message: str
 ) -> None:
     field = message.split(" ")[0]
-    answer = await live.http.post("/embed", json={"features": bags})
-    assert answer.status_code == 400
+    response = await live.http.post("/embed", json={"features": bags})
+    assert response.status_code == 400
     expected = {"code": "INVALID_ARGUMENT", "message": message, "field": field}
-    assert answer.json()["error"] == expected
+    assert response.json()["error"] == expected
     rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}", timeout_s=WAIT_S_MAX)
     grpc = AsyncGrpcEmbedClient(live.grpc_target, timeout_s=WAIT_S_MAX)
     async with rest, grpc:
-        streamed = [answer async for answer in grpc.embed_stream([bags])]
+        streamed = [response async for response in grpc.embed_stream([bags])]
         assert [str(error) for error in streamed] == [message]
         for client in (rest, grpc):
             with pytest.raises(EmbedServeClientError) as caught:
@@ -119,8 +119,8 @@ async def test_integers_may_be_sent_as_strings_by_every_client(
         feature: [list(map(str, bag)) for bag in feature_bags]
         for feature, feature_bags in bags.items()
     }
-    answer = await live.http.post(f"/models/{name}/embed", json={"features": as_strings})
-    assert np.array_equal(json_values(answer.json()), engine.expected(bags))
+    response = await live.http.post(f"/models/{name}/embed", json={"features": as_strings})
+    assert np.array_equal(json_values(response.json()), engine.expected(bags))
     rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}", timeout_s=WAIT_S_MAX)
     grpc = AsyncGrpcEmbedClient(live.grpc_target, timeout_s=WAIT_S_MAX)
     async with rest, grpc:
@@ -133,5 +133,5 @@ async def test_openapi_describes_strings_unknown_ids_and_rows(live: Live) -> Non
     for path, bags in (("ruled", RULED_BAGS), ("sequence", UNPOOLED_BAGS)):
         request = {"features": bags}
         validate(request, "EmbedRequest", described)
-        answer: httpx.Response = await live.http.post(f"/models/{path}/embed", json=request)
-        validate(answer.json(), "EmbedResponse", described)
+        response: httpx.Response = await live.http.post(f"/models/{path}/embed", json=request)
+        validate(response.json(), "EmbedResponse", described)

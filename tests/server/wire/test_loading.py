@@ -36,20 +36,20 @@ async def live(executor: ThreadPoolExecutor) -> AsyncIterator[Live]:
     ],
 )
 async def test_server_description_is_unavailable_while_loading(live: Live, path: str) -> None:
-    answer = await live.http.get(path)
-    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-    assert LOADING in answer.text
+    response = await live.http.get(path)
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+    assert LOADING in response.text
 
 
 async def test_repository_index_is_unavailable_while_loading(live: Live) -> None:
-    answer = await live.http.post("/v2/repository/index", json={})
-    assert (answer.status_code, LOADING in answer.text) == (503, True)
+    response = await live.http.post("/v2/repository/index", json={})
+    assert (response.status_code, LOADING in response.text) == (503, True)
 
 
 async def test_region_registration_is_unavailable_while_loading(live: Live) -> None:
     region = {"key": "/m", "byte_size": 8}
-    answer = await live.http.post("/v2/systemsharedmemory/region/m/register", json=region)
-    assert (answer.status_code, LOADING in answer.text) == (503, True)
+    response = await live.http.post("/v2/systemsharedmemory/region/m/register", json=region)
+    assert (response.status_code, LOADING in response.text) == (503, True)
 
 
 @pytest.mark.parametrize(

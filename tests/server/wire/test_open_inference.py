@@ -78,13 +78,13 @@ async def test_outputs_may_mix_binary_and_json(live: Live, engine: FakeEngine) -
         {"name": "tag"},
         {"name": "pooled", "parameters": {"binary_data": True}},
     ]
-    answer = await live.http.post("/v2/models/shop/infer", json=body)
-    read = read_body(answer.content, answer.headers[LENGTH_HEADER])
+    response = await live.http.post("/v2/models/shop/infer", json=body)
+    read = read_body(response.content, response.headers[LENGTH_HEADER])
     expected = engine.expected(BAGS)
     assert np.array_equal(read.outputs["pooled"], expected)
     assert np.array_equal(read.outputs["user"], expected[:, COLUMNS["user"]])
     assert np.array_equal(read.outputs["tag"], expected[:, COLUMNS["tag"]])
-    head = json.loads(answer.content[: int(answer.headers[LENGTH_HEADER])])
+    head = json.loads(response.content[: int(response.headers[LENGTH_HEADER])])
     assert ["data" in one for one in head["outputs"]] == [False, False, True]
 
 

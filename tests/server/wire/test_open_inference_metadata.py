@@ -48,8 +48,8 @@ async def test_health_and_metadata_over_rest(live: Live) -> None:
     sequence = (await get("/v2/models/sequence")).json()
     assert "pooled" not in [one["name"] for one in sequence["outputs"]]
     for path in ("/v2/models/film", "/v2/models/shop/versions/8/ready", "/v2/nothing"):
-        answer = await get(path)
-        assert (answer.status_code, list(answer.json())) == (404, ["error"])
+        response = await get(path)
+        assert (response.status_code, list(response.json())) == (404, ["error"])
 
 
 async def test_health_and_metadata_over_grpc_equal_those_over_rest(live: Live) -> None:
@@ -100,8 +100,8 @@ async def test_model_configuration_lists_tensors_over_rest_and_grpc(live: Live) 
 async def test_draining_server_is_not_ready(live: Live) -> None:
     live.pipeline.models.not_ready = "draining"
     for path in ("/v2/health/ready", "/v2/models/shop/ready"):
-        answer = await live.http.get(path)
-        assert (answer.status_code, answer.json()) == (503, {"error": "draining"})
+        response = await live.http.get(path)
+        assert (response.status_code, response.json()) == (503, {"error": "draining"})
     assert not (await stub(live).ServerReady(pb.ServerReadyRequest())).ready
     assert not (await stub(live).ModelReady(pb.ModelReadyRequest(name="shop"))).ready
     index = await stub(live).RepositoryIndex(pb.RepositoryIndexRequest())
@@ -182,8 +182,8 @@ async def test_repository_index_lists_the_models(live: Live) -> None:
     assert len(index) == 3
     over_grpc = await stub(live).RepositoryIndex(pb.RepositoryIndexRequest(ready=True))
     assert [one.name for one in over_grpc.models] == ["shop", "ruled", "sequence"]
-    answer = await live.http.post("/v2/repository/index", json={"ready": "perhaps"})
-    assert (answer.status_code, list(answer.json())) == (400, ["error"])
+    response = await live.http.post("/v2/repository/index", json={"ready": "perhaps"})
+    assert (response.status_code, list(response.json())) == (400, ["error"])
 
 
 @pytest.mark.parametrize("grpc_server", GRPC_SERVERS)

@@ -31,9 +31,9 @@ async def live(request: pytest.FixtureRequest) -> AsyncIterator[Live]:
 
 
 async def embedded(live: Live, body: dict[str, object]) -> np.ndarray:
-    answer = await live.http.post("/embed", json=body)
-    assert answer.status_code == 200, answer.text
-    return np.array(answer.json()["values"], np.float32)
+    response = await live.http.post("/embed", json=body)
+    assert response.status_code == 200, response.text
+    return np.array(response.json()["values"], np.float32)
 
 
 @pytest.mark.parametrize("examples", [1, 3])
@@ -41,9 +41,9 @@ async def test_ids_may_be_32_bit(live: Live, examples: int) -> None:
     bags = {name: of_feature[:examples] for name, of_feature in BAGS.items()}
     request = prediction_request(KEYS, bags, dtype="<i4")
     for _ in range(2):  # the second call uses what the first has cached
-        answer = await PredictorStub(live.channel).Predict(request)
+        response = await PredictorStub(live.channel).Predict(request)
         expected = await embedded(live, {"features": bags})
-        assert np.array_equal(predicted(answer, KEYS, examples), expected)
+        assert np.array_equal(predicted(response, KEYS, examples), expected)
     assert live.outcomes("grpc") == {"OK": 2}
 
 
@@ -57,7 +57,7 @@ async def test_dense_features_are_ignored_and_logged_once(
     request.embedding_features.MergeFrom(pb.FloatFeatures(num_features=0))
     request.unary_features.MergeFrom(pb.SparseFeatures(num_features=0))
     for _ in range(3):
-        answer = await PredictorStub(live.channel).Predict(request)
+        response = await PredictorStub(live.channel).Predict(request)
         expected = await embedded(live, {"features": BAGS})
         assert np.array_equal(predicted(answer, KEYS, 3), expected)
     messages = [one.getMessage() for one in caplog.records if "not read" in one.getMessage()]

@@ -28,13 +28,13 @@ async def test_every_http_rejection_has_a_request_id(
     live: Live, method: str, path: str, headers: dict[str, str]
 ) -> None:
     for ours in ({}, {ID: "mine"}):
-        answer = await live.http.request(method, path, headers=headers | ours)
-        assert answer.status_code >= 400
-        assert answer.headers[ID] == "mine" if ours else MADE.fullmatch(answer.headers[ID])
+        response = await live.http.request(method, path, headers=headers | ours)
+        assert response.status_code >= 400
+        assert response.headers[ID] == "mine" if ours else MADE.fullmatch(response.headers[ID])
         async with http2_client(live.http_port) as client:
             lower = {name.lower(): value for name, value in (headers | ours).items()}
             over_http2 = await client.request(method, path, b"{", lower)
-        assert over_http2.status == answer.status_code
+        assert over_http2.status == response.status_code
         assert over_http2.headers[ID] == "mine" if ours else MADE.fullmatch(over_http2.headers[ID])
 
 

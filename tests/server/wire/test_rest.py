@@ -22,19 +22,19 @@ AS_PROTOBUF = pb.EmbedRequest(
 ).SerializeToString()
 
 
-def values_of(answer: httpx.Response) -> np.ndarray:
+def values_of(response: httpx.Response) -> np.ndarray:
     """Returns the values of a response in either format."""
-    if answer.headers["content-type"] == PROTOBUF:
-        message = pb.EmbedResponse.FromString(answer.content)
+    if response.headers["content-type"] == PROTOBUF:
+        message = pb.EmbedResponse.FromString(response.content)
         return np.frombuffer(message.values, "<f4").reshape(message.batch_size, -1)
-    return np.array(answer.json()["values"], np.float32)
+    return np.array(response.json()["values"], np.float32)
 
 
-def error_of(answer: httpx.Response) -> dict[str, str]:
+def error_of(response: httpx.Response) -> dict[str, str]:
     """Checks the format of an error response; returns the error."""
-    assert answer.headers["content-type"] == JSON
-    assert answer.json().keys() == {"error"}
-    error: dict[str, str] = answer.json()["error"]
+    assert response.headers["content-type"] == JSON
+    assert response.json().keys() == {"error"}
+    error: dict[str, str] = response.json()["error"]
     assert error.keys() == {"code", "message", "field"}
     assert error["message"]
     return error
@@ -72,7 +72,7 @@ async def test_request_and_response_formats(
     del rest.headers["accept"]
     headers = {"content-type": content_type, "accept": accept}
     body = AS_PROTOBUF if content_type in (PROTOBUF, PROTOBUF.upper()) else AS_JSON
-    answer = await rest.post(
+    response = await rest.post(
         path, content=body, headers={k: v for k, v in headers.items() if v is not None}
     )
     assert answer.status_code == 200
@@ -84,8 +84,8 @@ async def test_request_and_response_formats(
 async def test_several_accept_lines_form_one_list(rest: httpx.AsyncClient) -> None:
     del rest.headers["accept"]
     headers = [("accept", PROTOBUF), ("accept", "*/*")]
-    answer = await rest.post("/embed", content=AS_JSON, headers=headers)
-    assert answer.headers["content-type"] == PROTOBUF
+    response = await rest.post("/embed", content=AS_JSON, headers=headers)
+    assert response.headers["content-type"] == PROTOBUF
 
 
 async def test_identity_encoding_is_accepted_in_any_case(rest: httpx.AsyncClient) -> None:
@@ -96,18 +96,18 @@ async def test_identity_encoding_is_accepted_in_any_case(rest: httpx.AsyncClient
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])
 @pytest.mark.parametrize("path", ["/embed", "/models/shop/embed"])
 async def test_only_post_is_allowed(rest: httpx.AsyncClient, method: str, path: str) -> None:
-    answer = await rest.request(method, path)
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    assert answer.headers["content-type"] == JSON
+    response = await rest.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.headers["content-type"] == JSON
     if method != "HEAD":  # responses to HEAD have no body
-        assert error_of(answer)["message"] == f"method is {method}: send a POST"
+        assert error_of(response)["message"] == f"method is {method}: send a POST"
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/embed/", "/models//embed", "/models/a/b/embed"])
 async def test_unknown_path_error_has_the_common_format(rest: httpx.AsyncClient, path: str) -> None:
-    answer = await rest.post(path, content=AS_JSON)
-    assert answer.status_code == 404
-    assert error_of(answer)["code"] == "NOT_FOUND"
+    response = await rest.post(path, content=AS_JSON)
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "NOT_FOUND"
 
 
 async def test_model_of_the_url_overrides_that_of_the_message(
@@ -140,16 +140,16 @@ async def test_model_name_is_percent_decoded_once(
     pipeline = make_pipeline(FakeEngine(model_info(name)), executor=executor)
     path = "/models/" + "".join(f"%{byte:02X}" for byte in name.encode())
     async with http_client(pipeline) as client:
-        answer = await client.post(f"{path}/embed", content=AS_JSON)
-        assert answer.json()["model"] == name
+        response = await client.post(f"{path}/embed", content=AS_JSON)
+        assert response.json()["model"] == name
         assert (await client.get(path)).json()["model"] == name
-    answer = await rest.post(f"{path}/embed", content=AS_JSON)
-    assert f"model is {name!r}" in error_of(answer)["message"]
+    response = await rest.post(f"{path}/embed", content=AS_JSON)
+    assert f"model is {name!r}" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_model_name_with_a_slash_is_not_found(rest: httpx.AsyncClient, method: str) -> None:
     suffix = "/embed" if method == "POST" else ""
-    answer = await rest.request(method, f"/models/a%2Fb{suffix}", content=AS_JSON)
-    assert answer.status_code == 404
-    assert error_of(answer)["code"] == "NOT_FOUND"
+    response = await rest.request(method, f"/models/a%2Fb{suffix}", content=AS_JSON)
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "NOT_FOUND"

@@ -54,21 +54,21 @@ async def test_http2_response_equals_the_http1_response(
     plain = {"accept": "*/*", "x-request-id": "same", **headers}
     over_http1 = await live.http.request(method, path, content=body, headers=plain)
     length = {"content-length": str(len(body))} if body else {}
-    answer = await client.request(method, path, body, {**plain, **length})
-    assert (answer.status, answer.body, answer.reset) == (
+    response = await client.request(method, path, body, {**plain, **length})
+    assert (response.status, response.body, response.reset) == (
         over_http1.status_code,
         over_http1.content,
         None,
     )
     of_http1 = {"connection": "close"}  # a rejection by headers ends the connection
-    assert answer.headers.items() == over_http1.headers.items() - of_http1.items()
+    assert response.headers.items() == over_http1.headers.items() - of_http1.items()
     outcomes = live.outcomes("rest")
     assert all(count == 2 for count in outcomes.values()), outcomes
 
 
 async def test_oversized_headers_are_rejected_with_431(live: Live, client: Http2Client) -> None:
     headers = {f"x-{i}": "a" * 1000 for i in range(17)}
-    answer = await client.request("POST", "/embed", BODY, headers)
-    assert answer.status == 431
-    assert json.loads(answer.body)["error"]["code"] == "RESOURCE_EXHAUSTED"
+    response = await client.request("POST", "/embed", BODY, headers)
+    assert response.status == 431
+    assert json.loads(response.body)["error"]["code"] == "RESOURCE_EXHAUSTED"
     assert live.outcomes("rest") == {"RESOURCE_EXHAUSTED": 1}

@@ -22,9 +22,9 @@ SENT = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_other_methods_keep_the_connection_usable(live: Live, method: str) -> None:
     for _ in range(2):
-        answer = await live.http.request(method, "/embed")
-        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-        assert (answer.content == b"") == (method == "HEAD")
+        response = await live.http.request(method, "/embed")
+        assert (response.status_code, response.headers["allow"]) == (405, "POST")
+        assert (response.content == b"") == (method == "HEAD")
     assert (await live.http.post("/embed", content=BODY)).status_code == 200
 
 

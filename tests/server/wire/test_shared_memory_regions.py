@@ -162,8 +162,8 @@ async def test_regions_are_separate_by_caller(
 
         async def status_of(token: str, method: str, path: str, body: Any = b"") -> int:
             headers = bearer(token)
-            answer = await live.http.request(method, path, content=body, headers=headers)
-            return answer.status_code
+            response = await live.http.request(method, path, content=body, headers=headers)
+            return response.status_code
 
         ids = f"{REST}/region/ids"
         rejection_statuses = {"": 401, "es_boss": 403}

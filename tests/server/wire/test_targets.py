@@ -60,10 +60,10 @@ async def over_http1(port: int, target: bytes) -> tuple[int, bytes]:
     try:
         head = b"POST %b HTTP/1.1\r\nHost: test\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         writer.write(head % target)
-        answer = await asyncio.wait_for(reader.read(), WAIT_S_MAX)
+        response = await asyncio.wait_for(reader.read(), WAIT_S_MAX)
     finally:
         writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     return int(head.split()[1]), body
 
 
@@ -127,8 +127,8 @@ async def test_invalid_targets_are_logged_at_a_limited_rate(
 ) -> None:
     monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # longer than a test takes
     requests = 500
-    answers = await over_http2(live.http_port, b"/health/live?\xff", requests)
-    assert {status for status, _ in answers} == {400}
+    responses = await over_http2(live.http_port, b"/health/live?\xff", requests)
+    assert {status for status, _ in responses} == {400}
     assert live.outcomes("rest") == {"INVALID_ARGUMENT": requests}
     assert len(logged.getvalue().splitlines()) <= LINES_MAX
 
@@ -144,8 +144,8 @@ async def test_unexpected_failures_are_logged_quoted_at_a_limited_rate(
     monkeypatch.setattr(type(live.pipeline.models), "model", fail)
     for _ in range(30):
         assert (await live.http.get(path)).status_code == 500
-    answers = await over_http2(live.http_port, path.encode(), 30, b"GET")
-    assert [status for status, _ in answers] == [500] * 30
+    responses = await over_http2(live.http_port, path.encode(), 30, b"GET")
+    assert [status for status, _ in responses] == [500] * 30
     text = logged.getvalue()
     records = [line for line in text.splitlines() if not line.startswith("    ")]
     assert len(records) == TRACEBACKS_MAX  # of both protocols together

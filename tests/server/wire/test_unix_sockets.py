@@ -98,8 +98,8 @@ async def test_both_unix_sockets_accept_every_protocol(
             GrpcEmbedClient(address, token=TOKEN, timeout_s=WAIT_S_MAX) as rpc,
         ):
             assert rest.models() == rpc.models()
-            answers = [rest.embed({"user": [[1], [2]]}), rpc.embed({"user": [[1]]})]
-            return [one.batch_size for one in answers]
+            responses = [rest.embed({"user": [[1], [2]]}), rpc.embed({"user": [[1]]})]
+            return [one.batch_size for one in responses]
 
     assert await asyncio.to_thread(embed_over_both) == [2, 1]
     async with AsyncEmbedClient(
@@ -124,8 +124,8 @@ async def test_management_is_served_as_on_the_ports(
         assert "embedserve_requests_total" in allowed.text
         assert allowed.http_version == ("HTTP/2" if is_http2 else "HTTP/1.1")
     async with grpc.aio.insecure_channel(f"unix:{paths[0]}", options=OWN_CONNECTION) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_unix_socket_callers_need_a_token(live: Live, paths: list[str]) -> None:

@@ -92,8 +92,8 @@ def outcomes(peer: GrpcPeer) -> dict[str, int]:
 
 
 def vector(message: bytes) -> list[float]:
-    answer = pb.EmbedResponse.FromString(message)
-    values: list[float] = np.frombuffer(answer.values, "<f4")[:4].tolist()
+    response = pb.EmbedResponse.FromString(message)
+    values: list[float] = np.frombuffer(response.values, "<f4")[:4].tolist()
     return values
 
 

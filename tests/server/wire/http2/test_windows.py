@@ -73,7 +73,7 @@ class Model:
             self.update_stream_window,
             self.set_initial_window,
         ]
-        choices += [self.answer] * 2 + [self.send_chunk, self.reset]
+        choices += [self.response] * 2 + [self.send_chunk, self.reset]
         self.random.choice(choices)()
 
     def receive(self, frames: list[Frame]) -> None:
@@ -108,7 +108,7 @@ class Model:
         numbers = sorted(self.streams.keys() - self.completed_streams - self.reset_streams)
         return self.random.choice(numbers) if numbers else None
 
-    def answer(self) -> None:
+    def response(self) -> None:
         """Sends a whole response, or the headers of a response in chunks."""
         number = self.unanswered()
         if number is None:

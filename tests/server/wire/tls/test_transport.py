@@ -25,7 +25,7 @@ BYTES_MAX = 1 << 20
 EXAMPLES = 16_000
 BODY = json.dumps({"features": {"user": [[1]]}}).encode()
 LARGE = json.dumps({"features": {"user": [[1]] * EXAMPLES}}).encode()
-LARGE_ANSWER = "Accept: application/x-protobuf"
+LARGE_RESPONSE = "Accept: application/x-protobuf"
 LIMITS = Limits(connection_bytes_max=BYTES_MAX)
 
 
@@ -56,7 +56,7 @@ async def test_large_request_in_chunks_gets_a_complete_large_response(
     server: OurServer, client: ssl.SSLContext, version: ssl.TLSVersion
 ) -> None:
     client.minimum_version = client.maximum_version = version
-    request = post(LARGE, LARGE_ANSWER)
+    request = post(LARGE, LARGE_RESPONSE)
     reader, writer = await server.open(client)
     for start in range(0, len(request), 10_007):
         writer.write(request[start : start + 10_007])
@@ -73,7 +73,7 @@ async def test_unread_response_waits_unencrypted_and_is_counted(
 ) -> None:
     reader, writer = await server.open(client)
     transport_of(writer).pause_reading()
-    writer.write(post(LARGE, LARGE_ANSWER))
+    writer.write(post(LARGE, LARGE_RESPONSE))
     await until(lambda: server.http1() and server.connection.unsent_bytes)
     connection = server.connection
     transport = connection.transport
@@ -96,7 +96,7 @@ async def test_connections_over_the_held_bytes_limit_are_closed(
     for _ in range(12):
         reader, writer = await server.open(client)
         transport_of(writer).pause_reading()
-        writer.write(post(LARGE, LARGE_ANSWER))
+        writer.write(post(LARGE, LARGE_RESPONSE))
         connections.append((reader, writer))
     await until(lambda: sum(server.outcomes().values()) == 12)
     server.wire._abort_largest()
