@@ -131,8 +131,8 @@ async def test_each_request_of_a_stream_counts_toward_the_rate(live: Live) -> No
     assert kinds == [EmbedResult, Overloaded, Overloaded]
 
 
-REJECTIONS = int(REFUSALS_BURST_S * REFUSALS_PER_S) + 40
-WAITED_S_MIN = 39 / REFUSALS_PER_S
+REJECTIONS = int(REJECTIONS_BURST_S * REJECTIONS_PER_S) + 40
+WAITED_S_MIN = 39 / REJECTIONS_PER_S
 
 
 async def test_frequent_rejections_are_delayed_over_http1(server: OurServer) -> None:

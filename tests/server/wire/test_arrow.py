@@ -104,7 +104,7 @@ async def test_any_response_format_works_with_any_request_format(
             message = pb.EmbedResponse.FromString(response.content)
             values = np.frombuffer(message.values, "<f4").reshape(3, -1)
         else:
-            values = vectors(read_table(answer.content)["values"])
+            values = vectors(read_table(response.content)["values"])
         assert np.array_equal(values, engine.expected(BAGS))
 
 

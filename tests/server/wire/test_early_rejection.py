@@ -44,7 +44,7 @@ def ids_of(routes: RouteTable) -> Callable[[Headers], list[bytes]]:
     """Sends equal requests; returns the request ids of their responses."""
 
     def send_requests(headers: Headers) -> list[bytes]:
-        peer = Peer(router.resolve_http2)
+        peer = Peer(routes.resolve_http2)
         block = encode(headers)
         frames = peer.send(*[raw(1, 0x5, 2 * i + 1, block) for i in range(NUMBER)])
         responses = of(frames, HeadersFrame)

@@ -198,7 +198,7 @@ async def test_waiting_bodies_are_bounded(app: CountingApp, routes: RouteTable) 
     count = WAITING_BODY_BYTES_MAX // FRAME_BYTES_MAX
     peers = [ManagementPeer(routes) for _ in range(count // STREAMS_MAX)]
     streams = [[peer.request("/a", body) for _ in range(STREAMS_MAX)] for peer in peers]
-    last = ManagementPeer(router)
+    last = ManagementPeer(routes)
     rejected, scrape = last.request("/a", body), last.request("/metrics")
     assert last.statuses() == {rejected: 429}
     peers[0].send(RstStreamFrame(streams[0].pop()))

@@ -59,7 +59,7 @@ async def test_dense_features_are_ignored_and_logged_once(
     for _ in range(3):
         response = await PredictorStub(live.channel).Predict(request)
         expected = await embedded(live, {"features": BAGS})
-        assert np.array_equal(predicted(answer, KEYS, 3), expected)
+        assert np.array_equal(predicted(response, KEYS, 3), expected)
     messages = [one.getMessage() for one in caplog.records if "not read" in one.getMessage()]
     assert len(messages) == 1
     assert "float_features" in messages[0]

@@ -75,10 +75,10 @@ async def test_request_and_response_formats(
     response = await rest.post(
         path, content=body, headers={k: v for k, v in headers.items() if v is not None}
     )
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == response_type
-    assert int(answer.headers["content-length"]) == len(answer.content)
-    assert np.array_equal(values_of(answer), engine.expected(BAGS))
+    assert response.status_code == 200
+    assert response.headers["content-type"] == response_type
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert np.array_equal(values_of(response), engine.expected(BAGS))
 
 
 async def test_several_accept_lines_form_one_list(rest: httpx.AsyncClient) -> None:
