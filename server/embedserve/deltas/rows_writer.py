@@ -278,19 +278,21 @@ class RowsWriter:
         return np.concatenate([taken, np.arange(first, first + missing, dtype=np.uint32)])
 
     def _make_room(self, changes: Sequence[_GroupChange]) -> None:
-        """Frees rows for ``changes``: first those that nobody needs, then those kept for an undo.
+        """Frees as many spare rows as ``changes`` need.
+
+        Rows that nobody needs are freed first. If they do not suffice, undos to the earliest kept
+        states are given up one by one, and the rows that only these need are freed. None is given
+        up if ``changes`` would not fit even then.
 
         Raises:
-            RowsFullError: that does not suffice.
+            RowsFullError: ``changes`` do not fit.
         """
         oldest = self._free_unseen()
-        self._check_room(changes, self._kept_for_undo(oldest))
-        while True:
-            try:
-                return self._check_room(changes, Counter())
-            except RowsFullError:
-                if len(self._kept) == 1:  # a lookup of an earlier view has begun meanwhile
-                    raise
+        if why := self._why_full(changes, self._kept_for_undo(oldest)):
+            raise RowsFullError(why)
+        while why := self._why_full(changes, Counter()):
+            if len(self._kept) == 1:  # a lookup of an earlier view has begun meanwhile
+                raise RowsFullError(why)
             self._kept.popleft()
             self._free_unseen()
 
@@ -306,28 +308,29 @@ class RowsWriter:
                 rows.update({index: len(own) for index, own in numbers.items()})
         return rows
 
-    def _check_room(self, changes: Sequence[_GroupChange], freed: Counter[int]) -> None:
-        """Raises RowsFullError if the memory, or the spare rows of a group, do not suffice.
+    def _why_full(self, changes: Sequence[_GroupChange], freeable: Counter[int]) -> str:
+        """Returns why the memory, or the spare rows of a group, do not suffice; "" if they do.
 
         Args:
-            freed: rows of each group that can be used again beside the free ones.
+            freeable: rows of each group that count as free in addition to the free ones.
         """
         missing = [
-            (one.free, max(0, len(one.rows) - one.free.count - freed[one.free.index]))
+            (one.free, max(0, len(one.rows) - one.free.count - freeable[one.free.index]))
             for one in changes
         ]
         needed = sum(count * free.spare.nbytes_each for free, count in missing)
         if self.memory_bytes + needed > self._live.memory_max:
-            raise RowsFullError(
+            return (
                 f"changed rows have {self.memory_bytes} bytes, {needed} more are needed, the limit "
                 f"is {self._live.memory_max}"
             )
         for free, count in missing:
             if int(self._live.peaks[free.index]) + count > free.spare.count:
-                raise RowsFullError(
+                return (
                     f"{free.spare.names}: {free.spare.count} rows for changes, and {count} more "
                     "are needed: lookups still read the others"
                 )
+        return ""
 
     def _free_unseen(self) -> int:
         """Frees the spare rows that no lookup can read any more, and that no kept state has.
