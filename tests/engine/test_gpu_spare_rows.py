@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, SpareRows
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.row_groups import BYTES_PER_SPARE, RowGroup
 from embedserve.engine import gpu_spare_rows
-from embedserve.engine.gpu_spare_rows import pitch_of, spare_bytes
+from embedserve.engine.gpu_spare_rows import changed_bytes_max, pitch_of
 from embedserve_store import StoreError
 from embedserve_store.format.table_spec import DTYPES, TableSpec
 
@@ -19,9 +20,9 @@ PAGE = 2 << 20
 
 
 def live_of(tables: list[TableSpec], memory_max: int, first_row: int = 5000) -> LiveRows:
-    spares = [SpareRows((one,), 0, one.num_embeddings, 1, 0, first_row) for one in tables]
+    groups = [RowGroup((one,), 0, one.num_embeddings, 1, 0, first_row) for one in tables]
     version = SimpleNamespace(path="store/m/1")
-    live: Any = SimpleNamespace(table_spares=spares, memory_max=memory_max, version=version)
+    live: Any = SimpleNamespace(table_groups=groups, memory_max=memory_max, version=version)
     return cast(LiveRows, live)
 
 
@@ -41,7 +42,7 @@ def test_reserved_pages_suffice_for_any_distribution_of_rows(seed: int) -> None:
         # The first row may begin anywhere in a page.
         begin = random.randrange(PAGE) if rows else 0
         pages += -(-(begin + rows * pitch_of(table)) // PAGE)
-    assert pages * PAGE <= spare_bytes(live_of(tables, memory), PAGE) + PAGE - 1
+    assert pages * PAGE <= changed_bytes_max(live_of(tables, memory), PAGE) + PAGE - 1
 
 
 def test_row_numbers_above_the_int32_limit_are_rejected() -> None:
@@ -56,7 +57,7 @@ def test_changed_rows_that_exceed_free_gpu_memory_are_rejected(
 ) -> None:
     table = TableSpec("t", 1_000_000, 64, ("f",), "sum", "float32")
     live = live_of([table], 1 << 30)
-    needed = 123 * PAGE + spare_bytes(live, PAGE) + (512 << 20)
+    needed = 123 * PAGE + changed_bytes_max(live, PAGE) + (512 << 20)
     device = torch.device("cuda", 0)
 
     def free(nbytes: int) -> None:
@@ -66,7 +67,7 @@ def test_changed_rows_that_exceed_free_gpu_memory_are_rejected(
     free(needed)
     with pytest.raises(
         StoreError,
-        match=f"store/m/1: 257,949,696 bytes of tables and {spare_bytes(live, PAGE):,} for "
+        match=f"store/m/1: 257,949,696 bytes of tables and {changed_bytes_max(live, PAGE):,} for "
         f"changed rows do not fit on cuda:0, which has {needed - 1:,} free",
     ):
         free(needed - 1)

@@ -7,10 +7,7 @@ overwritten while a lookup may read it. All spare rows of a version are numbered
     views[spare]   view from which on a spare row counts
     before[spare]  spare row that it replaced; 0: the published row
 
-A feature of several tables gives the kernels one row number for all of them. Tables that share
-features, directly or through other tables, are therefore a group with common row numbers: a spare
-row is a row of each table of the group, and a row that changes in one table is copied in the
-others.
+Tables that share features are a group (row_groups.py), whose spare rows have common numbers.
 
 Ids of a vocabulary change in the same way: their entries (live_ids.py) are the rows of one more
 table, which no kernel reads.
@@ -24,7 +21,7 @@ what no cell can still reach.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,70 +35,20 @@ from embedserve.deltas.map_tables import (
     map_with_room,
     replace_by_memory,
 )
+from embedserve.deltas.row_groups import NUMBER_MAX, Numbers, RowGroup, lay_out_groups
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
 from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import position_of
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import Progress, TablesFile, header_bytes
 from embedserve_store.memory.resident_tables import read_tables
 from embedserve_store.model_version import ModelVersion
 
-NUMBER_MAX = 2**32 - 1
-"""Maximum seq, view and number of a spare row: each is a uint32."""
-BYTES_PER_SPARE = 8
-SPARES_PER_ROW = 4
-"""Spare rows for each row of a table, if the memory allows as many; those for an undo are added. A
-changed row takes one, and another at each further change until no lookup reads the earlier one."""
 IDLE = 2**64 - 1
 """Value of a cell while its process reads no rows."""
-RANKS_MAX = 4096
-"""Maximum number of ranks of a row_wise table whose rows can change."""
-_GAP_ROWS = RANKS_MAX
-"""Rows between a table and its spare rows. Kernels number rows as if each rank had as many as the
-first: their numbers reach fewer than RANKS_MAX rows past the last row."""
 _CACHE_LINE = 8
 """Words of a cache line. Each word that processes write is alone on one."""
-
-
-@dataclass(frozen=True)
-class SpareRows:
-    """The spare rows of a group of tables, or of the entries of changed ids. Each is a row of all
-    tables of the group.
-
-    Attributes:
-        tables: the tables.
-        row_start: position of the tables' row 0 in ``newest``.
-        row_count: rows of the largest table.
-        start: number of the first spare row.
-        count: number of spare rows.
-        first_row: row number, as kernels count them, of the first spare row.
-    """
-
-    tables: tuple[TableSpec, ...]
-    row_start: int
-    row_count: int
-    start: int
-    count: int
-    first_row: int
-
-    @property
-    def nbytes_each(self) -> int:
-        """Returns the bytes that a spare row takes, with its row of each table."""
-        return _spare_bytes(self.tables)
-
-    @property
-    def features(self) -> set[str]:
-        """Returns the features that are looked up in the tables."""
-        return {feature for table in self.tables for feature in table.feature_names}
-
-    @property
-    def names(self) -> str:
-        """Returns the names of the tables, for errors."""
-        names = [repr(table.name) for table in self.tables]
-        return f"table {names[0]}" if len(names) == 1 else f"tables {', '.join(names)}"
-
 
 Change = ChangedRows | ChangedIds
 
@@ -127,7 +74,7 @@ class LiveRows:
         start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
         undo: number of deltas whose former rows are kept, as far as the memory allows.
-        spares: spare rows of each group of tables, then those of ``ids``.
+        groups: the groups of tables, then that of the entries of ``ids``.
         ids: changed ids of the vocabularies.
         rows: uint8 [count, row_bytes] for each table, by its name: the spare rows themselves.
         newest, views, before: uint32 arrays, described above.
@@ -164,33 +111,33 @@ class LiveRows:
         self.memory_max, self.undo = memory_max, undo
         vocabularies = [group for group in groups if group[0].ids.rule == "map"]
         self.ids = LiveIds(vocabularies, new_ids_percent, memory)
-        all_groups = [*groups, (self.ids.entries,)]
-        counts = _spare_counts(all_groups, memory_max, undo)
-        count = sum(counts) + 1
+        ranges = _file_ranges(version.tables)
+        self.groups = tuple(
+            lay_out_groups([*groups, (self.ids.entries,)], memory_max, undo, ranges)
+        )
+        count = sum(group.count for group in self.groups) + 1
         if count > NUMBER_MAX:
             raise StoreError(
                 f"{version.path}: {memory_max} bytes of changed rows are {count} spare rows, more "
                 f"than {NUMBER_MAX}: give less memory"
             )
-        ranges = _file_ranges(version.tables)
-        self.spares = tuple(_spare_rows(all_groups, counts, ranges))
-        with_room = _with_room(ranges, self.table_spares)
+        with_room = _with_room(ranges, self.table_groups)
         self._memory, offsets = map_with_room(memory, version.tables.path, with_room)
         version.tables.check_unchanged()
-        self.rows = dict(_rows(self._memory, offsets, self.table_spares))
-        rows_of_ids = memory.take(self.id_spares.count * self.ids.entries.row_bytes)
-        self.rows[self.ids.entries.name] = rows_of_ids.reshape(self.id_spares.count, -1)
+        self.rows = dict(_rows(self._memory, offsets, self.table_groups))
+        rows_of_ids = memory.take(self.id_group.count * self.ids.entries.row_bytes)
+        self.rows[self.ids.entries.name] = rows_of_ids.reshape(self.id_group.count, -1)
         data = self._memory.view()
         data.flags.writeable = False
         plan = version.plan.with_whole_rows(groups)
         tables = replace(version.tables, data=data, offsets=offsets)
         self.version = replace(version, plan=plan, tables=tables)
-        rows = sum(spare.row_count for spare in self.spares)
+        rows = sum(group.row_count for group in self.groups)
         self.newest = memory.take(4 * rows).view(np.uint32)
         self.views = memory.take(4 * count).view(np.uint32)
         self.before = memory.take(4 * count).view(np.uint32)
         cells_end = _CACHE_LINE * (2 + readers)
-        words = memory.take(8 * (cells_end + len(counts))).view(np.uint64)
+        words = memory.take(8 * (cells_end + len(self.groups))).view(np.uint64)
         self._committed, self._written, *_ = words[:cells_end].reshape(-1, _CACHE_LINE)
         self._oldest = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
         self._newest = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
@@ -228,14 +175,14 @@ class LiveRows:
         return self.version.tables
 
     @property
-    def table_spares(self) -> tuple[SpareRows, ...]:
-        """Returns the spare rows of the groups of tables, without those of ids."""
-        return self.spares[:-1]
+    def table_groups(self) -> tuple[RowGroup, ...]:
+        """Returns the groups of tables, without that of ids."""
+        return self.groups[:-1]
 
     @property
-    def id_spares(self) -> SpareRows:
-        """Returns the spare rows of ``ids``."""
-        return self.spares[-1]
+    def id_group(self) -> RowGroup:
+        """Returns the group of the entries of ``ids``."""
+        return self.groups[-1]
 
     def as_rows(self, changes: Sequence[Change]) -> list[ChangedRows]:
         """Returns ``changes`` as rows, those of ids as rows of their entries, which are added where
@@ -248,9 +195,9 @@ class LiveRows:
         ids = [one for one in changes if isinstance(one, ChangedIds)]
         return [*rows, self.ids.add_changes(ids)] if ids else rows
 
-    def newest_of(self, spare: SpareRows) -> NDArray[np.uint32]:
+    def newest_of(self, group: RowGroup) -> Numbers:
         """Returns the part of ``newest`` of a group's rows."""
-        return self.newest[spare.row_start : spare.row_start + spare.row_count]
+        return self.newest[group.row_start : group.row_start + group.row_count]
 
     @property
     def committed(self) -> View:
@@ -286,13 +233,13 @@ class LiveRows:
         """Announces that rows of ``view`` are going to be written to ``newest``."""
         self._written[0] = view
 
-    def written_since(self, view: int) -> Iterator[tuple[SpareRows, NDArray[np.int64]]]:
+    def written_since(self, view: int) -> Iterator[tuple[RowGroup, NDArray[np.int64]]]:
         """Yields each group with spare rows that were written after ``view``, and the positions of
         these rows among its spare rows. Some may be of a later view than the committed one."""
-        for spare, peak in zip(self.table_spares, self.peaks, strict=False):
-            written = np.flatnonzero(self.views[spare.start : spare.start + int(peak)] > view)
+        for group, peak in zip(self.table_groups, self.peaks, strict=False):
+            written = np.flatnonzero(self.views[group.start : group.start + int(peak)] > view)
             if len(written):
-                yield spare, written
+                yield group, written
 
     def set_cell(self, reader: int, oldest: int, newest: int) -> None:
         """Sets the oldest and the newest view that a process reads."""
@@ -317,28 +264,6 @@ def _view_of(word: int) -> View:
     return View(*divmod(word, 1 << 32))
 
 
-def _spare_bytes(group: Sequence[TableSpec]) -> int:
-    return sum(table.row_bytes for table in group) + BYTES_PER_SPARE
-
-
-def _row_count(group: Sequence[TableSpec]) -> int:
-    return max(table.num_embeddings for table in group)
-
-
-def _spare_counts(groups: Sequence[Sequence[TableSpec]], memory_max: int, undo: int) -> list[int]:
-    """Returns the number of spare rows of each group, which take memory only once they are used.
-
-    Spare rows for undos are fewer where not all could be numbered.
-    """
-    least, most = (
-        [min(memory_max // _spare_bytes(one), per_row * _row_count(one)) for one in groups]
-        for per_row in (SPARES_PER_ROW, SPARES_PER_ROW + undo)
-    )
-    left, more = NUMBER_MAX - 1 - sum(least), sum(most) - sum(least)
-    share = max(0.0, min(1.0, left / more)) if more else 0.0
-    return [one + int(share * (high - one)) for one, high in zip(least, most, strict=True)]
-
-
 def _file_ranges(tables: TablesFile) -> dict[str, FileRange]:
     """Returns the range of each table in its file, without room behind it."""
     header = len(header_bytes(tuple(tables.tables.values())))
@@ -348,32 +273,10 @@ def _file_ranges(tables: TablesFile) -> dict[str, FileRange]:
     }
 
 
-def _spare_rows(
-    groups: Sequence[tuple[TableSpec, ...]], counts: Sequence[int], ranges: Mapping[str, FileRange]
-) -> Iterator[SpareRows]:
-    """Yields the spare rows of each group. They begin where all of its tables have room. Entries of
-    ids, which have no range of a file, get no row numbers of kernels."""
-    row_start, start = 0, 1
-    for group, count in zip(groups, counts, strict=True):
-        in_file = [_rows_of_file(one, ranges[one.name]) for one in group if one.name in ranges]
-        first_row = max(in_file, default=0) + _GAP_ROWS
-        yield SpareRows(group, row_start, _row_count(group), start, count, first_row)
-        row_start += _row_count(group)
-        start += count
-
-
-def _rows_of_file(table: TableSpec, own: FileRange) -> int:
-    """Returns the number of rows of a table that begin in the mapped pages of its file. The last
-    of them may lie in part behind the pages."""
-    return -(-(own.mapped - own.before) // table.row_bytes)
-
-
-def _with_room(
-    ranges: Mapping[str, FileRange], spares: Sequence[SpareRows]
-) -> dict[str, FileRange]:
+def _with_room(ranges: Mapping[str, FileRange], groups: Sequence[RowGroup]) -> dict[str, FileRange]:
     """Returns ``ranges`` with room for the spare rows of each table."""
-    rows = {table.name: one.first_row + one.count for one in spares for table in one.tables}
-    specs = {table.name: table for one in spares for table in one.tables}
+    rows = {table.name: one.first_row + one.count for one in groups for table in one.tables}
+    specs = {table.name: table for one in groups for table in one.tables}
     return {
         name: replace(own, room=rows[name] * specs[name].row_bytes - own.nbytes)
         for name, own in ranges.items()
@@ -381,11 +284,11 @@ def _with_room(
 
 
 def _rows(
-    memory: NDArray[np.uint8], offsets: Mapping[str, int], spares: Sequence[SpareRows]
+    memory: NDArray[np.uint8], offsets: Mapping[str, int], groups: Sequence[RowGroup]
 ) -> Iterator[tuple[str, NDArray[np.uint8]]]:
     """Yields the name and the spare rows of each table."""
-    for spare in spares:
-        for table in spare.tables:
-            begin = offsets[table.name] + spare.first_row * table.row_bytes
-            rows = memory[begin : begin + spare.count * table.row_bytes]
-            yield table.name, rows.reshape(spare.count, table.row_bytes)
+    for group in groups:
+        for table in group.tables:
+            begin = offsets[table.name] + group.first_row * table.row_bytes
+            rows = memory[begin : begin + group.count * table.row_bytes]
+            yield table.name, rows.reshape(group.count, table.row_bytes)

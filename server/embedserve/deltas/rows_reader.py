@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import LiveRows, SpareRows, View
+from embedserve.deltas.live_rows import LiveRows, View
+from embedserve.deltas.row_groups import RowGroup
 from embedserve_store.errors import StoreError
 from embedserve_store.format.changed_ids import AS_PUBLISHED
 from embedserve_store.format.table_spec import TableSpec
@@ -55,9 +56,9 @@ class RowsReader:
         self._views: list[int] = []
         self._upload = upload
         found: dict[str, tuple[int, int, int, int]] = {}
-        for spare in live.table_spares:
-            numbers = (spare.row_start, spare.first_row - spare.start, *_blocks(plan, spare))
-            found |= dict.fromkeys(spare.features, numbers)
+        for group in live.table_groups:
+            numbers = (group.row_start, group.first_row - group.start, *_blocks(plan, group))
+            found |= dict.fromkeys(group.features, numbers)
         columns = np.array([found[feature] for feature in live.version.manifest.features]).T
         self._row_starts, self._shifts, self._ranks, self._rank_rows = columns.copy()
         self._features = np.arange(len(self._shifts))
@@ -187,13 +188,13 @@ class RowsReader:
         changed = np.flatnonzero(entries >= 0)
         if not len(changed):
             return
-        spare = live.id_spares
-        spares = live.newest_of(spare)[entries[changed]].astype(np.int64)
+        group = live.id_group
+        spares = live.newest_of(group)[entries[changed]].astype(np.int64)
         if live.written > view:
             self._go_back(spares, view)
         are_of_view = spares.astype(bool)
         spares, changed = spares[are_of_view], changed[are_of_view]
-        known = live.rows[live.ids.entries.name].view(np.int64)[spares - spare.start, 0]
+        known = live.rows[live.ids.entries.name].view(np.int64)[spares - group.start, 0]
         is_changed = known != AS_PUBLISHED
         rows[changed[is_changed]] = known[is_changed]
 
@@ -251,18 +252,18 @@ def end_view(view: BatchView | None) -> None:
         view.end()
 
 
-def _blocks(plan: Plan, spare: SpareRows) -> tuple[int, int]:
+def _blocks(plan: Plan, group: RowGroup) -> tuple[int, int]:
     """Returns the number of ranks that have rows of a group's tables, and the rows of each.
 
     Raises:
         StoreError: the ranks are too many, or not the same for all tables.
     """
-    found = {_table_blocks(plan, table, spare.row_count) for table in spare.tables}
+    found = {_table_blocks(plan, table, group.row_count) for table in group.tables}
     if len(found) > 1:
-        raise StoreError(f"{spare.names}: they share features, but are sharded differently")
+        raise StoreError(f"{group.names}: they share features, but are sharded differently")
     ((ranks, rows),) = found
-    if ranks * rows > spare.first_row:
-        raise StoreError(f"{spare.names}: on {ranks} ranks, more than deltas are served on")
+    if ranks * rows > group.first_row:
+        raise StoreError(f"{group.names}: on {ranks} ranks, more than deltas are served on")
     return ranks, rows
 
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import LiveRows, SpareRows, View
+from embedserve.deltas.live_rows import LiveRows, View
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import TableRows
+from embedserve.deltas.row_groups import FreeSpares, Numbers
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.reference_pooling import RowsOf
-
-Numbers = NDArray[np.uint32]
 
 _Replaced = deque[tuple[int, dict[int, Numbers]]]
 """Views and numbers of spare rows by group of tables, oldest first: no lookup of this or a later
@@ -31,26 +30,11 @@ WAIT_S = 0.001
 """Interval of the check whether the lookups have ended that must end first."""
 
 
-@dataclass
-class _Free:
-    """Spare rows of a group of tables that can be written to."""
-
-    spare: SpareRows
-    index: int
-    """Position of the group in ``LiveRows.spares`` and ``LiveRows.peaks``."""
-    numbers: list[Numbers] = field(default_factory=list)
-    """Numbers of rows that were used before."""
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.numbers))
-
-
 @dataclass(frozen=True)
 class _GroupChange:
     """Rows of a group of tables that change in any of them."""
 
-    free: _Free
+    free: FreeSpares
     rows: NDArray[np.int64]
     """Row numbers [n], ascending."""
     tables: Mapping[str, TableRows]
@@ -67,7 +51,7 @@ class RowsWriter:
             OSError: this host does not support membarrier(2).
         """
         self._live = live
-        self._free = [_Free(spare, index) for index, spare in enumerate(live.spares)]
+        self._free = [FreeSpares(group, index) for index, group in enumerate(live.groups)]
         # Views whose rows are kept, oldest first; the last is the committed one
         self._kept: deque[View] = deque(maxlen=live.undo + 1)
         self._replaced: _Replaced = deque()
@@ -90,7 +74,7 @@ class RowsWriter:
         return self._changed[-1]
 
     def _count_changed(self) -> None:
-        newest = map(self._live.newest_of, self._live.spares)
+        newest = map(self._live.newest_of, self._live.groups)
         self._changed = [int(np.count_nonzero(one)) for one in newest]
 
     @property
@@ -104,7 +88,7 @@ class RowsWriter:
     @property
     def memory_bytes(self) -> int:
         """Returns the bytes that changed rows have taken; they are used again, not given back."""
-        return sum(int(self._live.peaks[one.index]) * one.spare.nbytes_each for one in self._free)
+        return sum(int(self._live.peaks[one.index]) * one.group.spare_bytes for one in self._free)
 
     def apply(
         self,
@@ -136,7 +120,7 @@ class RowsWriter:
         membarrier.barrier()  # a reader that finds a spare row finds all of the above, too
         replaced = {}
         for change, numbers in written:
-            newest = live.newest_of(change.free.spare)
+            newest = live.newest_of(change.free.group)
             before = newest[change.rows]
             newest[change.rows] = numbers
             replaced[change.free.index] = before[before != 0]
@@ -185,7 +169,7 @@ class RowsWriter:
         """Yields the changes of each group that has any."""
         tables = {change.table.name: change for change in changes if len(change.numbers)}
         for free in self._free:
-            own = {one.name: tables[one.name] for one in free.spare.tables if one.name in tables}
+            own = {one.name: tables[one.name] for one in free.group.tables if one.name in tables}
             rows = [change.numbers for change in own.values()]
             if rows:
                 union = rows[0] if len(rows) == 1 else np.unique(np.concatenate(rows))
@@ -194,9 +178,9 @@ class RowsWriter:
     def _write(self, change: _GroupChange, view: int) -> Numbers:
         """Writes rows that no lookup reads yet; returns the numbers of their spare rows."""
         free = change.free
-        numbers = self._allocate(free, len(change.rows))
-        before = self._live.newest_of(free.spare)[change.rows]
-        for table in free.spare.tables:
+        numbers = free.take(len(change.rows), self._live.peaks)
+        before = self._live.newest_of(free.group)[change.rows]
+        for table in free.group.tables:
             self._write_table(table, change, numbers, before)
         self._live.views[numbers] = view
         self._live.before[numbers] = before
@@ -227,15 +211,15 @@ class RowsWriter:
             written: by group, numbers of rows, ascending, and of their spare rows that are not
                 visible yet.
         """
-        group = next(one for one in self._free if table in one.spare.tables)
-        spares = self._live.newest_of(group.spare)[wanted]
-        if group.index in written:
-            changed, numbers = written[group.index]
+        free = next(one for one in self._free if table in one.group.tables)
+        spares = self._live.newest_of(free.group)[wanted]
+        if free.index in written:
+            changed, numbers = written[free.index]
             at = np.minimum(np.searchsorted(changed, wanted), len(changed) - 1)
             spares = np.where(changed[at] == wanted, numbers[at], spares)
         rows = self._live.tables.rows(table.name)[wanted]
         is_changed = spares != 0
-        rows[is_changed] = self._live.rows[table.name][spares[is_changed] - group.spare.start]
+        rows[is_changed] = self._live.rows[table.name][spares[is_changed] - free.group.start]
         return dequantize_rows(rows, table.dtype, table.embedding_dim)
 
     def _write_table(
@@ -248,7 +232,7 @@ class RowsWriter:
             numbers: numbers of the spare rows that are written to.
             before: numbers of the newest spare rows of the same rows; 0 for the published rows.
         """
-        rows, places = self._live.rows[table.name], numbers - change.free.spare.start
+        rows, places = self._live.rows[table.name], numbers - change.free.group.start
         own = change.tables.get(table.name)
         if own is not None and len(own.numbers) == len(change.rows):
             own.write_to(rows, places)
@@ -262,20 +246,7 @@ class RowsWriter:
         is_spare = is_copied & (before != 0)
         published = self._live.tables.rows(table.name)
         rows[places[is_published]] = published[change.rows[is_published]]
-        rows[places[is_spare]] = rows[before[is_spare] - change.free.spare.start]
-
-    def _allocate(self, free: _Free, count: int) -> Numbers:
-        """Returns the numbers of ``count`` free rows, first those that were used before."""
-        known: Numbers = np.concatenate([*free.numbers, np.zeros(0, np.uint32)])
-        taken, rest = known[:count], known[count:]
-        free.numbers = [rest] if len(rest) else []
-        missing = count - len(taken)
-        if not missing:
-            return taken
-        peak = int(self._live.peaks[free.index])
-        self._live.peaks[free.index] = peak + missing
-        first = free.spare.start + peak
-        return np.concatenate([taken, np.arange(first, first + missing, dtype=np.uint32)])
+        rows[places[is_spare]] = rows[before[is_spare] - change.free.group.start]
 
     def _make_room(self, changes: Sequence[_GroupChange]) -> None:
         """Frees as many spare rows as ``changes`` need.
@@ -318,16 +289,16 @@ class RowsWriter:
             (one.free, max(0, len(one.rows) - one.free.count - freeable[one.free.index]))
             for one in changes
         ]
-        needed = sum(count * free.spare.nbytes_each for free, count in missing)
+        needed = sum(count * free.group.spare_bytes for free, count in missing)
         if self.memory_bytes + needed > self._live.memory_max:
             return (
                 f"changed rows have {self.memory_bytes} bytes, {needed} more are needed, the limit "
                 f"is {self._live.memory_max}"
             )
         for free, count in missing:
-            if int(self._live.peaks[free.index]) + count > free.spare.count:
+            if int(self._live.peaks[free.index]) + count > free.group.count:
                 return (
-                    f"{free.spare.names}: {free.spare.count} rows for changes, and {count} more "
+                    f"{free.group.names}: {free.group.count} rows for changes, and {count} more "
                     "are needed: lookups still read the others"
                 )
         return ""
@@ -381,13 +352,13 @@ class RowsWriter:
         in_use[live.newest] = True
         unused = {}
         for free in self._free:
-            start = free.spare.start
+            start = free.group.start
             used_once = in_use[start : start + int(live.peaks[free.index])]
             unused[free.index] = (start + np.flatnonzero(~used_once)).astype(np.uint32)
         return unused
 
     def _split(self, numbers: Numbers) -> dict[int, Numbers]:
         """Returns ``numbers`` of spare rows by group."""
-        starts = [free.spare.start for free in self._free]
+        starts = [free.group.start for free in self._free]
         numbers = np.sort(numbers)
         return dict(enumerate(np.split(numbers, np.searchsorted(numbers, starts[1:]))))

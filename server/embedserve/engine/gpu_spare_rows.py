@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from embedserve.deltas.live_rows import LiveRows, SpareRows
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.row_groups import RowGroup
 from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.gpu_pages import GpuPages
 from embedserve.engine.gpus import WORK_BYTES
@@ -51,11 +52,11 @@ class GpuSpareRows:
                 its kernels can number.
         """
         self._live = live
-        for spare in live.table_spares:
-            _check_numbers(spare)
+        for group in live.table_groups:
+            _check_numbers(group)
         self._pages = GpuPages(device)
         _check_room(live, device, self._pages.page_bytes)
-        self._pages.allocate(spare_bytes(live, self._pages.page_bytes))
+        self._pages.allocate(changed_bytes_max(live, self._pages.page_bytes))
         self._targets: dict[str, _Target] = {}
         self._view = 0
         self._stream = torch.cuda.Stream(device)
@@ -68,10 +69,10 @@ class GpuSpareRows:
             config: torchrec's configuration of its tables, which are whole.
         """
         pages = self._pages
-        tables = self._with_spares(config)
+        tables = self._with_groups(config)
         sizes = [
-            _whole(pitch_of(table) * (spare.first_row + spare.count), pages.page_bytes)
-            for table, spare in tables
+            _whole(pitch_of(table) * (group.first_row + group.count), pages.page_bytes)
+            for table, group in tables
         ]
         *offsets, total = accumulate(sizes, initial=0)
         address = pages.reserve(total)
@@ -85,16 +86,16 @@ class GpuSpareRows:
         kernel.weights_physical_offsets = offsets
         kernel.initialize_logical_weights_placements_and_offsets()
         kernel.weight_initialized = True
-        for (table, spare), offset, attached in zip(tables, offsets, ends, strict=True):
-            pitch, count = pitch_of(table), spare.count
-            start = offset + spare.first_row * pitch
+        for (table, group), offset, attached in zip(tables, offsets, ends, strict=True):
+            pitch, count = pitch_of(table), group.count
+            start = offset + group.first_row * pitch
             rows = data.narrow(0, start, count * pitch).view(count, pitch)
             self._targets[table.name] = _Target(rows, attached)
 
-    def _with_spares(self, config: Any) -> list[tuple[TableSpec, SpareRows]]:
-        """Returns the tables of a kernel, each with the spare rows of its group."""
+    def _with_groups(self, config: Any) -> list[tuple[TableSpec, RowGroup]]:
+        """Returns the tables of a kernel, each with its group."""
         found = {
-            table.name: (table, one) for one in self._live.table_spares for table in one.tables
+            table.name: (table, one) for one in self._live.table_groups for table in one.tables
         }
         return [found[one.name] for one in config.embedding_tables]
 
@@ -105,8 +106,8 @@ class GpuSpareRows:
             view: a committed view whose rows are not overwritten meanwhile.
         """
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for spare, written in self._live.written_since(self._view):
-                for table in spare.tables:
+            for group, written in self._live.written_since(self._view):
+                for table in group.tables:
                     rows, target = self._live.rows[table.name], self._targets[table.name]
                     self._attach(target, int(written[-1]) + 1)
                     for block in _blocks(written, target.rows.shape[1]):
@@ -140,11 +141,11 @@ def _copy(rows: NDArray[np.uint8], target: torch.Tensor, positions: NDArray[np.i
     target.view(torch.int64).index_copy_(0, where, words)
 
 
-def spare_bytes(live: LiveRows, page_bytes: int) -> int:
+def changed_bytes_max(live: LiveRows, page_bytes: int) -> int:
     """Returns the bytes of a GPU that all changed rows may take: those of this host's memory, with
     each row padded, and up to two pages more for each table."""
-    padded = max(sum(map(pitch_of, one.tables)) / one.nbytes_each for one in live.table_spares)
-    tables = sum(len(one.tables) for one in live.table_spares)
+    padded = max(sum(map(pitch_of, one.tables)) / one.spare_bytes for one in live.table_groups)
+    tables = sum(len(one.tables) for one in live.table_groups)
     return int(live.memory_max * padded) + 2 * page_bytes * tables
 
 
@@ -153,19 +154,19 @@ def pitch_of(table: TableSpec) -> int:
     return row_pitch(table.row_bytes, "cuda")
 
 
-def _check_numbers(spare: SpareRows) -> None:
-    if spare.first_row + spare.count > ROWS_MAX:
+def _check_numbers(group: RowGroup) -> None:
+    if group.first_row + group.count > ROWS_MAX:
         raise StoreError(
-            f"{spare.names}: {spare.row_count} rows, and room for {spare.count} changed ones: on "
+            f"{group.names}: {group.row_count} rows, and room for {group.count} changed ones: on "
             f"CUDA torchrec casts ids to int32, so tables have at most {ROWS_MAX} rows; give less "
             "memory for deltas, or serve it on the CPU"
         )
 
 
 def _check_room(live: LiveRows, device: torch.device, page_bytes: int) -> None:
-    tables = [table for spare in live.table_spares for table in spare.tables]
+    tables = [table for group in live.table_groups for table in group.tables]
     nbytes = sum(_whole(pitch_of(one) * one.num_embeddings, page_bytes) for one in tables)
-    changed, free = spare_bytes(live, page_bytes), torch.cuda.mem_get_info(device)[0]
+    changed, free = changed_bytes_max(live, page_bytes), torch.cuda.mem_get_info(device)[0]
     if nbytes + changed + WORK_BYTES > free:
         raise StoreError(
             f"{live.version.path}: {nbytes:,} bytes of tables and {changed:,} for changed rows do "

@@ -21,8 +21,8 @@ class FakeDevice:
         self.reader = RowsReader(self.live, reader, plan, self.upload)
 
     def upload(self, view: int) -> None:
-        for spare, written in self.live.written_since(self._view):
-            for table in spare.tables:
+        for group, written in self.live.written_since(self._view):
+            for table in group.tables:
                 self.rows[table.name][written] = self.live.rows[table.name][written]
             self.uploads += len(written)
         self._view = max(self._view, view)

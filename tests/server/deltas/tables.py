@@ -84,7 +84,7 @@ def read(live: LiveRows, reader: RowsReader, view: int, device: State | None = N
     numbers = reader.newest(ids, np.array(counts), view)
     parts = np.split(numbers, np.cumsum(counts)[:-1])
     found: State = {}
-    first_rows = {table.name: one.first_row for one in live.table_spares for table in one.tables}
+    first_rows = {table.name: one.first_row for one in live.table_groups for table in one.tables}
     for column in manifest.columns:
         name, part = column.table.name, parts[column.feature]
         start, size = live.tables.offsets[name], column.table.row_bytes

@@ -11,8 +11,9 @@ from server.deltas.fake_device import FakeDevice
 from server.deltas.live_changes import rows_of, states_equal
 from server.deltas.tables import SHARED_SPECS, SPECS, state_of, version_of
 
-from embedserve.deltas.live_rows import NUMBER_MAX, LiveRows
+from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.row_groups import NUMBER_MAX
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion, StoreError
@@ -188,7 +189,7 @@ def test_lookups_keep_their_view_while_an_upload_fails(
 def test_spare_rows_of_a_group_cover_all_its_tables(grouped_version: ModelVersion) -> None:
     live = LiveRows(grouped_version, 1 << 20, 1)
     movie, user, title, maker = SHARED_SPECS
-    assert [one.tables for one in live.table_spares] == [(movie, title, maker), (user,)]
+    assert [one.tables for one in live.table_groups] == [(movie, title, maker), (user,)]
     entries = live.ids.entries.num_embeddings
     assert len(live.newest) == movie.num_embeddings + user.num_embeddings + entries
     for number, rows in enumerate(live.rows.values(), 1):
@@ -196,10 +197,10 @@ def test_spare_rows_of_a_group_cover_all_its_tables(grouped_version: ModelVersio
     for number, rows in enumerate(live.rows.values(), 1):
         assert (rows == number).all()
     assert states_equal(state_of(live.version), state_of(grouped_version))
-    for spare in live.table_spares:
-        for spec in spare.tables:
-            start = live.tables.offsets[spec.name] + spare.first_row * spec.row_bytes
-            rows = live.tables.data[start:][: spare.count * spec.row_bytes]
+    for group in live.table_groups:
+        for spec in group.tables:
+            start = live.tables.offsets[spec.name] + group.first_row * spec.row_bytes
+            rows = live.tables.data[start:][: group.count * spec.row_bytes]
             assert np.array_equal(rows, live.rows[spec.name].reshape(-1))
 
 

@@ -7,7 +7,7 @@ import pytest
 from server.deltas.live_changes import rows_of, states_equal
 from server.deltas.tables import SPECS, read
 
-from embedserve.deltas import live_rows
+from embedserve.deltas import row_groups
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
@@ -85,10 +85,10 @@ def test_spare_rows_for_undo_are_capped_by_the_row_number_limit(
     version: ModelVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = sum(spec.num_embeddings for spec in SPECS)
-    monkeypatch.setattr(live_rows, "NUMBER_MAX", 10 * rows)
+    monkeypatch.setattr(row_groups, "NUMBER_MAX", 10 * rows)
     live = LiveRows(version, 1 << 30, 1, undo=64)
     assert 9.9 * rows < len(live.views) <= 10 * rows
-    assert all(one.count > 9 * one.row_count for one in live.table_spares)
+    assert all(one.count > 9 * one.row_count for one in live.table_groups)
 
 
 def test_restarted_writer_keeps_no_rows_for_undo(live: LiveRows) -> None:
