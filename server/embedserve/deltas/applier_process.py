@@ -180,13 +180,16 @@ class PollSchedule:
         """
         Args:
             make: makes the follower, as the successor of one that may have failed anywhere.
+
+        Raises:
+            StoreError: as ``make``.
         """
         self.due_s = 0.0
         self._make, self._status = make, status
         self._poll_s = self._wait_s = poll_s
         self._polled_s = 0.0
         self._is_failed = False
-        self._follower = make()
+        self._follower: DeltaFollower | None = make()
 
     def poll_if_due(self) -> None:
         if self.due_s > time.monotonic():
@@ -207,11 +210,13 @@ class PollSchedule:
     def _poll(self) -> bool:
         """Polls once. An unexpected error is that of this follower alone."""
         try:
+            if self._follower is None:
+                self._follower = self._make()  # reads the status
             return self._follower.poll_once()
         except Exception as error:
             logger.exception("deltas cannot be applied")
             self._status.stall(f"{type(error).__name__}: {error}")
-            self._follower = self._make()  # reads the status
+            self._follower = None
             return False
 
 

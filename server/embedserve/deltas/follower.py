@@ -68,6 +68,9 @@ class DeltaFollower:
             name: name that the model is served by, for the log.
             memory_bytes: room for changed rows; no step reads more, unless one delta has more.
             check_on_device: raises StoreError for rows that the device of the lookups cannot serve.
+
+        Raises:
+            StoreError: lookups still read rows that the follower before has undone.
         """
         self._name = name
         self._line = line
@@ -98,6 +101,7 @@ class DeltaFollower:
         waiting: list[Waiting] = []
         is_held = self._hold.is_set
         try:
+            self._rows.finish_undo()
             self._keep_bound(is_held=is_held)
             self._list_if_due()
             if is_held:
@@ -261,15 +265,17 @@ class DeltaFollower:
 
         Raises:
             RowsFullError: they are no longer in memory, and there is no room for them.
-            StoreError: they are no longer in memory, and the store cannot be read.
+            StoreError: they are no longer in memory, and the store cannot be read. Or lookups
+                still read the undone rows; if they do once the rows are back, the next poll waits
+                for them.
         """
         target, seq = cast(int, undo.delta.reverts_to), undo.end.seq
         self._announce(undo.end, undo.as_of)
         self._bring_back(target, seq)
         self._advance([undo], start_s)
-        self._rows.finish_undo()
         why = " ".join(undo.delta.why.split())
         logger.warning("%s: delta %d reverts to delta %d: %s", self._name, seq, target, why)
+        self._rows.finish_undo()
 
     def _keep_bound(self, *, is_held: bool) -> None:
         """Counts only deltas that the version may have, and goes back where it has later ones.
@@ -294,6 +300,7 @@ class DeltaFollower:
                 self._go_back(target)
             except (RowsFullError, StoreError) as error:
                 raise type(error)(f"cannot go back to delta {target}: {error}") from error
+            self._rows.finish_undo()
 
     def _go_back(self, target: int) -> None:
         """Brings the rows after delta ``target`` back. Raises as ``_revert``."""
@@ -307,7 +314,6 @@ class DeltaFollower:
         self._undos.clear()
         applied = self._state.applying
         self._write(replace(self._state, applied=applied, wanted_seq=target, waiting_since=0.0))
-        self._rows.finish_undo()
         logger.warning("%s: goes back to delta %d, the last that it may have", self._name, target)
 
     def _bring_back(self, target: int, seq: int) -> None:

@@ -19,6 +19,7 @@ from embedserve.deltas.live_rows import LiveRows, View
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import TableRows
 from embedserve.deltas.row_groups import FreeSpares, Numbers
+from embedserve_store.errors import StoreError
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.reference_pooling import RowsOf
@@ -28,6 +29,9 @@ _Replaced = deque[tuple[int, dict[int, Numbers]]]
 view reads them."""
 WAIT_S = 0.001
 """Interval of the check whether the lookups have ended that must end first."""
+LOOKUP_S_MAX = 5.0
+"""Longest wait for these lookups. They take milliseconds, unless a worker, a disk or a GPU hangs.
+Meanwhile no model gets a delta, and the supervisor no heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class RowsWriter:
 
         Raises:
             OSError: this host does not support membarrier(2).
+            StoreError: as ``finish_undo``.
         """
         self._live = live
         self._free = [FreeSpares(group, index) for index, group in enumerate(live.groups)]
@@ -105,7 +110,7 @@ class RowsWriter:
 
         Raises:
             RowsFullError: the rows do not fit. No row has changed.
-            StoreError: ``seq`` is too large.
+            StoreError: ``seq`` is too large; or as ``finish_undo``.
         """
         self.finish_undo()
         live = self._live
@@ -139,7 +144,7 @@ class RowsWriter:
             Whether they were kept. If not, nothing has changed.
 
         Raises:
-            StoreError: ``seq`` is too large.
+            StoreError: ``seq`` is too large; or as ``finish_undo``.
         """
         self.finish_undo()
         view = next((view for view, kept in reversed(self._kept) if kept == target), None)
@@ -156,8 +161,11 @@ class RowsWriter:
         return True
 
     def finish_undo(self) -> None:
-        """Frees the rows of undone deltas, once the lookups that began before the undo have
-        ended."""
+        """Frees the rows of undone deltas, once the lookups that began before the undo have ended.
+
+        Raises:
+            StoreError: they have not ended within LOOKUP_S_MAX. Nothing has changed.
+        """
         if not self._has_undone_rows:
             return
         undone = self._take_out_later_rows()
@@ -325,13 +333,11 @@ class RowsWriter:
 
         They are of a killed writer's delta, or of deltas that are undone. Lookups that began before
         may still follow one that is taken out, so its memory is used again once all lookups have a
-        later view, which the commit at the end begins.
+        later view, which the commit at the end begins. Raises StoreError as ``finish_undo``.
         """
         live = self._live
         view, seq = live.committed
-        membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
-        while live.newest_read() > view:
-            time.sleep(WAIT_S)  # a lookup that began before an undo still needs the later rows
+        self._await_lookups_after(view)
         changed = np.flatnonzero(live.newest)
         newest, taken_out = live.newest[changed], [np.zeros(0, np.uint32)]
         while len(late := np.flatnonzero(live.views[newest] > view)):
@@ -344,6 +350,15 @@ class RowsWriter:
         live.commit(view, seq)
         self._kept.append(View(view, seq))
         return np.concatenate(taken_out)
+
+    def _await_lookups_after(self, view: int) -> None:
+        """Waits for lookups that began before an undo. Raises StoreError as ``finish_undo``."""
+        membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
+        end_s = time.monotonic() + LOOKUP_S_MAX
+        while self._live.newest_read() > view:
+            if time.monotonic() >= end_s:
+                raise StoreError(f"lookups still read undone rows after {LOOKUP_S_MAX:g} s")
+            time.sleep(WAIT_S)
 
     def _unused(self) -> dict[int, Numbers]:
         """Returns the spare rows that were used before and are no row's newest one, by group."""

@@ -15,6 +15,7 @@ from server.deltas.followed import ROWS, Followed
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.config import ServeSettings
+from embedserve.deltas import rows_writer
 from embedserve.deltas.applier_process import PollSchedule
 from embedserve.deltas.bounded_line import BoundedLine, LastSeq
 from embedserve.deltas.delta_target import (
@@ -30,7 +31,7 @@ from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import SharedDeltaState
-from embedserve_store import compact_deltas, publish
+from embedserve_store import compact_deltas, publish, undo_deltas
 from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.errors import StoreError
 
@@ -230,6 +231,33 @@ def test_hold_set_at_the_switch_is_carried_over(rollout: DeltaRollout) -> None:
     rollout.training.push(1)
     rollout.poll_repeatedly()
     assert (rollout.models[2].status.read().state, rollout.seqs()) == ("held", [1, 1])
+
+
+def test_applier_follows_other_lines_while_a_lookup_of_undone_rows_hangs(
+    rollout: DeltaRollout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Covers an applier that was killed meanwhile."""
+    monkeypatch.setattr(rows_writer, "LOOKUP_S_MAX", 0.01)
+    for row in (1, 2):
+        rollout.training.push(row)
+        rollout.poll_repeatedly()
+    served = rollout.models[1]
+    hanging = RowsReader(served.live, 0, served.live.version.plan)
+    view, _ = hanging.begin()
+    undo_deltas(rollout.store, "m", to=1, why="CTR fell")
+    rollout.lines.poll_due()
+    rollout.lines = rollout.started()
+    caplog.clear()
+    other = replace(rollout.version(1, 2), name="n")
+    rollout.lines.follow([rollout.served, other])
+    rollout.poll_repeatedly()
+    assert rollout.models[1].live.seq == 3  # of the other name
+    assert caplog.messages == ["m: is not followed: lookups still read undone rows after 0.01 s"]
+    hanging.end(view)
+    rollout.training.writer.resume()
+    rollout.training.push(4)
+    rollout.poll_repeatedly()
+    assert served.live.seq == 4
 
 
 def test_version_reverts_to_and_stays_at_the_delta_of_its_alias(rollout: DeltaRollout) -> None:

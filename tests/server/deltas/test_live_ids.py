@@ -4,6 +4,7 @@ rows."""
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -315,7 +316,8 @@ class LiveIdsMachine(RuleBasedStateMachine):
         self.random = np.random.default_rng(0)
         # An undo waits for lookups that began before it. Nothing else ends those lookups here.
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(rows_writer, "time", SimpleNamespace(sleep=self.end_while_waited_for))
+        clock = SimpleNamespace(sleep=self.end_while_waited_for, monotonic=time.monotonic)
+        self.patch.setattr(rows_writer, "time", clock)
 
     def end_while_waited_for(self, _: float) -> None:
         assert self.views

@@ -7,12 +7,12 @@ import pytest
 from server.deltas.live_changes import rows_of, states_equal
 from server.deltas.tables import SPECS, read
 
-from embedserve.deltas import row_groups
+from embedserve.deltas import row_groups, rows_writer
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
-from embedserve_store import ModelVersion
+from embedserve_store import ModelVersion, StoreError
 
 
 def test_undo_needs_no_memory(version: ModelVersion) -> None:
@@ -99,3 +99,29 @@ def test_restarted_writer_keeps_no_rows_for_undo(live: LiveRows) -> None:
     writer = RowsWriter(live)
     assert writer.undo_from == 3
     assert not writer.revert(2, 4)
+
+
+def test_writer_does_not_wait_forever_for_a_lookup_of_undone_rows(
+    live: LiveRows, reader: RowsReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_writer, "LOOKUP_S_MAX", 0.01)
+    live.undo = 8
+    writer = RowsWriter(live)
+    for seq in (1, 2):
+        writer.apply(seq, [rows_of(SPECS[0], 1, value=seq)])
+    before, (view, _) = read(live, reader, live.committed[0]), reader.begin()
+    assert writer.revert(1, 3)
+    for change in (
+        writer.finish_undo,
+        lambda: writer.apply(4, [rows_of(SPECS[0], 1, value=4)]),
+        lambda: writer.revert(0, 4),
+        lambda: RowsWriter(live),
+    ):
+        with pytest.raises(StoreError, match=r"lookups still read undone rows after 0\.01 s"):
+            change()
+        assert live.seq == 3
+        assert states_equal(read(live, reader, view), before)
+    reader.end(view)
+    writer.finish_undo()
+    writer.apply(4, [rows_of(SPECS[0], 1, value=4)])
+    assert RowsWriter(live).rows_changed == 1

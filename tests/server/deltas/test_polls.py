@@ -13,6 +13,7 @@ import pytest
 from embedserve.deltas.applier_process import RETRY_S_MAX, PollSchedule, shortest_poll_s
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.status import STALLED, DeltaStatus
+from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import LinePosition
 
 POLL_S = 0.25
@@ -133,7 +134,33 @@ def test_follower_is_recreated_after_an_unexpected_error(
     schedule, status, made = schedule_of(poll)
     assert waits(schedule, clock, 1) == [2 * POLL_S]
     now = status.read()
-    assert (now.state, now.reason, made) == (STALLED, "ZeroDivisionError: by zero", [2])
+    assert (now.state, now.reason, made) == (STALLED, "ZeroDivisionError: by zero", [1])
     assert "by zero" in caplog.text
     assert waits(schedule, clock, 1) == [POLL_S]
     assert (status.read().state, made) == ("following", [2])
+
+
+def test_follower_that_cannot_be_recreated_is_tried_again(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    status = DeltaStatus(LinePosition(1, 0, "ab" * 32))
+    failures = iter([ZeroDivisionError("by zero"), StoreError("lookups hang")])
+    made = [False]
+
+    def fail_once() -> bool:
+        if error := next(failures, None):
+            raise error
+        status.write(replace(status.read(), state="following", reason=""))
+        return False
+
+    def make() -> DeltaFollower:
+        if made[0] and (error := next(failures, None)):
+            raise error
+        made[0] = True
+        return cast(DeltaFollower, FakeFollower(fail_once))
+
+    schedule = PollSchedule(make, status, POLL_S)
+    assert waits(schedule, clock, 2) == [2 * POLL_S, 4 * POLL_S]
+    assert status.read().reason == "StoreError: lookups hang"
+    assert waits(schedule, clock, 1) == [POLL_S]
+    assert status.read().state == "following"

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from server.deltas.followed import ROWS, Followed
 
+from embedserve.deltas import rows_writer
 from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.rows_reader import RowsReader
 from embedserve_store import compact_deltas, undo_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import ChangedRows
@@ -65,6 +67,32 @@ def test_undo_beyond_rows_in_memory_reads_the_store(followed: Followed) -> None:
     undo(followed, 0)
     followed.follower.poll_once()
     assert (followed.changed(), followed.live.seq, followed.state) == ({}, 7, "following")
+
+
+def test_line_is_stalled_while_a_lookup_of_undone_rows_hangs(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers a worker, a disk or a GPU that hangs: the applier still polls the other lines."""
+    monkeypatch.setattr(rows_writer, "LOOKUP_S_MAX", 0.01)
+    for seq in (1, 2):
+        followed.push(seq, value=seq)
+        followed.follower.poll_once()
+    hanging = RowsReader(followed.live, 1, followed.live.version.plan)
+    view, _ = hanging.begin()
+    undo(followed, 1)
+    for _ in range(2):
+        assert not followed.follower.poll_once()
+        now = followed.status.read()
+        assert (now.state, now.applied.seq) == ("stalled", 3)
+        assert now.reason == "lookups still read undone rows after 0.01 s"
+        assert followed.changed() == {1: 1}
+    followed.push(3, value=3)
+    followed.follower.poll_once()
+    assert (followed.state, followed.live.seq, now.refused) == ("stalled", 3, 1)
+    hanging.end(view)
+    followed.follower.poll_once()
+    assert (followed.state, followed.live.seq) == ("following", 4)
+    assert followed.changed() == {1: 1, 3: 3}
 
 
 def test_undo_can_be_undone(followed: Followed) -> None:
