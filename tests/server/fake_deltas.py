@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 from embedserve.deltas.live_rows import LiveRows
@@ -30,4 +31,4 @@ def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
 
 def followed(status: DeltaStatus) -> SharedDeltaState:
     """Returns a followed model whose rows no lookup reads."""
-    return SharedDeltaState(cast("LiveRows", None), status)
+    return SharedDeltaState(cast("LiveRows", SimpleNamespace(uploaded=None)), status)

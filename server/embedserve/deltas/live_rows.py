@@ -81,6 +81,9 @@ class LiveRows:
         peaks: uint64 [groups], number of spare rows of each group that were ever used.
         uploaded: view that lookups of this process use, where they run on a device that the rows
             are copied to first; else None.
+        upload_since: time since which the committed view is not uploaded, in seconds since the Unix
+            epoch; 0 if it is.
+        upload_error: why it could not be uploaded; "" if no upload has failed since then.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class LiveRows:
         self._newest = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
         self.peaks = words[cells_end:]
         self.uploaded: View | None = None
+        self.upload_since, self.upload_error = 0.0, ""
         self.start = position_of(manifest)
         if memory.is_new:
             self._oldest[:] = IDLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -93,16 +94,24 @@ class RowsReader:
             any error of the upload; lookups then begin with the view before.
         """
         live, before = self._live, self._live.uploaded
-        if before is None or self._upload is None or live.committed == before:
+        if before is None or self._upload is None:
             return
+        if live.committed == before:
+            live.upload_since, live.upload_error = 0.0, ""
+            return
+        live.upload_since = live.upload_since or time.time()
         with self._lock:
             committed = self._begin_committed()
         ended = committed
         try:
             self._upload(committed.number)
             live.uploaded, ended = committed, before
+        except Exception as error:  # such as torch's RuntimeError, for CUDA
+            live.upload_error = str(error) or type(error).__name__
+            raise
         finally:
             self.end(ended.number)
+        live.upload_since, live.upload_error = 0.0, ""
 
     def _begin_committed(self) -> View:
         live = self._live

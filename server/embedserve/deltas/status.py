@@ -170,9 +170,9 @@ class DeltaStatus:
         since = now.waiting_since or time.time()
         self.write(replace(now, state=STALLED, reason=reason, waiting_since=since))
 
-    def describe(self) -> dict[str, Any]:
-        """Returns the status as JSON values, as /models has it."""
-        now = self.read()
+    def describe(self, now: DeltaState | None = None) -> dict[str, Any]:
+        """Returns the status, or the state ``now`` of its line, as JSON values of /models."""
+        now = now or self.read()
         return {
             "line": self.line,
             "seq": now.applied.seq,
@@ -255,9 +255,29 @@ class SharedDeltaState:
         notify = SharedFlag(memory) if is_notified else None
         return cls(live, status, hold, goldens, caught_up, memory, notify, are_signed)
 
+    def read(self) -> DeltaState:
+        """Returns the status, with the last delta that lookups of this process read. On a GPU that
+        is an earlier one until the rows of the applied deltas are uploaded."""
+        now, live = self.status.read(), self.live
+        if live.uploaded is None or live.uploaded.seq == live.committed.seq:
+            return now
+        state, reason = CATCHING_UP if now.state == FOLLOWING else now.state, now.reason
+        if live.upload_error:
+            state = HELD if state == HELD else STALLED
+            reason = f"changed rows do not reach the GPU: {live.upload_error}"
+        since = [one for one in (now.waiting_since, live.upload_since) if one]
+        return replace(
+            now,
+            applied=Applied(live.uploaded.seq, 0.0, ""),
+            wanted_seq=max(now.wanted_seq, now.applied.seq),
+            state=state,
+            reason=reason,
+            waiting_since=min(since, default=0.0),
+        )
+
     def describe(self) -> dict[str, Any]:
         """Returns status, connection and need of signatures as JSON values, as /models has them."""
-        described = self.status.describe()
+        described = self.status.describe(self.read())
         if self.are_signed:
             described["signatures"] = "required"
         if self.notify is not None:

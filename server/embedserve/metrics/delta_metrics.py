@@ -1,6 +1,7 @@
 """Samples of the deltas that a model follows, from the memory that the applier writes.
 
-There is one applier for all workers, so these values are not summed over workers.
+There is one applier for all workers, so these values are not summed over workers. On a GPU the last
+delta is that of the worker that is scraped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def delta_samples(labels: Sequence[str], followed: SharedDeltaState) -> Iterator
     Args:
         labels: labels of the served name.
     """
-    now = followed.status.read()
+    now = followed.read()
     values: dict[str, float | HistogramSamples] = {
         "seq": now.applied.seq,
         "wanted_seq": max(now.wanted_seq, now.applied.seq),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from server.deltas.fake_device import FakeDevice
+from server.deltas.live_changes import rows_of
+from server.deltas.tables import SPECS
+from server.fake_deltas import followed
 
 from embedserve.deltas import status as module
 from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations, SharedDeltaState
 from embedserve.metrics.delta_metrics import delta_samples
+from embedserve_store import ModelVersion, StoreError
 from embedserve_store.format.delta_manifest import LinePosition
 
 START = LinePosition(7, 4, "ab" * 32)
@@ -139,14 +145,86 @@ def test_time_and_age_of_the_last_poll_are_reported() -> None:
 
 def test_broker_state_is_reported_only_with_notifications() -> None:
     status = DeltaStatus(START)
-    live = cast(LiveRows, None)
-    assert "notify" not in SharedDeltaState(live, status).describe()
+    assert "notify" not in followed(status).describe()
     notify = SharedFlag()
-    followed = SharedDeltaState(live, status, notify=notify)
-    assert followed.describe() == status.describe() | {"notify": "disconnected"}
+    notified = replace(followed(status), notify=notify)
+    assert notified.describe() == status.describe() | {"notify": "disconnected"}
     notify.set(True)
-    assert followed.describe()["notify"] == "connected"
-    samples = {name: value for name, _, value in delta_samples([], followed)}
+    assert notified.describe()["notify"] == "connected"
+    samples = {name: value for name, _, value in delta_samples([], notified)}
     assert samples["embedserve_delta_notify_connected"] == 1
-    without = [name for name, *_ in delta_samples([], SharedDeltaState(live, status))]
+    without = [name for name, *_ in delta_samples([], followed(status))]
     assert [*samples.keys() - {*without}] == ["embedserve_delta_notify_connected"]
+
+
+def test_status_shows_the_delta_that_is_on_the_device(
+    live: LiveRows, version: ModelVersion
+) -> None:
+    writer, device = RowsWriter(live), FakeDevice(live, 0, version.plan)
+    status = DeltaStatus(live.start)
+    shared = SharedDeltaState(device.live, status)
+
+    def apply(seq: int) -> None:
+        writer.apply(seq, [rows_of(SPECS[0], 1, value=seq)])
+        applied = Applied(seq, 1.5, "ab" * 32)
+        status.write(
+            replace(
+                status.read(), applied=applied, applying=applied, state="following", wanted_seq=seq
+            )
+        )
+
+    def described() -> tuple[int, int, str, str]:
+        found = shared.describe()
+        samples = {name: value for name, _, value in delta_samples([], shared)}
+        assert samples["embedserve_delta_seq"] == found["seq"] == device.live.seq
+        assert samples["embedserve_delta_stalled"] == (found["state"] == "stalled")
+        assert (found["as_of"] is None) == (found["seq"] != status.read().applied.seq)
+        return found["seq"], found["wanted_seq"], found["state"], found["reason"]
+
+    def fail(view: int) -> None:
+        raise StoreError("no memory")
+
+    apply(1)
+    assert described() == (0, 1, "catching up", "")
+    device.reader.advance()
+    assert described() == (1, 1, "following", "")
+    upload, device.reader._upload = device.reader._upload, fail
+    apply(2)
+    assert described() == (1, 2, "catching up", "")
+    for _ in range(2):
+        with pytest.raises(StoreError, match="no memory"):
+            device.reader.advance()
+        reason = "changed rows do not reach the GPU: no memory"
+        assert described() == (1, 2, "stalled", reason)
+    assert shared.read().waiting_since == device.live.upload_since > 0
+    status.write(replace(status.read(), state="held", waiting_since=2.5))
+    assert described() == (1, 2, "held", reason)
+    assert shared.read().waiting_since == 2.5
+    status.write(replace(status.read(), state="following", waiting_since=0.0))
+    device.reader._upload = upload
+    device.reader.advance()
+    assert described() == (2, 2, "following", "")
+    assert shared.read() == status.read()
+    assert shared.describe()["lag_s"] == 0
+
+
+def test_failed_upload_of_a_delta_that_is_undone_is_forgotten(
+    live: LiveRows, version: ModelVersion
+) -> None:
+    writer, device = RowsWriter(live), FakeDevice(live, 0, version.plan)
+    status = DeltaStatus(live.start)
+
+    def fail(view: int) -> None:
+        raise RuntimeError
+
+    writer.apply(1, [rows_of(SPECS[0], 1)])
+    device.reader._upload = fail
+    with pytest.raises(RuntimeError):
+        device.reader.advance()
+    before = device.live.uploaded
+    assert before is not None
+    assert device.live.upload_error == "RuntimeError"
+    live.commit(*before)
+    device.reader.advance()
+    assert (device.live.upload_since, device.live.upload_error) == (0, "")
+    assert SharedDeltaState(device.live, status).read() == status.read()
