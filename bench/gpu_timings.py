@@ -242,7 +242,7 @@ def uploading_deltas(asked: CheckOptions) -> Iterator[Row]:
     def look_up_always() -> None:
         while not ended.is_set():
             view, _ = reader.begin()
-            numbers = reader.newest(request.ids, counts, view)
+            numbers = reader.rows_in_view(request.ids, counts, view)
             engine.lookup(numbers, request.lengths.reshape(-1))
             reader.end(view)
 

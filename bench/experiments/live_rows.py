@@ -82,7 +82,7 @@ def main() -> None:
 
         def look_up() -> None:
             view, _ = reader.begin()
-            reader.newest(ids, counts, view)
+            reader.rows_in_view(ids, counts, view)
             reader.end(view)
 
         print(f"a batch of {IDS} ids takes longer by")

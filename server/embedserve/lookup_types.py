@@ -168,18 +168,18 @@ class Batch:
     cached_count: int = 0
     calls: CallTrace | None = None
 
-    def newest_rows(self) -> np.ndarray:
-        """Returns ``ids`` as the numbers of the newest rows in ``view``.
+    def rows_in_view(self) -> np.ndarray:
+        """Returns ``ids`` as the numbers of their rows in ``view``.
 
         Raises:
-            StoreError: as RowsReader.newest.
+            StoreError: as RowsReader.rows_in_view.
         """
         if self.view is None:
             return self.ids
         counts = self.ids_per_feature
         if self.unknown_counts is not None:  # skipped ids may be gone
             counts = self.lengths.reshape(len(counts), -1).sum(axis=1)
-        return self.view.newest(self.ids, counts)
+        return self.view.rows_in_view(self.ids, counts)
 
     @property
     def is_whole(self) -> bool:

@@ -108,7 +108,7 @@ def look_up(engine: Engine, live: LiveRows | None, weighted: bool) -> np.ndarray
         return engine.lookup(ids, lengths.reshape(-1), weights)
     reader = reader_of(live, engine)
     view, _ = reader.begin()
-    found = engine.lookup(reader.newest(ids, counts, view), lengths.reshape(-1), weights)
+    found = engine.lookup(reader.rows_in_view(ids, counts, view), lengths.reshape(-1), weights)
     reader.end(view)
     return found
 

@@ -197,13 +197,13 @@ class Served:
             batch = join([request], self.info, view.id_overrides())
             assert batch is not None
             batch.view = view
-            values = self.engine.lookup(batch.newest_rows(), batch.lengths, batch.weights)
+            values = self.engine.lookup(batch.rows_in_view(), batch.lengths, batch.weights)
         finally:
             view.end()
         self.training.check(values, view.seq)
         return view.seq
 
-    def look_up_newest(self) -> int:
+    def look_up_all(self) -> int:
         """Follows the line in a thread while rows are uploaded, and looks up all ids.
 
         An undo waits for lookups that a GPU has not yet begun with later rows.
@@ -234,20 +234,20 @@ def test_lookups_follow_added_and_removed_ids(
     The result is that of a compacted version, also after undos from memory and from the store.
     """
     served = Served(compiled_once, training, device)
-    assert served.look_up_newest() == 0
+    assert served.look_up_all() == 0
     for seq in range(1, 7):
         training.push()
-        assert served.look_up_newest() == seq
+        assert served.look_up_all() == seq
     training.undo(4)
-    assert served.look_up_newest() == 7
+    assert served.look_up_all() == 7
     training.push()
-    assert served.look_up_newest() == 8
+    assert served.look_up_all() == 8
     served.start_applier()
     training.undo(1)
-    assert served.look_up_newest() == 9
+    assert served.look_up_all() == 9
     for _ in range(3):  # in one step
         training.push()
-    assert served.look_up_newest() == 12
+    assert served.look_up_all() == 12
     served.engine.check()
 
 
@@ -260,7 +260,7 @@ def test_alias_moves_between_deltas_while_another_alias_follows_all(
     stable, canary = (Served(compiled_once, training, device) for _ in range(2))
     for _ in range(5):
         training.push()
-        stable.look_up_newest()
+        stable.look_up_all()
     training.undo(3)
     for bound in (5, 2, 0, 4, None, 1, 6, None):
         if kept == "store":
@@ -268,8 +268,8 @@ def test_alias_moves_between_deltas_while_another_alias_follows_all(
         stable.last_seq = bound
         training.push()
         last = training.writer.seq
-        assert stable.look_up_newest() == (last if bound is None else bound)
-        assert canary.look_up_newest() == last
+        assert stable.look_up_all() == (last if bound is None else bound)
+        assert canary.look_up_all() == last
     stable.engine.check()
 
 

@@ -169,7 +169,7 @@ def test_check_compares_goldens_of_the_last_delta(
     live.rows["user"][...] ^= 0x21  # changes every changed row of the table
     with pytest.raises(GoldensError, match=r"^delta 4 of '\w+': goldens: 'user' \(table 'user'\)"):
         engine.check()
-    assert live.oldest_read() == IDLE
+    assert live.lowest_view_read() == IDLE
     live.commit(live.committed[0], 5)
     engine.check()  # the rows belong to a later delta
 
@@ -283,7 +283,7 @@ def test_table_with_unequal_row_ranges_is_served_table_wise(tmp_path: Path) -> N
     engine = restore(live.version, "cpu:2", is_eager=True)
     reader = reader_of(live, engine)
     view, _ = reader.begin()
-    rows = reader.newest(np.arange(50), np.array([50]), view)
+    rows = reader.rows_in_view(np.arange(50), np.array([50]), view)
     assert np.array_equal(engine.lookup(rows, np.ones(50, np.int32)), values)
     assert live.version.plan.tables["user"].sharding_type == "table_wise"
 

@@ -48,7 +48,7 @@ def test_concurrent_lookups_return_the_rows_of_their_seq(tmp_path: Path, devices
             ids = np.concatenate([random.choice(always_changed, 300) for _ in "ab"])
             view, seq = reader.begin()
             try:
-                numbers = reader.newest(ids, np.array([300, 300]), view)
+                numbers = reader.rows_in_view(ids, np.array([300, 300]), view)
                 values = engine.lookup(numbers, np.ones(600, np.int32))
             finally:
                 reader.end(view)

@@ -90,7 +90,7 @@ class LookupExecutor:
         start_s, view = perf_counter(), batch.view
         values: np.ndarray | EmbedServeError
         try:
-            ids = batch.ids if view is None else batch.newest_rows()
+            ids = batch.ids if view is None else batch.rows_in_view()
             values = self.engine.lookup(ids, batch.lengths, batch.weights, as_float16)
             values = in_request_order(values, batch, self._model)
         except Exception:
@@ -123,13 +123,13 @@ class LookupExecutor:
         return Joined(batch, valid, errors, self._sub_batches_of(batch))
 
     def _sub_batches_of(self, batch: Batch) -> list[Batch]:
-        """Divides ``batch`` by examples. The ids of its sub-batches are the newest rows of its view
+        """Divides ``batch`` by examples. The ids of its sub-batches are the rows in its view
         already, so that they have no view.
 
         The batch itself keeps the published rows, as metrics count those.
         """
-        newest = replace(batch, ids=batch.newest_rows(), view=None)
-        return split_by_examples(newest, len(self._model.features), self._sub_batches_max)
+        resolved = replace(batch, ids=batch.rows_in_view(), view=None)
+        return split_by_examples(resolved, len(self._model.features), self._sub_batches_max)
 
     def submit(
         self,
@@ -151,7 +151,7 @@ class LookupExecutor:
 
         Raises:
             RuntimeError: the executor has been shut down.
-            StoreError: as RowsReader.newest.
+            StoreError: as RowsReader.rows_in_view.
         """
 
         if (remote := self.engine.remote) is not None:

@@ -168,7 +168,7 @@ def compare(
         batch, requested, _ = adapt_and_join(requests, model, change, is_lenient=True)
         if batch is not None:
             batch.view = view
-            ours = engine.lookup(batch.newest_rows(), batch.lengths, batch.weights)
+            ours = engine.lookup(batch.rows_in_view(), batch.lengths, batch.weights)
     finally:
         end_view(view)
     sums = np.zeros((len(KEY_SUMS), len(keys)))

@@ -138,7 +138,7 @@ def _subscriber(
 
 
 class Inbox:
-    """Messages of the supervisor; only the newest counts. Ends this process when the
+    """Messages of the supervisor; only the last counts. Ends this process when the
     supervisor's end of the channel is closed."""
 
     def __init__(self, supervisor: socket.socket, waiter: DeltaWaiter) -> None:
@@ -148,7 +148,7 @@ class Inbox:
         """
         self._waiter = waiter
         self._has_arrived = threading.Event()
-        self._newest = b""
+        self._last_message = b""
         threading.Thread(target=self._read, args=(supervisor,), daemon=True).start()
 
     def take(self) -> list[DeltaTarget] | None:
@@ -156,12 +156,12 @@ class Inbox:
         if not self._has_arrived.is_set():
             return None
         self._has_arrived.clear()
-        return from_bytes(self._newest)
+        return from_bytes(self._last_message)
 
     def _read(self, supervisor: socket.socket) -> None:
         with suppress(OSError), supervisor.makefile("rb") as lines:
             for line in lines:
-                self._newest = line
+                self._last_message = line
                 self._has_arrived.set()
                 self._waiter.wake()
         os._exit(0)

@@ -3,9 +3,9 @@
 Each table is followed by spare rows. A changed row is written to a spare row and is never
 overwritten while a lookup may read it. All spare rows of a version are numbered from 1:
 
-    newest[row]    number of the newest spare row of a row; 0: the row is as published
-    views[spare]   view from which on a spare row counts
-    before[spare]  spare row that it replaced; 0: the published row
+    last_spares[row]   number of the last spare row of a row; 0: the row is as published
+    views[spare]       view from which on a spare row counts
+    before[spare]      spare row that it replaced; 0: the published row
 
 Tables that share features are a group (row_groups.py), whose spare rows have common numbers.
 
@@ -14,7 +14,7 @@ table, which no kernel reads.
 
 A view is the state of all tables after a delta. The committed view and its seq are one word, so
 that one 8-byte write makes a delta visible in all tables and processes at once. Each reading
-process has a cell with the oldest and the newest view that its lookups use. The writer frees only
+process has a cell with the lowest and the highest view that its lookups use. The writer frees only
 what no cell can still reach.
 """
 
@@ -77,7 +77,7 @@ class LiveRows:
         groups: the groups of tables, then that of the entries of ``ids``.
         ids: changed ids of the vocabularies.
         rows: uint8 [count, row_bytes] for each table, by its name: the spare rows themselves.
-        newest, views, before: uint32 arrays, described above.
+        last_spares, views, before: uint32 arrays, described above.
         peaks: uint64 [groups], number of spare rows of each group that were ever used.
         uploaded: view that lookups of this process use, where they run on a device that the rows
             are copied to first; else None.
@@ -136,20 +136,20 @@ class LiveRows:
         tables = replace(version.tables, data=data, offsets=offsets)
         self.version = replace(version, plan=plan, tables=tables)
         rows = sum(group.row_count for group in self.groups)
-        self.newest = memory.take(4 * rows).view(np.uint32)
+        self.last_spares = memory.take(4 * rows).view(np.uint32)
         self.views = memory.take(4 * count).view(np.uint32)
         self.before = memory.take(4 * count).view(np.uint32)
         cells_end = _CACHE_LINE * (2 + readers)
         words = memory.take(8 * (cells_end + len(self.groups))).view(np.uint64)
         self._committed, self._written, *_ = words[:cells_end].reshape(-1, _CACHE_LINE)
-        self._oldest = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
-        self._newest = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
+        self._lowest_views = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
+        self._highest_views = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
         self.peaks = words[cells_end:]
         self.uploaded: View | None = None
         self.upload_since, self.upload_error = 0.0, ""
         self.start = position_of(manifest)
         if memory.is_new:
-            self._oldest[:] = IDLE
+            self._lowest_views[:] = IDLE
             self.commit(1, self.start.seq)
 
     def make_resident(self, progress: Progress | None = None) -> ModelVersion:
@@ -199,9 +199,9 @@ class LiveRows:
         ids = [one for one in changes if isinstance(one, ChangedIds)]
         return [*rows, self.ids.add_changes(ids)] if ids else rows
 
-    def newest_of(self, group: RowGroup) -> Numbers:
-        """Returns the part of ``newest`` of a group's rows."""
-        return self.newest[group.row_start : group.row_start + group.row_count]
+    def last_spares_of(self, group: RowGroup) -> Numbers:
+        """Returns the part of ``last_spares`` of a group's rows."""
+        return self.last_spares[group.row_start : group.row_start + group.row_count]
 
     @property
     def committed(self) -> View:
@@ -230,11 +230,11 @@ class LiveRows:
 
     @property
     def written(self) -> int:
-        """Returns the newest view of any row in ``newest``, or a later one."""
+        """Returns the highest view of any spare row in ``last_spares``, or a higher one."""
         return int(self._written[0])
 
     def set_written(self, view: int) -> None:
-        """Announces that rows of ``view`` are going to be written to ``newest``."""
+        """Announces that rows of ``view`` are going to be written to ``last_spares``."""
         self._written[0] = view
 
     def written_since(self, view: int) -> Iterator[tuple[RowGroup, NDArray[np.int64]]]:
@@ -245,21 +245,21 @@ class LiveRows:
             if len(written):
                 yield group, written
 
-    def set_cell(self, reader: int, oldest: int, newest: int) -> None:
-        """Sets the oldest and the newest view that a process reads."""
-        self._oldest[reader], self._newest[reader] = oldest, newest
+    def set_cell(self, reader: int, lowest: int, highest: int) -> None:
+        """Sets the lowest and the highest view that a process reads."""
+        self._lowest_views[reader], self._highest_views[reader] = lowest, highest
 
     def clear_cell(self, reader: int) -> None:
         """Sets that a process reads no rows; also for one that has ended."""
-        self._oldest[reader], self._newest[reader] = IDLE, 0
+        self._lowest_views[reader], self._highest_views[reader] = IDLE, 0
 
-    def oldest_read(self) -> int:
-        """Returns the oldest view in any cell; IDLE if there is none."""
-        return int(self._oldest.min())
+    def lowest_view_read(self) -> int:
+        """Returns the lowest view in any cell; IDLE if there is none."""
+        return int(self._lowest_views.min())
 
-    def newest_read(self) -> int:
-        """Returns the newest view in any cell; 0 if there is none."""
-        return int(self._newest.max(initial=0))
+    def highest_view_read(self) -> int:
+        """Returns the highest view in any cell; 0 if there is none."""
+        return int(self._highest_views.max(initial=0))
 
 
 @lru_cache(maxsize=16)

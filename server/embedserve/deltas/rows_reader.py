@@ -1,4 +1,4 @@
-"""Finds the newest rows of the ids of a batch, as one view of all tables."""
+"""Finds the rows of the ids of a batch in one view of all tables."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class RowsReader:
     def _set_cell(self) -> None:
         self._live.set_cell(self._reader, min(self._views), max(self._views))
 
-    def newest(
+    def rows_in_view(
         self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int
     ) -> NDArray[np.int64]:
         """Returns the row numbers, as kernels count them, of the rows in ``view``.
@@ -150,11 +150,11 @@ class RowsReader:
             StoreError: too many deltas were committed since ``begin``.
         """
         live = self._live
-        newest = live.newest.take(ids + self._row_starts.repeat(ids_per_feature))
-        changed = newest.astype(bool).nonzero()[0]
+        last_spares = live.last_spares.take(ids + self._row_starts.repeat(ids_per_feature))
+        changed = last_spares.astype(bool).nonzero()[0]
         if not len(changed):
             return ids
-        spares = newest[changed].astype(np.int64)
+        spares = last_spares[changed].astype(np.int64)
         if live.written > view:
             self._go_back(spares, view)
             are_of_view = spares.astype(bool)
@@ -187,7 +187,7 @@ class RowsReader:
             ids_per_feature: int64 [F].
 
         Raises:
-            StoreError: as ``newest``.
+            StoreError: as ``rows_in_view``.
         """
         live = self._live
         if live.ids.is_empty:
@@ -198,7 +198,7 @@ class RowsReader:
         if not len(changed):
             return
         group = live.id_group
-        spares = live.newest_of(group)[entries[changed]].astype(np.int64)
+        spares = live.last_spares_of(group)[entries[changed]].astype(np.int64)
         if live.written > view:
             self._go_back(spares, view)
         are_of_view = spares.astype(bool)
@@ -239,11 +239,11 @@ class BatchView:
         reader = self._reader
         return partial(reader.with_changed_ids, self._number) if reader.has_ids else None
 
-    def newest(
+    def rows_in_view(
         self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Returns the row numbers of the newest rows; see RowsReader.newest."""
-        return self._reader.newest(ids, ids_per_feature, self._number)
+        """Returns the row numbers of the rows in the view; see RowsReader.rows_in_view."""
+        return self._reader.rows_in_view(ids, ids_per_feature, self._number)
 
     def end(self) -> None:
         """Allows the rows of the view to be overwritten."""
@@ -251,7 +251,7 @@ class BatchView:
 
 
 def begin_view(reader: RowsReader | None) -> BatchView | None:
-    """Returns the newest view for one batch; None where no row ever changes."""
+    """Returns the view for a batch that begins now; None where no row ever changes."""
     return None if reader is None else BatchView(reader)
 
 

@@ -79,8 +79,8 @@ class RowsWriter:
         return self._changed[-1]
 
     def _count_changed(self) -> None:
-        newest = map(self._live.newest_of, self._live.groups)
-        self._changed = [int(np.count_nonzero(one)) for one in newest]
+        last_spares = map(self._live.last_spares_of, self._live.groups)
+        self._changed = [int(np.count_nonzero(one)) for one in last_spares]
 
     @property
     def undo_from(self) -> int:
@@ -125,12 +125,12 @@ class RowsWriter:
         membarrier.barrier()  # a reader that finds a spare row finds all of the above, too
         replaced = {}
         for change, numbers in written:
-            newest = live.newest_of(change.free.group)
-            before = newest[change.rows]
-            newest[change.rows] = numbers
+            last_spares = live.last_spares_of(change.free.group)
+            before = last_spares[change.rows]
+            last_spares[change.rows] = numbers
             replaced[change.free.index] = before[before != 0]
             self._changed[change.free.index] += int(np.count_nonzero(before == 0))
-        membarrier.barrier()  # a reader that finds the committed view finds the newest rows, too
+        membarrier.barrier()  # a reader that finds the committed view finds its rows, too
         live.commit(view, seq)
         self._kept.append(View(view, seq))
         self._replaced.append((view, replaced))
@@ -156,7 +156,7 @@ class RowsWriter:
         while self._kept[-1].number > view:
             self._kept.pop()
         while self._replaced and self._replaced[-1][0] > view:
-            self._replaced.pop()  # their rows are the newest again
+            self._replaced.pop()  # they are the last spares of their rows again
         self._has_undone_rows = True
         return True
 
@@ -187,7 +187,7 @@ class RowsWriter:
         """Writes rows that no lookup reads yet; returns the numbers of their spare rows."""
         free = change.free
         numbers = free.take(len(change.rows), self._live.peaks)
-        before = self._live.newest_of(free.group)[change.rows]
+        before = self._live.last_spares_of(free.group)[change.rows]
         for table in free.group.tables:
             self._write_table(table, change, numbers, before)
         self._live.views[numbers] = view
@@ -197,7 +197,7 @@ class RowsWriter:
     def _check(
         self, check: Callable[[RowsOf], None], written: Sequence[tuple[_GroupChange, Numbers]]
     ) -> None:
-        """Calls ``check``, and frees the rows that were written if it raises: no row's newest spare
+        """Calls ``check``, and frees the rows that were written if it raises: no row's last spare
         row is one of them yet."""
         of_groups = {change.free.index: (change.rows, numbers) for change, numbers in written}
         try:
@@ -220,7 +220,7 @@ class RowsWriter:
                 visible yet.
         """
         free = next(one for one in self._free if table in one.group.tables)
-        spares = self._live.newest_of(free.group)[wanted]
+        spares = self._live.last_spares_of(free.group)[wanted]
         if free.index in written:
             changed, numbers = written[free.index]
             at = np.minimum(np.searchsorted(changed, wanted), len(changed) - 1)
@@ -238,7 +238,7 @@ class RowsWriter:
 
         Args:
             numbers: numbers of the spare rows that are written to.
-            before: numbers of the newest spare rows of the same rows; 0 for the published rows.
+            before: numbers of the last spare rows of the same rows; 0 for the published rows.
         """
         rows, places = self._live.rows[table.name], numbers - change.free.group.start
         own = change.tables.get(table.name)
@@ -266,8 +266,8 @@ class RowsWriter:
         Raises:
             RowsFullError: ``changes`` do not fit.
         """
-        oldest = self._free_unseen()
-        if why := self._why_full(changes, self._kept_for_undo(oldest)):
+        lowest = self._free_unseen()
+        if why := self._why_full(changes, self._kept_for_undo(lowest)):
             raise RowsFullError(why)
         while why := self._why_full(changes, Counter()):
             if len(self._kept) == 1:  # a lookup of an earlier view has begun meanwhile
@@ -275,15 +275,15 @@ class RowsWriter:
             self._kept.popleft()
             self._free_unseen()
 
-    def _kept_for_undo(self, oldest: int) -> Counter[int]:
+    def _kept_for_undo(self, lowest: int) -> Counter[int]:
         """Returns the number of rows of each group that only an undo still needs.
 
         Args:
-            oldest: oldest view that a lookup can read.
+            lowest: lowest view that a lookup can read.
         """
         rows: Counter[int] = Counter()
         for view, numbers in self._replaced:
-            if view <= oldest:
+            if view <= lowest:
                 rows.update({index: len(own) for index, own in numbers.items()})
         return rows
 
@@ -315,13 +315,13 @@ class RowsWriter:
         """Frees the spare rows that no lookup can read any more, and that no kept state has.
 
         Returns:
-            The oldest view that a lookup can read.
+            The lowest view that a lookup can read.
         """
         membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
-        oldest = min(self._live.committed.number, self._live.oldest_read())
-        self._free_up_to(self._taken_out, oldest)
-        self._free_up_to(self._replaced, min(self._kept[0].number, oldest))
-        return oldest
+        lowest = min(self._live.committed.number, self._live.lowest_view_read())
+        self._free_up_to(self._taken_out, lowest)
+        self._free_up_to(self._replaced, min(self._kept[0].number, lowest))
+        return lowest
 
     def _free_up_to(self, replaced: _Replaced, view: int) -> None:
         while replaced and replaced[0][0] <= view:
@@ -329,7 +329,7 @@ class RowsWriter:
                 self._free[index].numbers.append(numbers)
 
     def _take_out_later_rows(self) -> Numbers:
-        """Makes every row's newest spare row one of the committed view, and returns the others.
+        """Makes every row's last spare row one of the committed view, and returns the others.
 
         They are of a killed writer's delta, or of deltas that are undone. Lookups that began before
         may still follow one that is taken out, so its memory is used again once all lookups have a
@@ -338,12 +338,12 @@ class RowsWriter:
         live = self._live
         view, seq = live.committed
         self._await_lookups_after(view)
-        changed = np.flatnonzero(live.newest)
-        newest, taken_out = live.newest[changed], [np.zeros(0, np.uint32)]
-        while len(late := np.flatnonzero(live.views[newest] > view)):
-            taken_out.append(newest[late])
-            newest[late] = live.before[newest[late]]
-        live.newest[changed] = newest
+        changed = np.flatnonzero(live.last_spares)
+        last_spares, taken_out = live.last_spares[changed], [np.zeros(0, np.uint32)]
+        while len(late := np.flatnonzero(live.views[last_spares] > view)):
+            taken_out.append(last_spares[late])
+            last_spares[late] = live.before[last_spares[late]]
+        live.last_spares[changed] = last_spares
         view = live.written + 1  # no view is numbered twice
         live.set_written(view)
         membarrier.barrier()
@@ -355,16 +355,16 @@ class RowsWriter:
         """Waits for lookups that began before an undo. Raises StoreError as ``finish_undo``."""
         membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
         end_s = time.monotonic() + LOOKUP_S_MAX
-        while self._live.newest_read() > view:
+        while self._live.highest_view_read() > view:
             if time.monotonic() >= end_s:
                 raise StoreError(f"lookups still read undone rows after {LOOKUP_S_MAX:g} s")
             time.sleep(WAIT_S)
 
     def _unused(self) -> dict[int, Numbers]:
-        """Returns the spare rows that were used before and are no row's newest one, by group."""
+        """Returns the spare rows that were used before and are no row's last one, by group."""
         live = self._live
         in_use = np.zeros(len(live.views), bool)
-        in_use[live.newest] = True
+        in_use[live.last_spares] = True
         unused = {}
         for free in self._free:
             start = free.group.start

@@ -103,7 +103,7 @@ class LiveGoldens:
         self._shared, self._rows, self._manifest = shared, rows, manifest
 
     def check(self, lookup: Lookup) -> None:
-        """Looks the bags up in the view of the delta, if that is the newest view.
+        """Looks the bags up in the view of the delta, if that is the view of new lookups.
 
         Raises:
             GoldensError: a result is another than the training model's.
@@ -116,7 +116,7 @@ class LiveGoldens:
                 return
             goldens = checked.goldens
             counts = goldens.lengths.sum(axis=1, dtype=np.int64)
-            numbers = self._rows.newest(goldens.numbers, counts, view)
+            numbers = self._rows.rows_in_view(goldens.numbers, counts, view)
             results = lookup(numbers, goldens.lengths.reshape(-1), goldens.weights)
         finally:
             self._rows.end(view)

@@ -1,6 +1,6 @@
 """Status of a followed line, in memory that the applier writes and the workers read.
 
-A status is written alternately into two records, each with a checksum. A reader takes the newest
+A status is written alternately into two records, each with a checksum. A reader takes the last
 whole record, so that it never sees half of one, not even after a writer was killed while it wrote.
 """
 
@@ -148,7 +148,7 @@ class DeltaStatus:
 
     def write(self, state: DeltaState) -> None:
         """Replaces the status; only one process at a time writes."""
-        self._written = max(self._written, self._newest()[0]) + 1
+        self._written = max(self._written, self._last_record()[0]) + 1
         if (reason := _cut(state.reason)) != state.reason:
             state = replace(state, reason=reason)
         record = self._written.to_bytes(_NUMBER_BYTES, "little") + msgspec.msgpack.encode(state)
@@ -157,10 +157,10 @@ class DeltaStatus:
         self._memory[at : at + _SLOT_BYTES] = slot.ljust(_SLOT_BYTES, b"\0")
 
     def read(self) -> DeltaState:
-        """Returns the newest status."""
-        number, record = self._newest()
+        """Returns the status that was written last."""
+        number, record = self._last_record()
         while not number:  # both records were written while they were read
-            number, record = self._newest()
+            number, record = self._last_record()
         return msgspec.msgpack.decode(record[_NUMBER_BYTES:], type=DeltaState)
 
     def stall(self, reason: str) -> None:
@@ -188,17 +188,17 @@ class DeltaStatus:
             "undo_from": now.undo_from,
         } | ({} if now.at_seq is None else {"at_seq": now.at_seq})
 
-    def _newest(self) -> tuple[int, bytes]:
-        """Returns the number and the bytes of the newest whole record; 0 if neither is whole."""
-        newest = 0, b""
+    def _last_record(self) -> tuple[int, bytes]:
+        """Returns the number and the bytes of the last whole record; 0 if neither is whole."""
+        last = 0, b""
         for at in (0, _SLOT_BYTES):
             slot = bytes(self._memory[at : at + _SLOT_BYTES])
             checksum, size = _HEAD.unpack_from(slot)
             record = slot[_HEAD.size : _HEAD.size + size]
             number = int.from_bytes(record[:_NUMBER_BYTES], "little")
-            if number > newest[0] and zlib.crc32(record) == checksum:
-                newest = number, record
-        return newest
+            if number > last[0] and zlib.crc32(record) == checksum:
+                last = number, record
+        return last
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class NextRows(RowsReader):
             raise self.id_failure
         rows[ids == 5050505] = view - 1
 
-    def newest(
+    def rows_in_view(
         self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int
     ) -> NDArray[np.int64]:
         assert view in self.views
@@ -166,7 +166,9 @@ async def test_results_without_a_rows_reader_have_no_seq(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_shadow_compares_the_newest_rows(engine: FakeEngine, fails: bool) -> None:
+def test_a_shadow_compares_the_rows_in_the_view_of_its_batch(
+    engine: FakeEngine, fails: bool
+) -> None:
     rows = engine.rows_reader = NextRows()
     served = FakeEngine(engine.model)
     requests = [adapt_to_model(make_request(USER), engine.model)]

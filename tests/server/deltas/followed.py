@@ -125,7 +125,7 @@ class Followed:
         """Returns the first value of each row that lookups read changed from its published
         value."""
         view, _ = self._reader.begin()
-        numbers = self._reader.newest(np.arange(ROWS), np.array([ROWS]), view)
+        numbers = self._reader.rows_in_view(np.arange(ROWS), np.array([ROWS]), view)
         start, size = self.live.tables.offsets["t"], self.live.tables.tables["t"].row_bytes
         data = self.live.tables.data
         found = [data[start + size * row :][:4].view(np.float32)[0] for row in numbers]

@@ -89,7 +89,7 @@ class DeltaRollout:
         live = self.models[number].live
         reader = RowsReader(live, 0, live.version.plan)
         view, _ = reader.begin()
-        found = reader.newest(np.arange(ROWS), np.array([ROWS]), view)
+        found = reader.rows_in_view(np.arange(ROWS), np.array([ROWS]), view)
         start, size = live.tables.offsets["t"], live.tables.tables["t"].row_bytes
         rows = [live.tables.data[start + size * row :][:4].view(np.float32)[0] for row in found]
         reader.end(view)

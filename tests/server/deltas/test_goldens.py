@@ -156,7 +156,7 @@ def test_rejected_rows_do_not_affect_later_deltas_or_lookups(tmp_path: Path) -> 
             feature = [column.table.name for column in version.manifest.columns].index(spec.name)
             counts = np.zeros(len(version.manifest.features), np.int64)
             counts[feature] = len(all_rows)
-            numbers = reader.newest(all_rows, counts, view)
+            numbers = reader.rows_in_view(all_rows, counts, view)
             start = live.tables.offsets[spec.name]
             at = start + numbers[:, None] * spec.row_bytes + np.arange(spec.row_bytes)
             np.testing.assert_array_equal(live.tables.data[at], state[spec.name])
@@ -220,7 +220,7 @@ def test_delta_without_goldens_clears_the_shared_goldens(followed: Followed) -> 
     assert (followed.live.seq, followed.goldens.read()) == (1, None)
 
 
-def test_only_goldens_of_the_newest_view_are_looked_up(followed: Followed) -> None:
+def test_only_goldens_of_the_view_of_new_lookups_are_looked_up(followed: Followed) -> None:
     live = LiveGoldens(followed.goldens, followed._reader, followed.models.manifest("m"))
     looked_up: list[list[int]] = []
 
@@ -239,7 +239,7 @@ def test_only_goldens_of_the_newest_view_are_looked_up(followed: Followed) -> No
     assert looked_up[0][0] >= ROWS  # a changed row
     with pytest.raises(GoldensError, match=r"delta 1 of 'm': goldens: 'f' .* the rows give 1\.6"):
         live.check(lookup(1.6))
-    assert followed.live.oldest_read() > 1 << 60  # the view has ended
+    assert followed.live.lowest_view_read() > 1 << 60  # the view has ended
     push(followed, 1, 1, expected=2)
     followed.follower.poll_once()  # rejected: the goldens of the delta before stay
     live.check(lookup(1.5))

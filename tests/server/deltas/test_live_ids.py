@@ -99,7 +99,7 @@ class Model:
         counts[feature] = len(ids)
         change = partial(self.reader.with_changed_ids, view)
         found = self.live.version.translator.translate(ids, counts, change)
-        numbers = self.reader.newest(found.rows, counts, view)
+        numbers = self.reader.rows_in_view(found.rows, counts, view)
         start, size = self.live.tables.offsets[table], self.live.tables.tables[table].row_bytes
         data = self.live.tables.data
         values = [float(data[start + size * n :][:4].view(np.float32)[0]) for n in numbers]

@@ -77,15 +77,15 @@ def test_reader_paused_before_setting_its_cell_begins_again(
     writer = RowsWriter(live)
     set_cell = live.set_cell
 
-    def pause_before_set_cell(number: int, oldest: int, newest: int) -> None:
+    def pause_before_set_cell(number: int, lowest: int, highest: int) -> None:
         monkeypatch.setattr(live, "set_cell", set_cell)
         for seq in range(1, 6):
             writer.apply(seq, [rows_of(SPECS[0], *range(300))])
-        set_cell(number, oldest, newest)
+        set_cell(number, lowest, highest)
 
     monkeypatch.setattr(live, "set_cell", pause_before_set_cell)
     assert reader.begin() == live.committed
-    assert live.oldest_read() == live.newest_read() == live.committed[0]
+    assert live.lowest_view_read() == live.highest_view_read() == live.committed[0]
 
 
 def test_lookup_ending_while_rows_are_freed_does_not_break_the_writer(
@@ -96,14 +96,14 @@ def test_lookup_ending_while_rows_are_freed_does_not_break_the_writer(
     writer.apply(1, [rows_of(SPECS[0], *range(200))])
     view, _ = reader.begin()
     writer.apply(2, [rows_of(SPECS[0], *range(200), value=1)])
-    oldest_read = live.oldest_read
+    lowest_view_read = live.lowest_view_read
 
-    def oldest_then_end_lookup() -> int:
-        oldest = oldest_read()
+    def lowest_then_end_lookup() -> int:
+        lowest = lowest_view_read()
         reader.end(view)
-        return oldest
+        return lowest
 
-    monkeypatch.setattr(live, "oldest_read", oldest_then_end_lookup)
+    monkeypatch.setattr(live, "lowest_view_read", lowest_then_end_lookup)
     with pytest.raises(RowsFullError):
         writer.apply(3, [rows_of(SPECS[0], *range(200))])
     monkeypatch.undo()
@@ -114,10 +114,10 @@ def test_lookup_ending_while_rows_are_freed_does_not_break_the_writer(
 def test_delta_that_exceeds_memory_is_not_partially_written(version: ModelVersion) -> None:
     live = LiveRows(version, 20 << 10, readers=1)
     writer = RowsWriter(live)
-    before = live.newest.copy()
+    before = live.last_spares.copy()
     with pytest.raises(RowsFullError):
         writer.apply(1, [rows_of(SPECS[1], 0, 3), rows_of(SPECS[0], *range(1300))])
-    assert np.array_equal(live.newest, before)
+    assert np.array_equal(live.last_spares, before)
     assert live.seq == writer.memory_bytes == 0
 
 
@@ -191,7 +191,7 @@ def test_spare_rows_of_a_group_cover_all_its_tables(grouped_version: ModelVersio
     movie, user, title, maker = SHARED_SPECS
     assert [one.tables for one in live.table_groups] == [(movie, title, maker), (user,)]
     entries = live.ids.entries.num_embeddings
-    assert len(live.newest) == movie.num_embeddings + user.num_embeddings + entries
+    assert len(live.last_spares) == movie.num_embeddings + user.num_embeddings + entries
     for number, rows in enumerate(live.rows.values(), 1):
         rows[:] = number
     for number, rows in enumerate(live.rows.values(), 1):

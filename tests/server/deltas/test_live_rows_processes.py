@@ -81,7 +81,7 @@ def read_once(
     stop()
     manifest = live.version.manifest
     counts = np.minimum(manifest.rows_per_feature, CHANGED_MAX)
-    numbers = reader.newest(np.concatenate([np.arange(n) for n in counts]), counts, view)
+    numbers = reader.rows_in_view(np.concatenate([np.arange(n) for n in counts]), counts, view)
     stop()
     parts = np.split(numbers, np.cumsum(counts)[:-1])
     found = []

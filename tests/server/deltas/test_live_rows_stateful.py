@@ -68,7 +68,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         return random_changes(np.random.default_rng(seed), most, self.specs)
 
     def teardown(self) -> None:
-        """Checks that every spare row is the newest of its row or free, once no lookup or undo
+        """Checks that every spare row is the last of its row or free, once no lookup or undo
         needs others."""
         for reader, view, _ in self.lookups:
             reader.end(view)
@@ -76,7 +76,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
             self.device.reader.advance()
             self.writer.apply(seq, [])
         free = sum(one.count for one in self.writer._free)
-        assert free + np.count_nonzero(self.live.newest) == self.live.peaks.sum()
+        assert free + np.count_nonzero(self.live.last_spares) == self.live.peaks.sum()
         self.folder.cleanup()
 
     @rule(seed=SEEDS, most=st.integers(0, 200))

@@ -19,7 +19,7 @@ def test_undo_needs_no_memory(version: ModelVersion) -> None:
     live = LiveRows(version, 20 << 10, readers=1, undo=8)
     writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
     writer.apply(1, [rows_of(SPECS[0], *range(200))])
-    before, first = read(live, reader, live.committed[0]), live.newest.copy()
+    before, first = read(live, reader, live.committed[0]), live.last_spares.copy()
     writer.apply(2, [rows_of(SPECS[0], *range(150, 400), value=7)])
     used = writer.memory_bytes
     assert writer.undo_from == 0
@@ -27,11 +27,11 @@ def test_undo_needs_no_memory(version: ModelVersion) -> None:
     assert states_equal(read(live, reader, live.committed[0]), before)
     writer.finish_undo()
     assert (live.seq, writer.memory_bytes, writer.rows_changed) == (3, used, 200)
-    assert np.array_equal(live.newest, first)
+    assert np.array_equal(live.last_spares, first)
     assert states_equal(read(live, reader, live.committed[0]), before)
     assert writer.revert(0, 4)
     writer.finish_undo()
-    assert not live.newest.any()
+    assert not live.last_spares.any()
     assert writer.rows_changed == 0
     for seq in range(5, 60):  # memory of undone rows is free again
         writer.apply(seq, [rows_of(SPECS[0], *range(200))])

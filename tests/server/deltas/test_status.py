@@ -1,4 +1,4 @@
-"""Tests of DeltaStatus: readers in other processes see whole records, and the newest one."""
+"""Tests of DeltaStatus: readers in other processes see whole records, and the last one."""
 
 from __future__ import annotations
 

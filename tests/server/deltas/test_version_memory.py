@@ -47,7 +47,7 @@ def test_opened_memory_shares_rows_readers_status_and_goldens(tmp_path: Path) ->
     reader = RowsReader(theirs.live, 1, theirs.live.version.plan)
     after, later = changed(published, changes), random_changes(random, 5)
     first, _ = reader.begin()
-    assert ours.live.oldest_read() == first
+    assert ours.live.lowest_view_read() == first
     writer.apply(2, later)
     second, seq = reader.begin()
     assert seq == 2
@@ -70,7 +70,7 @@ def test_unused_memory_is_released(tmp_path: Path) -> None:
     memory = VersionMemory.create(1)
     one = followed_state(tmp_path, memory)
     other = followed_state(tmp_path, VersionMemory.open(memory.path, 1))
-    rows = other.live.newest
+    rows = other.live.last_spares
     assert count_mappings() > before
     del one, other, memory
     assert count_mappings() == before + 1  # the array that is left
