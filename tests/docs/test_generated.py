@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from documents import ROOT
 from prometheus_client import Metric
-from server.fake_deltas import followed
+from server.fake_deltas import shared_state
 from server.fake_models import ruled_info
 from server.fake_parts import FakeParts, in_parts
 from typer.main import get_group
@@ -81,7 +81,7 @@ def families_with_samples() -> list[Metric]:
     version. It calls a shard, too."""
     model = ruled_info()
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
-    deltas = replace(followed(status), notify=SharedFlag())
+    deltas = replace(shared_state(status), notify=SharedFlag())
     shards = FakeParts([(0, PartStats())], {("ruled", model.version): [2]})
     plan = over_two_ranks(model.tables)
     served = in_parts(replace(model, plan=plan, deltas=deltas), shards, parts=1)

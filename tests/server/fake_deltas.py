@@ -29,6 +29,6 @@ def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
     return replace(info, deltas=SharedDeltaState(live, DeltaStatus(live.start)))
 
 
-def followed(status: DeltaStatus) -> SharedDeltaState:
+def shared_state(status: DeltaStatus) -> SharedDeltaState:
     """Returns a followed model whose rows no lookup reads."""
     return SharedDeltaState(cast("LiveRows", SimpleNamespace(uploaded=None)), status)

@@ -161,7 +161,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
             end_startup_server=end_startup_server,
             on_stop=ports.remove_files,
             applier_main=applier_main if mode.exists() else None,
-            followed=DeltaVersions(settings, {"m": SharedDeltaState(live, status)}),
+            delta_versions=DeltaVersions(settings, {"m": SharedDeltaState(live, status)}),
         ).run()
     except WorkerFailedError as error:
         sys.exit(f"failed: {error}")

@@ -51,13 +51,13 @@ class DeltaProgress(BaseModel):
     seq: int = Field(description="Last delta whose rows are served; 0 for none.")
 
 
-def _followed_model(served: ModelRegistry, name: str) -> SharedDeltaState:
-    followed = served.model(name).deltas
-    if followed is None:
+def _shared_state(served: ModelRegistry, name: str) -> SharedDeltaState:
+    shared = served.model(name).deltas
+    if shared is None:
         raise InvalidRequestError(
             f"model is {name!r}, which follows no deltas (serve --deltas follow)", "model"
         )
-    return followed
+    return shared
 
 
 @router.post("/hold", summary="Stop applying deltas")
@@ -77,7 +77,7 @@ async def apply_deltas(name: FollowedName, request: Request, served: ModelsDep) 
 async def _hold(
     served: ModelRegistry, name: str, request: Request, *, is_held: bool
 ) -> DeltaProgress:
-    find = partial(_followed_model, served, name)
+    find = partial(_shared_state, served, name)
     model, _ = served.model(name), find()
     caller = request.scope.get(CLIENT)
     by = f" by {caller.grant.name!r}" if caller is not None else ""
@@ -100,11 +100,11 @@ async def _switch(find: Callable[[], SharedDeltaState], *, is_held: bool) -> Non
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EFFECT_S_MAX):
             while True:
-                if (followed := find()) is not before:
-                    followed.hold.set(is_held)
-                    before = followed
-                now = followed.status.read()
+                if (shared := find()) is not before:
+                    shared.hold.set(is_held)
+                    before = shared
+                now = shared.status.read()
                 is_effective = now.looked_at >= requested_at and (now.state == HELD) == is_held
-                if is_effective or followed.hold.is_set != is_held:
+                if is_effective or shared.hold.is_set != is_held:
                     return
                 await asyncio.sleep(CHECK_S)

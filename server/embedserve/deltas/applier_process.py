@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
 from embedserve.deltas.bounded_line import BoundedLine, LastSeq
-from embedserve.deltas.delta_target import DeltaTarget, from_bytes, open_followed
+from embedserve.deltas.delta_target import DeltaTarget, from_bytes, open_shared_state
 from embedserve.deltas.delta_waiter import DeltaWaiter
 from embedserve.deltas.followed_lines import FollowedLines
 from embedserve.deltas.follower import DeltaFollower
@@ -59,7 +59,7 @@ def shortest_poll_s(poll_s: float) -> float:
 
 def run_applier(
     settings: ServeSettings,
-    followed: dict[DeltaTarget, SharedDeltaState],
+    versions: dict[DeltaTarget, SharedDeltaState],
     open_version: Callable[[str], ModelVersion],
     supervisor: socket.socket,
     check_on_device: CheckRows | None = None,
@@ -71,7 +71,7 @@ def run_applier(
     a next version may serve. The supervisor sends which versions are followed, when that changes.
 
     Args:
-        followed: versions at the start, and their memory. It is emptied, so that memory is given
+        versions: versions at the start, and their memory. It is emptied, so that memory is given
             back once a version is not followed any more.
         open_version: opens the version in a folder.
         check_on_device: as in DeltaFollower.
@@ -86,23 +86,25 @@ def run_applier(
     models = BeatingStore(settings, heartbeat)
 
     def make_schedule(
-        target: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq
+        target: DeltaTarget, shared: SharedDeltaState, last_seq: LastSeq
     ) -> PollSchedule:
-        published = model.live.version
+        published = shared.live.version
 
         def follower() -> DeltaFollower:
             line = BoundedLine(models, published.manifest, keys, last_seq)
             room = memory_bytes(settings, published)
-            return DeltaFollower(target.name, line, model, room, check_on_device)
+            return DeltaFollower(target.name, line, shared, room, check_on_device)
 
-        return PollSchedule(follower, model.status, delta_poll_s(settings))
+        return PollSchedule(follower, shared.status, delta_poll_s(settings))
 
-    def open_model(target: DeltaTarget) -> SharedDeltaState:
-        return open_followed(settings, open_version(target.path), target.memory, target.generation)
+    def open_state(target: DeltaTarget) -> SharedDeltaState:
+        return open_shared_state(
+            settings, open_version(target.path), target.memory, target.generation
+        )
 
-    targets = [*followed]
-    models_at_start = {one.key: followed.pop(one) for one in targets}
-    lines = FollowedLines(make_schedule, open_model, models_at_start)
+    targets = [*versions]
+    inherited = {one.key: versions.pop(one) for one in targets}
+    lines = FollowedLines(make_schedule, open_state, inherited)
     lines.follow(targets)
     subscriber = _subscriber(settings, waiter, lines)
     is_announced = False

@@ -70,7 +70,7 @@ def make_shared_state(
     """
     try:
         memory = VersionMemory.create(generation)
-        made = _followed(settings, version, memory)
+        made = _shared_state(settings, version, memory)
     except OSError as error:
         raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
     if divided := _divided(version, made.live.version):
@@ -84,7 +84,7 @@ def make_shared_state(
     return made
 
 
-def open_followed(
+def open_shared_state(
     settings: ServeSettings, version: ModelVersion, memory: str, generation: int
 ) -> SharedDeltaState:
     """Returns ``version`` with the memory that the supervisor has made.
@@ -93,7 +93,7 @@ def open_followed(
         StoreError: the memory cannot be opened, or is no more that of this rollout.
     """
     try:
-        return _followed(settings, version, VersionMemory.open(memory, generation))
+        return _shared_state(settings, version, VersionMemory.open(memory, generation))
     except OSError as error:
         raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
 
@@ -110,7 +110,7 @@ def check_room(settings: ServeSettings, version: ModelVersion, available: int) -
         )
 
 
-def _followed(
+def _shared_state(
     settings: ServeSettings, version: ModelVersion, memory: VersionMemory
 ) -> SharedDeltaState:
     room, undo = memory_bytes(settings, version), settings.delta_undo
@@ -127,9 +127,9 @@ def _followed(
     )
 
 
-def _divided(stored: ModelVersion, followed: ModelVersion) -> str:
-    """Returns the names of tables that the stored plan divides and the followed version does
-    not."""
-    served = followed.plan.tables
+def _divided(stored: ModelVersion, served: ModelVersion) -> str:
+    """Returns the names of tables that the stored plan divides and that of the served version
+    does not."""
+    plans = served.plan.tables
     tables = stored.plan.tables.items()
-    return ", ".join(repr(name) for name, plan in tables if served[name].shards != plan.shards)
+    return ", ".join(repr(name) for name, plan in tables if plans[name].shards != plan.shards)

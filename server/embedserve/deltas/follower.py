@@ -58,7 +58,7 @@ class DeltaFollower:
         self,
         name: str,
         line: BoundedLine,
-        followed: SharedDeltaState,
+        shared: SharedDeltaState,
         memory_bytes: int,
         check_on_device: CheckRows | None = None,
     ) -> None:
@@ -75,12 +75,12 @@ class DeltaFollower:
         self._name = name
         self._line = line
         self._check_on_device = check_on_device
-        self._live, self._rows = followed.live, RowsWriter(followed.live)
-        self._manifest = followed.live.version.manifest
-        self._status, self._hold = followed.status, followed.hold
-        self._goldens = followed.goldens
+        self._live, self._rows = shared.live, RowsWriter(shared.live)
+        self._manifest = shared.live.version.manifest
+        self._status, self._hold = shared.status, shared.hold
+        self._goldens = shared.goldens
         self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
-        self._state = self._continued(followed.live.seq)
+        self._state = self._continued(shared.live.seq)
         self._position = self._state.applied.position(line.start.line)
         # Manifests are read ahead of the position during a hold, and while no delta is applied.
         self._known = self._position

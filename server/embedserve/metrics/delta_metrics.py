@@ -13,13 +13,13 @@ from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import HistogramSamples
 
 
-def delta_samples(labels: Sequence[str], followed: SharedDeltaState) -> Iterator[Sample]:
+def delta_samples(labels: Sequence[str], shared: SharedDeltaState) -> Iterator[Sample]:
     """Yields the samples of one followed model.
 
     Args:
         labels: labels of the served name.
     """
-    now = followed.read()
+    now = shared.read()
     values: dict[str, float | HistogramSamples] = {
         "seq": now.applied.seq,
         "wanted_seq": max(now.wanted_seq, now.applied.seq),
@@ -38,7 +38,7 @@ def delta_samples(labels: Sequence[str], followed: SharedDeltaState) -> Iterator
         "apply_seconds": now.apply_seconds.samples(),
         "freshness_seconds": now.freshness_seconds.samples(),
     }
-    if followed.notify is not None:
-        values["notify_connected"] = followed.notify.is_set
+    if shared.notify is not None:
+        values["notify_connected"] = shared.notify.is_set
     for name, value in values.items():
         yield f"embedserve_delta_{name}", labels, value

@@ -32,22 +32,22 @@ class Applier:
     def __init__(
         self,
         main: Callable[[socket.socket], int],
-        followed: DeltaVersions,
+        versions: DeltaVersions,
         selector: selectors.BaseSelector,
         close_inherited: Callable[[], None],
     ) -> None:
         """
         Args:
             main: applies deltas until the supervisor is gone.
-            followed: versions whose deltas are applied. Other versions are sent to the process.
+            versions: versions whose deltas are applied. Other versions are sent to the process.
             selector: wakes the supervisor at each heartbeat. One comes when the first poll is done,
                 and when a next version may serve.
             close_inherited: closes in the forked process what belongs to the supervisor.
         """
         self.pid = 0
         self.restarts = Restarts()
-        self._main, self._followed = main, followed
-        followed.on_change = self._send_targets
+        self._main, self._versions = main, versions
+        versions.on_change = self._send_targets
         self._selector, self._close_inherited = selector, close_inherited
         self._channel: SupervisorChannel | None = None
         self._started_s = self._silent_s = 0.0
@@ -58,7 +58,7 @@ class Applier:
         the applier has failed too often to wait for it."""
         if self.restarts.failures >= FAILURES_MAX:
             return True
-        return all(one.status.read().is_ready for one in self._followed.served.values())
+        return all(one.status.read().is_ready for one in self._versions.served.values())
 
     def check(self) -> None:
         """Starts the applier if it is due, and notices its end."""
@@ -97,7 +97,7 @@ class Applier:
 
     def clear_reader(self, worker: int) -> None:
         """Frees the rows that a worker which has ended was reading."""
-        for one in self._followed.models():
+        for one in self._versions.models():
             one.live.clear_cell(worker)
 
     def signal(self, number: signal.Signals) -> None:
@@ -126,7 +126,7 @@ class Applier:
     def _send_targets(self) -> None:
         """Sends the process which versions it is to follow. One that starts later knows them."""
         if self._channel is not None:
-            self._channel.send(to_bytes([*self._followed.followed()]))
+            self._channel.send(to_bytes([*self._versions.targets()]))
 
     def _receive(self) -> None:
         assert self._channel is not None
@@ -150,5 +150,5 @@ class Applier:
 
     def _stall(self, how: str) -> None:
         """Writes ``how`` the process failed."""
-        for one in self._followed.models():
+        for one in self._versions.models():
             one.status.stall(f"the process that applies deltas {how}")

@@ -90,11 +90,9 @@ def _made_resident(
     for name, version in versions.items():
         what = f"copying the tables of {name} version {version.manifest.version} into memory"
         with _shown(what, is_shown) as progress:
-            followed = deltas.get(name)
+            shared = deltas.get(name)
             resident[name] = (
-                followed.live.make_resident(progress)
-                if followed
-                else make_resident(version, progress)
+                shared.live.make_resident(progress) if shared else make_resident(version, progress)
             )
     nbytes = sum(version.manifest.nbytes for version in resident.values())
     in_huge_pages = huge_page_bytes(resident.values())

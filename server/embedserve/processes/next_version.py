@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
 
 from embedserve.config import ServeSettings
-from embedserve.deltas.delta_target import open_followed
+from embedserve.deltas.delta_target import open_shared_state
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.deltas.status import SharedDeltaState
@@ -58,16 +58,16 @@ def model_info(
     )
 
 
-def attach_rows_reader(engine: Engine, followed: SharedDeltaState, worker: int) -> None:
+def attach_rows_reader(engine: Engine, shared: SharedDeltaState, worker: int) -> None:
     """Makes lookups of ``engine`` in this worker read the rows that change.
 
     Raises:
         StoreError: they cannot change in its plan.
     """
     upload = None if engine.spare_rows is None else engine.spare_rows.upload
-    engine.rows_reader = RowsReader(followed.live, worker, engine.plan, upload)
+    engine.rows_reader = RowsReader(shared.live, worker, engine.plan, upload)
     if not engine.rounds_codes:
-        engine.live_goldens = LiveGoldens(followed.goldens, engine.rows_reader, engine.manifest)
+        engine.live_goldens = LiveGoldens(shared.goldens, engine.rows_reader, engine.manifest)
 
 
 def restorer(
@@ -97,15 +97,15 @@ def restorer(
         for one in beside:
             check_may_switch(settings, one.device_type)
         populate(version, available_bytes())
-        followed = None
+        shared = None
         if target.memory:
-            followed = open_followed(settings, version, target.memory, target.generation)
-            version = followed.live.version
+            shared = open_shared_state(settings, version, target.memory, target.generation)
+            version = shared.live.version
         engine = restore_one(settings, version, programs, beside, on_warming=mark_warming)
-        if followed is not None:
-            attach_rows_reader(engine, followed, worker)
+        if shared is not None:
+            attach_rows_reader(engine, shared, worker)
         programs.add_warm(engine)
-        return version, engine, model_info(engine, name, followed)
+        return version, engine, model_info(engine, name, shared)
 
     return restore
 

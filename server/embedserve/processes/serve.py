@@ -252,10 +252,10 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         stack.callback(ports.close)
         end_startup_server = stack.enter_context(serve_health_while_loading(settings, ports))
         opened = opened_in_time(settings, open_versions_to_fork)
-        followed = _followed(settings, opened)
+        delta_versions = _delta_versions(settings, opened)
         # In this process only adopt changes the dict. Each worker is forked with a copy, and its
         # VersionManager changes that.
-        versions = make_resident_and_verify(settings, opened, followed.served)
+        versions = make_resident_and_verify(settings, opened, delta_versions.served)
         del opened
         holding = holding_of(settings)
         room = CounterRoom.of(versions.values(), settings)
@@ -272,9 +272,9 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         def adopt(name: str, path: str | None) -> None:
             if path is None:
                 versions.pop(name, None)
-                followed.remove(name)
+                delta_versions.remove(name)
             else:
-                versions[name] = followed.activate(name) or open_folder(path, holding)
+                versions[name] = delta_versions.activate(name) or open_folder(path, holding)
 
         def on_stop() -> None:
             notify("STOPPING=1")
@@ -286,7 +286,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
                 _worker_main,
                 settings,
                 versions,
-                followed,
+                delta_versions,
                 ports,
                 start_s,
                 slots,
@@ -295,17 +295,17 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
             slots,
             settings.drain_s,
             settings.worker_hang_s,
-            RolloutCoordinator(served, adopt, followed),
+            RolloutCoordinator(served, adopt, delta_versions),
             find_damage,
             end_startup_server=end_startup_server,
             on_ready=partial(notify, "READY=1"),
             on_stop=on_stop,
             applier_main=(
-                partial(_applier_main, settings, versions, followed, keys)
+                partial(_applier_main, settings, versions, delta_versions, keys)
                 if settings.deltas != "none"
                 else None
             ),
-            followed=followed,
+            delta_versions=delta_versions,
         )
         supervisor.run()
 
@@ -320,7 +320,7 @@ def _trusted_keys(settings: ServeSettings) -> TrustedKeys | None:
     return trusted_keys(settings.delta_key)
 
 
-def _followed(settings: ServeSettings, versions: Versions) -> DeltaVersions:
+def _delta_versions(settings: ServeSettings, versions: Versions) -> DeltaVersions:
     """Returns the versions that are followed; none without --deltas. The tables of ``versions`` are
     replaced by those with room for changed rows.
 
@@ -331,15 +331,15 @@ def _followed(settings: ServeSettings, versions: Versions) -> DeltaVersions:
     if settings.deltas == "none":
         return DeltaVersions(settings, {})
     deltas = {name: make_shared_state(settings, version) for name, version in versions.items()}
-    for name, followed in deltas.items():
-        versions[name] = followed.live.version
+    for name, shared in deltas.items():
+        versions[name] = shared.live.version
     return DeltaVersions(settings, deltas)
 
 
 def _applier_main(
     settings: ServeSettings,
     versions: Versions,
-    followed: DeltaVersions,
+    delta_versions: DeltaVersions,
     keys: TrustedKeys | None,
     supervisor: socket.socket,
 ) -> int:
@@ -353,7 +353,7 @@ def _applier_main(
         check_on_device = check_changed_rows
     versions.clear()  # in this process, so that the memory of versions is given back
     try:
-        run_applier(settings, followed.take(), open_folder, supervisor, check_on_device, keys)
+        run_applier(settings, delta_versions.take(), open_folder, supervisor, check_on_device, keys)
     except StoreError as error:
         logger.error("%s", error)
     return 1
@@ -362,7 +362,7 @@ def _applier_main(
 def _worker_main(
     settings: ServeSettings,
     versions: Versions,
-    followed: DeltaVersions,
+    delta_versions: DeltaVersions,
     ports: SharedPorts,
     start_s: float,
     slots: SharedCounters,
@@ -375,7 +375,7 @@ def _worker_main(
 
     counters = WorkerCounters(slots, index)
     try:
-        deltas = {one.name: has for one, has in followed.take().items() if not one.is_next}
+        deltas = {one.name: has for one, has in delta_versions.take().items() if not one.is_next}
         with _loaded(settings, versions, counters, room, deltas) as (
             pipeline,
             manager,

@@ -103,9 +103,9 @@ def build_pipeline(
     Raises:
         StoreError: the rows of a followed model cannot change in its plan.
     """
-    for name, followed in deltas.items():
+    for name, delta_state in deltas.items():
         attach_rows_reader(
-            cast("Engine", engines[name]), followed, 0 if counters is None else counters.worker
+            cast("Engine", engines[name]), delta_state, 0 if counters is None else counters.worker
         )
     infos = {
         name: model_info(engine, name, deltas.get(name), shards) for name, engine in engines.items()
@@ -277,12 +277,12 @@ def _start_periodic(
 ) -> list[asyncio.Task[None]]:
     """Starts to check the models' files, and to reload files and drop what has expired."""
     access, shared = pipeline.authenticator, pipeline.shared_memory
-    followed: list[FileReloader[Any]] = []
-    followed += [] if certificates is None else [certificates.reloader]
-    followed += [] if access is None else [access.reloader]
+    reloaders: list[FileReloader[Any]] = []
+    reloaders += [] if certificates is None else [certificates.reloader]
+    reloaders += [] if access is None else [access.reloader]
     periodic = [
         asyncio.create_task(repeat(INTEGRITY_CHECK_S, pipeline.models.check_integrity)),
-        asyncio.create_task(poll_all(followed)),
+        asyncio.create_task(poll_all(reloaders)),
     ]
     if access is not None:
         periodic.append(asyncio.create_task(repeat(EXPIRY_CHECK_S, access.refresh_expiry)))

@@ -90,7 +90,7 @@ class Supervisor:
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
         applier_main: Callable[[socket.socket], int] | None = None,
-        followed: DeltaVersions | None = None,
+        delta_versions: DeltaVersions | None = None,
     ) -> None:
         """
         Args:
@@ -104,7 +104,7 @@ class Supervisor:
                 before the call returns.
             on_ready: called once, when all workers listen for the first time.
             on_stop: called before the workers are stopped.
-            applier_main: applies the deltas of the versions ``followed``, in a process of its own;
+            applier_main: applies the deltas of ``delta_versions``, in a process of its own;
                 None: no deltas are applied.
         """
         self._end_startup_server = end_startup_server
@@ -120,8 +120,10 @@ class Supervisor:
         self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
         self._applier = None
-        if applier_main is not None and followed is not None:
-            self._applier = Applier(applier_main, followed, self._selector, self._close_inherited)
+        if applier_main is not None and delta_versions is not None:
+            self._applier = Applier(
+                applier_main, delta_versions, self._selector, self._close_inherited
+            )
         self._are_released = False
         self._were_ready = False
         self._is_stopping = self._is_hurried = self._is_reload_requested = False

@@ -41,7 +41,7 @@ class Server:
     ) -> None:
         shop = at_seq(model_info(), 5)
         assert shop.deltas is not None
-        self.followed: SharedDeltaState = shop.deltas
+        self.shared: SharedDeltaState = shop.deltas
         films = FakeEngine(model_info("films", {"user": (7, 2)}))
         pipeline = make_pipeline(FakeEngine(shop), films, executor=executor, authenticator=access)
         app = management_app(pipeline, FakeAdmin() if has_admin else None)
@@ -50,9 +50,9 @@ class Server:
         )
 
     def poll(self) -> None:
-        status = self.followed.status
+        status = self.shared.status
         applied = replace(status.read().applied, seq=5)
-        state = "held" if self.followed.hold.is_set else "following"
+        state = "held" if self.shared.hold.is_set else "following"
         now = replace(status.read(), applied=applied, state=state, looked_at=time.time())
         status.write(now)
 
@@ -92,7 +92,7 @@ async def test_deltas_are_held_and_resumed(server: Server) -> None:
             assert response.status_code == 200
             assert response.json() == {"model": "shop", "state": state, "seq": 5}
             validate(response.json(), "DeltaProgress", described)
-            assert server.followed.hold.is_set == (state == "held")
+            assert server.shared.hold.is_set == (state == "held")
             shown = (await server.client.get("/models/shop")).json()
             assert shown["deltas"]["state"] == state
             validate(shown, "Model", described)
@@ -100,12 +100,12 @@ async def test_deltas_are_held_and_resumed(server: Server) -> None:
 
 async def test_response_waits_for_a_poll_that_began_with_the_hold(server: Server) -> None:
     """Checks that a response does not take the state of an earlier hold for that of the new one."""
-    server.followed.hold.set(True)
+    server.shared.hold.set(True)
     server.poll()
-    server.followed.hold.set(False)
+    server.shared.hold.set(False)
     for path, is_held in ((HOLD, True), (RESUME, False)):
         response = asyncio.create_task(server.post(path))
-        await until(lambda: server.followed.hold.is_set == is_held)  # noqa: B023
+        await until(lambda: server.shared.hold.is_set == is_held)  # noqa: B023
         done, _ = await asyncio.wait([response], timeout=0.2)
         assert not done
         server.poll()
@@ -114,8 +114,8 @@ async def test_response_waits_for_a_poll_that_began_with_the_hold(server: Server
 
 async def test_response_waits_for_the_step_in_progress(server: Server) -> None:
     response = asyncio.create_task(server.post(HOLD))
-    await until(lambda: server.followed.hold.is_set)
-    status = server.followed.status
+    await until(lambda: server.shared.hold.is_set)
+    status = server.shared.status
     status.write(replace(status.read(), state="catching up", looked_at=time.time()))
     done, _ = await asyncio.wait([response], timeout=0.2)
     assert not done
@@ -125,17 +125,17 @@ async def test_response_waits_for_the_step_in_progress(server: Server) -> None:
 
 async def test_response_does_not_wait_for_a_reversed_hold(server: Server) -> None:
     first = asyncio.create_task(server.post(HOLD))
-    await until(lambda: server.followed.hold.is_set)
-    server.followed.hold.set(False)
+    await until(lambda: server.shared.hold.is_set)
+    server.shared.hold.set(False)
     assert (await first).json()["state"] == "catching up"
 
 
 async def test_version_switched_to_during_a_hold_request_is_held(server: Server) -> None:
     other = at_seq(model_info(), 5).deltas
     assert other is not None
-    served = [server.followed]
+    served = [server.shared]
     switching = asyncio.create_task(delta_hold._switch(lambda: served[-1], is_held=True))
-    await until(lambda: server.followed.hold.is_set)
+    await until(lambda: server.shared.hold.is_set)
     assert not other.hold.is_set
     served.append(other)
     await until(lambda: other.hold.is_set)
@@ -147,10 +147,10 @@ async def test_current_state_is_returned_without_an_applier(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 0.05)
-    server.followed.status.stall("the process that applies deltas was ended by SIGKILL")
+    server.shared.status.stall("the process that applies deltas was ended by SIGKILL")
     response = await server.post(HOLD)
     assert (response.status_code, response.json()["state"]) == (200, "stalled")
-    assert server.followed.hold.is_set
+    assert server.shared.hold.is_set
 
 
 @pytest.mark.parametrize("path", [HOLD, RESUME])
@@ -175,14 +175,14 @@ async def test_invalid_hold_requests_are_rejected(
         status,
         message,
     )
-    assert not server.followed.hold.is_set
+    assert not server.shared.hold.is_set
 
 
 async def test_hold_requests_with_cross_site_content_types_are_rejected(server: Server) -> None:
     for headers in ({"Content-Type": "text/plain"}, {}):
         response = await server.client.post(HOLD, content=json.dumps(SHOP), headers=headers)
         assert response.status_code == 415
-    assert not server.followed.hold.is_set
+    assert not server.shared.hold.is_set
 
 
 async def test_hold_routes_are_missing_without_the_admin_service(
@@ -191,7 +191,7 @@ async def test_hold_routes_are_missing_without_the_admin_service(
     server = Server(executor, None, has_admin=False)
     async with server.client:
         assert {(await server.post(path)).status_code for path in (HOLD, RESUME)} == {404}
-    assert not server.followed.hold.is_set
+    assert not server.shared.hold.is_set
 
 
 async def test_only_administrators_can_hold_deltas(
@@ -205,16 +205,16 @@ async def test_only_administrators_can_hold_deltas(
     server = Server(executor, Authenticator(str(tmp_path / "tokens")), has_admin=True)
     async with server.client, server.polling():
         for is_held, path in ((True, HOLD), (False, RESUME)):
-            server.followed.hold.set(not is_held)
+            server.shared.hold.set(not is_held)
             for token, status in (("", 401), ("es_wrong", 401), ("es_embed", 403)):
                 assert (await server.post(path, token=token)).status_code == status
                 # The response does not reveal which models exist either.
                 other = await server.post(path, {"model": "shoes"}, token)
                 assert (other.status_code, "shop" in other.text) == (status, False)
-            assert server.followed.hold.is_set == (not is_held)
+            assert server.shared.hold.is_set == (not is_held)
             with caplog.at_level(logging.INFO, "embedserve.api.delta_hold"):
                 assert (await server.post(path, token="es_admin")).status_code == 200
-            assert server.followed.hold.is_set == is_held
+            assert server.shared.hold.is_set == is_held
     assert [one.message for one in caplog.records if one.name == "embedserve.api.delta_hold"] == [
         "shop: deltas hold, as requested by 'admin'",
         "shop: deltas go-on, as requested by 'admin'",

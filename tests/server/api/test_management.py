@@ -13,7 +13,7 @@ import httpx
 import jsonschema
 import pytest
 from server.fake_admin import FakeAdmin
-from server.fake_deltas import followed
+from server.fake_deltas import shared_state
 from server.fake_engine import FakeEngine
 from server.fake_models import info_of, model_info, ruled_info, unpooled_info
 from server.fake_parts import FakeParts
@@ -363,7 +363,7 @@ async def test_links_of_the_root_page_work(engine: FakeEngine) -> None:
 async def test_deltas_of_a_followed_model_are_described() -> None:
     status = DeltaStatus(LinePosition(3, 4, "0" * 64))
     status.stall("delta 5 is damaged")
-    engine = FakeEngine(replace(model_info(), deltas=followed(status)))
+    engine = FakeEngine(replace(model_info(), deltas=shared_state(status)))
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(engine, executor=executor)
         transport = httpx.ASGITransport(management_app(pipeline))

@@ -23,7 +23,7 @@ from embedserve.deltas.delta_target import (
     check_room,
     from_bytes,
     make_shared_state,
-    open_followed,
+    open_shared_state,
     to_bytes,
 )
 from embedserve.deltas.followed_lines import FollowedLines
@@ -70,7 +70,7 @@ class DeltaRollout:
 
     def _open(self, version: DeltaTarget) -> SharedDeltaState:
         opened = self.training.models.load("m", int(Path(version.path).name))
-        return open_followed(self.settings, opened, version.memory, version.generation)
+        return open_shared_state(self.settings, opened, version.memory, version.generation)
 
     def prepare(self, number: int) -> DeltaTarget:
         made = replace(self.version(number, number), is_next=True)
@@ -341,7 +341,7 @@ def test_version_that_exceeds_memory_is_named_in_the_error(tmp_path: Path) -> No
 def test_notifications_hasten_polls_of_the_named_lines_only(rollout: DeltaRollout) -> None:
     rollout.poll_repeatedly()
     assert rollout.lines.topics() == {Topic("m", 1)}
-    (one,) = rollout.lines._followed.values()
+    (one,) = rollout.lines._lines.values()
     one.schedule.due_s = later = time.monotonic() + 3600
     rollout.lines.hurry({Topic("m", 2), Topic("n", 1)})
     assert one.schedule.due_s == later
@@ -350,10 +350,10 @@ def test_notifications_hasten_polls_of_the_named_lines_only(rollout: DeltaRollou
 
 
 def test_broker_connection_state_is_shared_with_workers(rollout: DeltaRollout) -> None:
-    (one,) = rollout.lines._followed.values()
+    (one,) = rollout.lines._lines.values()
     rollout.lines.set_notified(True)
-    assert one.model.notify is None  # without the setting
-    one.model = replace(one.model, notify=SharedFlag())
+    assert one.shared.notify is None  # without the setting
+    one.shared = replace(one.shared, notify=SharedFlag())
     for is_connected in (True, False):
         rollout.lines.set_notified(is_connected)
-        assert one.model.describe()["notify"] == ("connected" if is_connected else "disconnected")
+        assert one.shared.describe()["notify"] == ("connected" if is_connected else "disconnected")

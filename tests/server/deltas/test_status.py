@@ -10,7 +10,7 @@ import pytest
 from server.deltas.fake_device import FakeDevice
 from server.deltas.live_changes import rows_of
 from server.deltas.tables import SPECS
-from server.fake_deltas import followed
+from server.fake_deltas import shared_state
 
 from embedserve.deltas import status as module
 from embedserve.deltas.live_rows import LiveRows
@@ -145,15 +145,15 @@ def test_time_and_age_of_the_last_poll_are_reported() -> None:
 
 def test_broker_state_is_reported_only_with_notifications() -> None:
     status = DeltaStatus(START)
-    assert "notify" not in followed(status).describe()
+    assert "notify" not in shared_state(status).describe()
     notify = SharedFlag()
-    notified = replace(followed(status), notify=notify)
+    notified = replace(shared_state(status), notify=notify)
     assert notified.describe() == status.describe() | {"notify": "disconnected"}
     notify.set(True)
     assert notified.describe()["notify"] == "connected"
     samples = {name: value for name, _, value in delta_samples([], notified)}
     assert samples["embedserve_delta_notify_connected"] == 1
-    without = [name for name, *_ in delta_samples([], followed(status))]
+    without = [name for name, *_ in delta_samples([], shared_state(status))]
     assert [*samples.keys() - {*without}] == ["embedserve_delta_notify_connected"]
 
 

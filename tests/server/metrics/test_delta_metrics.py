@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from server.fake_deltas import followed
+from server.fake_deltas import shared_state
 from server.fake_models import model_info
 
 from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations
@@ -41,7 +41,7 @@ def values(
             freshness_seconds=Durations().plus(2.0).plus(3.0),
         )
     )
-    model = replace(model_info(), deltas=followed(status))
+    model = replace(model_info(), deltas=shared_state(status))
     counters = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
     both = [Metrics([model], WorkerCounters(counters, worker)) for worker in (0, 1)]
     registry = both[1].registry()

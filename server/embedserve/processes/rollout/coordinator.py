@@ -66,19 +66,19 @@ class RolloutCoordinator:
         self,
         served: Mapping[str, RolloutVersion],
         adopt: Callable[[str, str | None], None],
-        followed: DeltaVersions | None = None,
+        delta_versions: DeltaVersions | None = None,
     ) -> None:
         """
         Args:
             served: versions that workers start with, by served name.
             adopt: called with (name, path) of the version that workers start with from now on; path
                 None for no version.
-            followed: versions whose deltas the server follows. Default: none.
+            delta_versions: versions whose deltas the server follows. Default: none.
         """
         self.send: Callable[[int, Desired], None] = lambda worker, desired: None
         self.end: Callable[[int], None] = lambda worker: None
         self._adopt = adopt
-        self._followed = followed or DeltaVersions(ServeSettings(store=""), {})
+        self._delta_versions = delta_versions or DeltaVersions(ServeSettings(store=""), {})
         self._names = {name: ServedName(one, one.number) for name, one in served.items()}
         self._generations = itertools.count(1)
         self._rollout: Rollout | None = None
@@ -139,9 +139,9 @@ class RolloutCoordinator:
         rollout = self._rollout
         if rollout is None:
             return
-        if self._followed.is_held(rollout.name):
+        if self._delta_versions.is_held(rollout.name):
             self._record_failure(rollout.name, rollout.version.number, HELD_REASON, is_final=False)
-        elif why := self._followed.why_stalled():
+        elif why := self._delta_versions.why_stalled():
             self._fail_rollout(rollout, why)
         elif monotonic() > rollout.until_s:
             participants = self._participants().items()
@@ -225,7 +225,7 @@ class RolloutCoordinator:
         one.update_alias_settings()
         if not found.version:
             return
-        self._followed.set_at_seq(name, found.version, found.alias_settings.at_seq)
+        self._delta_versions.set_at_seq(name, found.version, found.alias_settings.at_seq)
         self._set_store_version(name, one, found.version)
         needs_no_rollout = (
             self._is_being_rolled_out(name, found.version) or found.version == one.number
@@ -263,7 +263,7 @@ class RolloutCoordinator:
         else:
             one = self._names.setdefault(command.name, ServedName())
             one.failure = None
-            self._followed.set_at_seq(command.name, command.version, command.at_seq)
+            self._delta_versions.set_at_seq(command.name, command.version, command.at_seq)
             if one.store_version:  # the store names the version that is loaded
                 one.store_version = command.version
             if command.version == one.number:
@@ -321,10 +321,10 @@ class RolloutCoordinator:
         workers what has changed."""
         rollout, reports = self._rollout, self._participants().values()
         is_prepared = rollout is not None and reports and all(map(rollout.is_prepared, reports))
-        if rollout is not None and is_prepared and self._followed.request_switch():
+        if rollout is not None and is_prepared and self._delta_versions.request_switch():
             self._activate(rollout)
         if self._rollout is None:
-            self._followed.drop_next()
+            self._delta_versions.drop_next()
             self._begin_next()
         self._publish()
 
@@ -342,13 +342,13 @@ class RolloutCoordinator:
             candidate, one.candidate = one.candidate, None
             if candidate is None:
                 continue
-            if self._followed.is_held(name):
+            if self._delta_versions.is_held(name):
                 self._record_failure(name, candidate.number, HELD_REASON, is_final=False)
                 continue
             one.previous_failure, one.failure = one.failure, None
             version = replace(candidate, generation=next(self._generations))
             try:
-                version = self._followed.prepare(name, version)
+                version = self._delta_versions.prepare(name, version)
             except Exception as error:  # any error: the workers keep serving
                 reason = str(error) if isinstance(error, StoreError) else repr(error)
                 is_final = not isinstance(error, TRANSIENT)

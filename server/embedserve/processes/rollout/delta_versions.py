@@ -51,7 +51,7 @@ class DeltaVersions:
         if self._next is not None:
             yield self._next
 
-    def followed(self) -> dict[DeltaTarget, SharedDeltaState]:
+    def targets(self) -> dict[DeltaTarget, SharedDeltaState]:
         """Returns the versions that the applier is to follow."""
         found = {
             self._described(name, self._generations[name], model): model
@@ -63,9 +63,9 @@ class DeltaVersions:
         return found
 
     def take(self) -> dict[DeltaTarget, SharedDeltaState]:
-        """Returns ``followed``, and forgets it: in a forked process, so that its memory is given
+        """Returns ``targets``, and forgets it: in a forked process, so that its memory is given
         back once that process has no more use for it."""
-        found = self.followed()
+        found = self.targets()
         self.served.clear()
         self._next = None
         return found

@@ -46,15 +46,15 @@ class Server:
         self.training = Followed(store)
         settings = ServeSettings(str(store), deltas="follow", delta_memory=1 << 20)
         one = make_shared_state(settings, self.training.models.load("m"))
-        self.followed = DeltaVersions(settings, {"m": one})
+        self.delta_versions = DeltaVersions(settings, {"m": one})
         self.notifications = 0
-        self.followed.on_change = self._count_notification
+        self.delta_versions.on_change = self._count_notification
         self.now_s = 0.0
         self.target = Target(0, "", 0, TargetPhase.SERVE)
         self.may_listen: dict[int, bool] = {}
         self.adopted_versions: list[int] = []
         served = {"m": RolloutVersion.of(one.live.version)}
-        self.coordinator = RolloutCoordinator(served, self._adopt, self.followed)
+        self.coordinator = RolloutCoordinator(served, self._adopt, self.delta_versions)
         self.coordinator.send = self._send
         self.coordinator.on_worker_start(0, WorkerStatus({"m": NameStatus(1)}))
         self.training.push(1)
@@ -66,7 +66,7 @@ class Server:
         self.notifications += 1
 
     def _adopt(self, name: str, path: str | None) -> None:
-        version = self.followed.activate(name)
+        version = self.delta_versions.activate(name)
         assert version is not None
         assert str(version.path) == path
         self.adopted_versions.append(version.manifest.version)
@@ -87,7 +87,7 @@ class Server:
 
     @property
     def next(self) -> SharedDeltaState:
-        return [*self.followed.models()][-1]
+        return [*self.delta_versions.models()][-1]
 
     @property
     def failure(self) -> Failure | None:
@@ -138,20 +138,20 @@ def test_rollout_switches_once_the_version_has_its_deltas(server: Server) -> Non
     server.report_store(2)
     assert (server.target.version, server.target.phase) == (2, TargetPhase.PREPARE)
     assert server.target.memory == server.next.memory.path
-    assert [(one.is_next, one.is_switching) for one in server.followed.followed()] == [
+    assert [(one.is_next, one.is_switching) for one in server.delta_versions.targets()] == [
         (False, False),
         (True, False),
     ]
     server.report_prepared()
-    assert [one.is_switching for one in server.followed.followed()] == [False, True]
+    assert [one.is_switching for one in server.delta_versions.targets()] == [False, True]
     server.coordinator.advance_rollout()
     assert server.target.phase is TargetPhase.PREPARE
     notifications, two = server.notifications, server.next
     two.caught_up.set(True)
     server.coordinator.advance_rollout()
     assert (server.target.version, server.target.phase) == (2, TargetPhase.SERVE)
-    assert server.followed.served == {"m": two}
-    (following,) = server.followed.followed()
+    assert server.delta_versions.served == {"m": two}
+    (following,) = server.delta_versions.targets()
     assert (following.key, following.is_next) == (("m", 1), False)
     assert (server.adopted_versions, server.notifications) == ([2], notifications + 1)
 
@@ -197,12 +197,12 @@ def test_newly_found_version_replaces_the_version_being_prepared(server: Server)
     assert server.next.live.version.manifest.version == 3
     assert mapped_memories() == before + 1
     server.report_store(1)
-    assert len(server.followed.followed()) == 1
+    assert len(server.delta_versions.targets()) == 1
     assert mapped_memories() == before
 
 
 def test_held_model_keeps_its_version(server: Server) -> None:
-    hold = server.followed.served["m"].hold
+    hold = server.delta_versions.served["m"].hold
     hold.set(True)
     server.report_store(2)
     assert server.failure is not None
@@ -210,17 +210,17 @@ def test_held_model_keeps_its_version(server: Server) -> None:
     assert not server.failure.is_final
     hold.set(False)
     server.report_store(2)
-    assert len(server.followed.followed()) == 2
+    assert len(server.delta_versions.targets()) == 2
     hold.set(True)  # while it is prepared
     server.coordinator.advance_rollout()
     assert (server.target.version, "its deltas are held" in server.reason) == (1, True)
-    assert len(server.followed.followed()) == 1
+    assert len(server.delta_versions.targets()) == 1
 
 
 def test_hold_before_the_switch_prevents_the_switch(server: Server) -> None:
     server.report_store(2)
     server.next.caught_up.set(True)
-    server.followed.served["m"].hold.set(True)
+    server.delta_versions.served["m"].hold.set(True)
     server.report_prepared()
     assert (server.target.phase, server.adopted_versions) == (TargetPhase.PREPARE, [])
 
@@ -233,7 +233,7 @@ def stall(server: Server, reason: str) -> None:
 
 
 def test_version_with_damaged_delta_line_fails(server: Server) -> None:
-    server.followed.served["m"].live.commit(2, 9)
+    server.delta_versions.served["m"].live.commit(2, 9)
     server.report_store(2)
     stall(server, f"{NO_ACCESS}: the host does not respond")  # nothing is known to be wrong
     assert server.reason == ""
@@ -241,11 +241,11 @@ def test_version_with_damaged_delta_line_fails(server: Server) -> None:
     assert server.reason == "delta 4 is damaged"
     assert server.failure is not None
     assert server.failure.is_final
-    assert len(server.followed.followed()) == 1
+    assert len(server.delta_versions.targets()) == 1
 
 
 def test_stall_that_ends_within_its_limit_does_not_fail_the_version(server: Server) -> None:
-    server.followed.served["m"].live.commit(2, 9)
+    server.delta_versions.served["m"].live.commit(2, 9)
     server.report_store(2)
     for _ in range(2):
         server.next.status.stall("its files are on their way")
@@ -259,7 +259,7 @@ def test_stall_that_ends_within_its_limit_does_not_fail_the_version(server: Serv
 
 
 def test_version_stalled_at_the_served_delta_does_not_fail(server: Server) -> None:
-    server.followed.served["m"].live.commit(2, 1)
+    server.delta_versions.served["m"].live.commit(2, 1)
     server.report_store(2)  # it has the rows after delta 1
     stall(server, "delta 2 is damaged")
     assert (server.target.phase, server.failure) == (TargetPhase.PREPARE, None)
@@ -277,13 +277,13 @@ def test_version_without_memory_for_changed_rows_fails(
 
 def test_forked_process_drops_versions_that_it_does_not_use(server: Server) -> None:
     server.report_store(2)
-    assert [one.is_next for one in server.followed.take()] == [False, True]
-    assert (server.followed.served, [*server.followed.models()]) == ({}, [])
+    assert [one.is_next for one in server.delta_versions.take()] == [False, True]
+    assert (server.delta_versions.served, [*server.delta_versions.models()]) == ({}, [])
 
 
 def at_seqs(server: Server) -> dict[str, int | None]:
     """Returns the last delta that each followed version may have, by the number of its folder."""
-    return {Path(one.path).name: one.at_seq for one in server.followed.followed()}
+    return {Path(one.path).name: one.at_seq for one in server.delta_versions.targets()}
 
 
 def test_delta_limit_stays_until_the_next_version_serves(server: Server) -> None:
@@ -300,7 +300,9 @@ def test_delta_limit_stays_until_the_next_version_serves(server: Server) -> None
     server.next.caught_up.set(True)
     server.coordinator.advance_rollout()
     assert (server.adopted_versions, at_seqs(server)) == ([2], {"2": None})
-    server.followed.prepare("m", RolloutVersion(1, str(server.training.deltas.parents[1] / "1")))
+    server.delta_versions.prepare(
+        "m", RolloutVersion(1, str(server.training.deltas.parents[1] / "1"))
+    )
     assert at_seqs(server) == {"1": None, "2": None}  # it comes back without its former delta
 
 
@@ -318,15 +320,15 @@ def test_queued_version_keeps_its_delta_limit(server: Server) -> None:
 def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
     opened = replace(server.training.models.load("m", 1), at_seq=2)
     made = make_shared_state(ServeSettings("", deltas="follow", delta_memory=1 << 20), opened)
-    followed = DeltaVersions(ServeSettings(""), {"m": made})
-    assert [one.at_seq for one in followed.followed()] == [2]
-    followed.set_at_seq("m", 1, None)
-    assert [one.at_seq for one in followed.followed()] == [None]
-    followed.set_at_seq("m", 1, 4)
-    followed.remove("m")
-    followed.served["m"] = made
-    followed._generations["m"] = 1
-    assert [one.at_seq for one in followed.followed()] == [None]
+    started = DeltaVersions(ServeSettings(""), {"m": made})
+    assert [one.at_seq for one in started.targets()] == [2]
+    started.set_at_seq("m", 1, None)
+    assert [one.at_seq for one in started.targets()] == [None]
+    started.set_at_seq("m", 1, 4)
+    started.remove("m")
+    started.served["m"] = made
+    started._generations["m"] = 1
+    assert [one.at_seq for one in started.targets()] == [None]
 
 
 def test_admin_load_sets_the_delta_limit_of_its_version(server: Server) -> None:
@@ -340,9 +342,9 @@ def test_admin_load_sets_the_delta_limit_of_its_version(server: Server) -> None:
 
 def test_removed_name_is_no_longer_followed(server: Server) -> None:
     notifications = server.notifications
-    server.followed.remove("m")
-    server.followed.remove("films")
-    assert (server.followed.followed(), server.notifications) == ({}, notifications + 1)
+    server.delta_versions.remove("m")
+    server.delta_versions.remove("films")
+    assert (server.delta_versions.targets(), server.notifications) == ({}, notifications + 1)
 
 
 def test_version_without_deltas_gets_no_memory() -> None:
