@@ -36,7 +36,7 @@ from embedserve_store.transfer.stored_version import (
     StoredVersion,
     version_in_folder,
 )
-from embedserve_store.writing.version_lock import VersionLock, hold
+from embedserve_store.writing.version_lock import VersionLock, lock_shared
 
 
 class LocalStore:
@@ -178,7 +178,7 @@ def _listed(folder: Path, what: str) -> list[str]:
 
 
 def _load(path: Path, model: str, version: int, holding: Holding) -> ModelVersion:
-    held = hold(path)
+    lock = lock_shared(path)
     manifest = _read_manifest(path / "manifest.json", model, version)
     _check_files(path, manifest)
     plan_path = path / "plan.json"
@@ -187,14 +187,14 @@ def _load(path: Path, model: str, version: int, holding: Holding) -> ModelVersio
     if holding is not None:
         check_holding(plan, holding, str(path))
     if isinstance(holding, Part):
-        return _load_part(path, manifest, plan, holding, held)
+        return _load_part(path, manifest, plan, holding, lock)
     file = path / "tables.safetensors"
     if isinstance(holding, LocalTables):
         tables = _open_local(file, manifest, plan, holding)
     else:
         tables = TablesFile.open(file, manifest.tables)
     id_maps = _open_id_maps(path, manifest)
-    loaded = ModelVersion(path, manifest, plan, tables, id_maps, held, holding=holding)
+    loaded = ModelVersion(path, manifest, plan, tables, id_maps, lock, holding=holding)
     loaded.goldens()
     return loaded
 
@@ -211,7 +211,7 @@ def _open_local(path: Path, manifest: Manifest, plan: Plan, holding: LocalTables
 
 
 def _load_part(
-    path: Path, whole: Manifest, plan: Plan, part: Part, held: VersionLock | None
+    path: Path, whole: Manifest, plan: Plan, part: Part, lock: VersionLock | None
 ) -> ModelVersion:
     hosts = plan.hosts
     assert hosts is not None
@@ -234,7 +234,7 @@ def _load_part(
         part_plan(plan, manifest.tables),
         tables,
         {},
-        held,
+        lock,
         holding=part,
         published=whole,
     )

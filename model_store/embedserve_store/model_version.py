@@ -35,7 +35,7 @@ class ModelVersion:
     tables: TablesFile
     id_maps: Mapping[str, IdMap]
     """Id maps of the tables whose id rule is "map", by table name; mapped from ids.safetensors."""
-    hold: VersionLock | None = field(default=None, compare=False, repr=False)
+    lock: VersionLock | None = field(default=None, compare=False, repr=False)
     """Lock that prevents the removal of the version."""
     at_seq: int | None = None
     """Last delta whose rows may be served, where the version was opened by an alias that names one;

@@ -13,8 +13,8 @@ def prune(store: str, model: str, keep: int, is_trial: bool) -> None:
     Raises:
         StoreError: as embedserve_store.prune.
     """
-    held: list[int] = []
-    removed = prune_versions(store, model, keep, is_trial=is_trial, on_held=held.append)
+    in_use: list[int] = []
+    removed = prune_versions(store, model, keep, is_trial=is_trial, on_in_use=in_use.append)
     say(f"{model}: {'would remove' if is_trial else 'removed'} versions: {listed(removed)}")
-    if held:
-        say(f"{model}: in use, and kept: {listed(held)}")
+    if in_use:
+        say(f"{model}: in use, and kept: {listed(in_use)}")

@@ -22,7 +22,7 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.file_check import MANIFEST
-from embedserve_store.writing.version_lock import HeldError, exclusive_lock, remove_unheld
+from embedserve_store.writing.version_lock import VersionInUseError, exclusive_lock, remove_unused
 
 
 def remove_version(
@@ -92,7 +92,7 @@ def prune(
     keep: int,
     *,
     is_trial: bool = False,
-    on_held: Callable[[int], None] | None = None,
+    on_in_use: Callable[[int], None] | None = None,
     who: str | None = None,
 ) -> Sequence[int]:
     """Removes all but the last ``keep`` versions of ``model``.
@@ -103,7 +103,7 @@ def prune(
     Args:
         keep: number of newest versions to keep, 1 or more.
         is_trial: removes nothing, and only returns the versions that would be removed.
-        on_held: callback for each version that is kept only because it is open.
+        on_in_use: callback for each version that is kept only because it is open.
         who: author recorded in the history. Default: USER@HOST.
 
     Returns:
@@ -127,11 +127,11 @@ def prune(
                     _remove(store, model, number, partial(removed.append, number))
                     continue
                 if not models.is_remote:
-                    _check_unheld(Path(models.where) / model / str(number))
+                    _check_unused(Path(models.where) / model / str(number))
                 removed.append(number)
-            except HeldError:
-                if on_held:
-                    on_held(number)
+            except VersionInUseError:
+                if on_in_use:
+                    on_in_use(number)
     finally:
         if removed and not is_trial:
             record_event(store, "prune", model, removed, who=who)
@@ -142,12 +142,12 @@ def _remove_local(models: ModelStore, folder: Path, version: int) -> None:
     path = folder / str(version)
     try:
         # The check is repeated, because an alias may have been set after the first one.
-        remove_unheld(path, partial(_check_unnamed, models, folder.name, version))
+        remove_unused(path, partial(_check_unnamed, models, folder.name, version))
     except OSError as error:
         raise StoreError(f"{path}: cannot be removed: {error.strerror}") from error
 
 
-def _check_unheld(path: Path) -> None:
+def _check_unused(path: Path) -> None:
     try:
         with exclusive_lock(path):
             pass

@@ -31,7 +31,7 @@ from embedserve_store.transfer.stored_version import (
     StoredVersion,
     stored_version,
 )
-from embedserve_store.writing.version_lock import HeldError, remove_unheld
+from embedserve_store.writing.version_lock import VersionInUseError, remove_unused
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +165,8 @@ class RemoteStore:
         """
         folder = self._cached(model, number)
         try:
-            remove_unheld(folder)
-        except HeldError:
+            remove_unused(folder)
+        except VersionInUseError:
             logger.debug("%s: stays, it is in use", folder)
         except FileNotFoundError:
             logger.debug("%s: another process removed it", folder)

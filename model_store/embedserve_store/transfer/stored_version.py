@@ -26,7 +26,7 @@ from embedserve_store.transfer.file_check import (
     file_layouts,
 )
 from embedserve_store.writing.direct_file import DIRECT_BYTES_MIN
-from embedserve_store.writing.version_lock import VersionLock, hold
+from embedserve_store.writing.version_lock import VersionLock, lock_shared
 
 PLAN = "plan.json"
 SMALL_FILE_BYTES_MAX = 256 << 20
@@ -66,7 +66,7 @@ class StoredVersion:
     files: Mapping[str, int]
     """Size in bytes of each file of the version except the manifest, small files first."""
     blocks: Blocks = field(compare=False, repr=False)
-    hold: VersionLock | None = field(default=None, compare=False, repr=False)
+    lock: VersionLock | None = field(default=None, compare=False, repr=False)
     """Lock that prevents the removal of a version in a folder."""
     holding: Holding = None
     """Rows that are transferred; None for all. The others are left out of the copy."""
@@ -123,7 +123,7 @@ def stored_version(
     listed: Mapping[str, int],
     read_manifest: Callable[[], bytes],
     blocks: Blocks,
-    held: VersionLock | None = None,
+    lock: VersionLock | None = None,
     holding: Holding = None,
 ) -> StoredVersion:
     """Reads the manifest of a version and checks it against the files in the version's folder.
@@ -154,7 +154,7 @@ def stored_version(
                 f"{where}/{name}: {listed[name]} bytes, expected {layouts[name].nbytes}"
             )
     files = {name: listed[name] for name in layouts}
-    return StoredVersion(where, model, number, text, manifest, files, blocks, held)
+    return StoredVersion(where, model, number, text, manifest, files, blocks, lock)
 
 
 def _check_small(size: int, where: str) -> None:
@@ -168,7 +168,7 @@ def version_in_folder(folder: Path) -> StoredVersion:
     Raises:
         StoreError: the version does not exist or is damaged.
     """
-    held = hold(folder)
+    lock = lock_shared(folder)
     listed = {path.name: path.stat().st_size for path in folder.iterdir()}
     return stored_version(
         str(folder),
@@ -177,7 +177,7 @@ def version_in_folder(folder: Path) -> StoredVersion:
         listed,
         (folder / MANIFEST).read_bytes,
         lambda name, start, stop: file_blocks(folder / name, start, stop),
-        held,
+        lock,
     )
 
 

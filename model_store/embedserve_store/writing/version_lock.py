@@ -25,7 +25,7 @@ from embedserve_store.writing.staging import staging_folder, sync
 
 logger = logging.getLogger(__name__)
 
-HELD_FILE = "manifest.json"
+LOCKED_FILE = "manifest.json"
 
 
 class VersionLock:
@@ -42,29 +42,29 @@ class VersionLock:
         os.close(self._descriptor)
 
 
-class HeldError(StoreError):
+class VersionInUseError(StoreError):
     """A version is in use."""
 
 
-def hold(folder: Path) -> VersionLock:
+def lock_shared(folder: Path) -> VersionLock:
     """Takes the lock that keeps the version in ``folder`` from being removed.
 
     Raises:
         UnreachableError: the version cannot be read now.
         StoreError: the version does not exist, or is being removed.
     """
-    path = folder / HELD_FILE
+    path = folder / LOCKED_FILE
     try:
         stat_regular(path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        held = VersionLock(descriptor)
+        lock = VersionLock(descriptor)
         if not _lock(descriptor, fcntl.LOCK_SH):
             raise StoreError(f"{folder}: is being removed")
         if not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise StoreError(f"{folder}: was removed meanwhile")
     except OSError as error:
         raise unreadable(path, "cannot be read", error, StoreError) from error
-    return held
+    return lock
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     """Holds an exclusive lock on the version in ``folder``, so that no process uses or opens it.
 
     Raises:
-        HeldError: another process holds the version.
+        VersionInUseError: another process uses the version.
         StoreError: the file system wants the manifest to be writable, and it cannot be opened so.
         OSError: the manifest cannot be opened.
     """
-    path = folder / HELD_FILE
+    path = folder / LOCKED_FILE
     with ExitStack() as opened:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -91,7 +91,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
             opened.callback(os.close, descriptor)
             is_locked = _lock(descriptor, fcntl.LOCK_EX)
         if not is_locked:
-            raise HeldError(f"{folder}: is in use: a server or another process has it open")
+            raise VersionInUseError(f"{folder}: is in use: a server or another process has it open")
         yield
 
 
@@ -118,7 +118,7 @@ def _open_writable(path: Path) -> int:
         ) from error
 
 
-def remove_unheld(folder: Path, check: Callable[[], None] | None = None) -> None:
+def remove_unused(folder: Path, check: Callable[[], None] | None = None) -> None:
     """Removes the version in ``folder`` in one step: moves it aside, then deletes its files.
 
     If the deletion is interrupted, the next publisher or removal deletes the rest.
@@ -128,7 +128,7 @@ def remove_unheld(folder: Path, check: Callable[[], None] | None = None) -> None
             back.
 
     Raises:
-        HeldError: another process holds the version.
+        VersionInUseError: another process uses the version.
         OSError: the version cannot be removed.
     """
     with exclusive_lock(folder), staging_folder(folder.parent) as aside:

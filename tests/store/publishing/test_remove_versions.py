@@ -88,10 +88,10 @@ def test_version_in_use_is_not_removed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="m/1: is in use: a server or another process"):
         remove_version(tmp_path, "m", 1)
     assert everything_under(tmp_path) == before
-    held: list[int] = []
-    assert prune(tmp_path, "m", 1, is_trial=True, on_held=held.append) == [2]
-    assert prune(tmp_path, "m", 1, on_held=held.append) == [2]
-    assert held == [1, 1]
+    in_use: list[int] = []
+    assert prune(tmp_path, "m", 1, is_trial=True, on_in_use=in_use.append) == [2]
+    assert prune(tmp_path, "m", 1, on_in_use=in_use.append) == [2]
+    assert in_use == [1, 1]
     assert remaining_versions(str(tmp_path)) == [1, 3]
     assert np.array_equal(opened.tables.rows("t").view("<f4"), np.ones((10, 4), np.float32))
     opened.tables.check_unchanged()

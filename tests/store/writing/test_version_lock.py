@@ -18,8 +18,13 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.local_store import LocalStore
 from embedserve_store.memory.resident_tables import make_resident
 from embedserve_store.publishing.publish import publish
-from embedserve_store.writing import version_lock as holds
-from embedserve_store.writing.version_lock import HeldError, exclusive_lock, hold, remove_unheld
+from embedserve_store.writing import version_lock
+from embedserve_store.writing.version_lock import (
+    VersionInUseError,
+    exclusive_lock,
+    lock_shared,
+    remove_unused,
+)
 
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 
@@ -30,27 +35,27 @@ def folder(tmp_path: Path) -> Path:
     return publish({"embedding_bags.t.weight": rows}, tmp_path, model="m", tables=TABLES).path
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     try:
         with exclusive_lock(folder):
             return False
-    except HeldError:
+    except VersionInUseError:
         return True
 
 
 def test_loaded_version_is_locked_until_released(folder: Path) -> None:
     store = LocalStore(folder.parent.parent)
     first, second = store.load("m"), store.load("m")
-    assert is_held(folder)
+    assert is_locked(folder)
     del first
-    assert is_held(folder)
+    assert is_locked(folder)
     resident = make_resident(second)
     del second
-    assert is_held(folder)
+    assert is_locked(folder)
     del resident
-    assert not is_held(folder)
+    assert not is_locked(folder)
     store.manifest("m")
-    assert not is_held(folder)
+    assert not is_locked(folder)
 
 
 def test_reloading_a_version_leaks_no_descriptors(folder: Path, tmp_path: Path) -> None:
@@ -74,13 +79,13 @@ def test_forked_process_keeps_the_version_locked(folder: Path) -> None:
         os._exit(0)
     os.close(reading)
     try:
-        assert version.hold is not None
+        assert version.lock is not None
         del version
-        assert is_held(folder)
+        assert is_locked(folder)
     finally:
         os.close(writing)
         os.waitpid(child, 0)
-    assert not is_held(folder)
+    assert not is_locked(folder)
 
 
 def test_release_in_a_forked_child_keeps_the_parents_lock(folder: Path) -> None:
@@ -90,7 +95,7 @@ def test_release_in_a_forked_child_keeps_the_parents_lock(folder: Path) -> None:
         del version
         os._exit(0)
     os.waitpid(child, 0)
-    assert is_held(folder)
+    assert is_locked(folder)
     assert version.manifest.version == 1
 
 
@@ -99,9 +104,9 @@ def test_version_being_removed_cannot_be_opened(folder: Path) -> None:
     with exclusive_lock(folder), pytest.raises(StoreError, match="m/1: is being removed"):
         store.load("m")
     assert store.load("m").manifest.version == 1
-    remove_unheld(folder)
+    remove_unused(folder)
     with pytest.raises(StoreError, match=r"m/1/manifest\.json: cannot be read: No such file"):
-        hold(folder)
+        lock_shared(folder)
 
 
 def test_version_removed_while_opening_is_not_locked(
@@ -119,7 +124,7 @@ def test_version_removed_while_opening_is_not_locked(
 
     monkeypatch.setattr(fcntl, "flock", flock_after_removal)
     with pytest.raises(StoreError, match="m/1: was removed meanwhile"):
-        hold(folder)
+        lock_shared(folder)
 
 
 def test_file_system_without_locks_is_logged_once(
@@ -129,9 +134,9 @@ def test_file_system_without_locks_is_logged_once(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", reject)
-    holds._say_no_locks.cache_clear()
+    version_lock._say_no_locks.cache_clear()
     versions = [LocalStore(folder.parent.parent).load("m") for _ in range(3)]
-    remove_unheld(folder)
+    remove_unused(folder)
     assert len(versions) == 3
     assert not folder.exists()
     logged = [one.getMessage() for one in caplog.records if "has no locks" in one.getMessage()]
@@ -174,15 +179,15 @@ def test_version_in_use_on_nfs_is_not_removed(
     manifest.chmod(0o444)
     reject_writable_open(monkeypatch)
     version = LocalStore(folder.parent.parent).load("m")
-    assert is_held(folder)
-    with pytest.raises(HeldError, match="m/1: is in use: a server or another process"):
-        remove_unheld(folder)
+    assert is_locked(folder)
+    with pytest.raises(VersionInUseError, match="m/1: is in use: a server or another process"):
+        remove_unused(folder)
     assert stat.S_IMODE(manifest.stat().st_mode) == 0o444
     del version
     before = open_below(folder)
-    assert not is_held(folder)
+    assert not is_locked(folder)
     assert open_below(folder) == before
-    remove_unheld(folder)
+    remove_unused(folder)
     assert not folder.exists()
 
 
@@ -201,7 +206,7 @@ def test_version_owned_by_another_user_on_nfs_is_not_removed(
         r"m/1: is kept, because nobody can tell .* write manifest\.json can lock it: Operation"
     )
     with pytest.raises(StoreError, match=message):
-        remove_unheld(folder)
+        remove_unused(folder)
     assert LocalStore(folder.parent.parent).load("m").manifest.version == 1
 
 
@@ -209,5 +214,5 @@ def test_manifest_that_is_a_pipe_is_rejected_without_blocking(folder: Path) -> N
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
     with pytest.raises(StoreError, match="is no regular file"):
-        hold(folder)
-    assert not is_held(folder)
+        lock_shared(folder)
+    assert not is_locked(folder)
