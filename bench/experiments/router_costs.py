@@ -147,7 +147,7 @@ def own_work(settings: ServeSettings, count: int, batches: Batches) -> tuple[flo
     """Returns the median CPU microseconds of this thread, and the mean bytes of the parts' values,
     for a batch."""
     shards = Shards(settings)
-    version = ModelStore(settings.store, holds=LocalTables(settings.local_bytes)).load("m")
+    version = ModelStore(settings.store, selection=LocalTables(settings.local_bytes)).load("m")
     engine = shards.open_all({"m": version}, is_shown=False)["m"]
     return uvloop.run(_own_work(shards, engine, count, batches))
 

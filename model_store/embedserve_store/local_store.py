@@ -27,7 +27,7 @@ from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.ids.id_map import IdMap, IdMaps
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.parts.local_tables import local_tables
-from embedserve_store.parts.part import Holding, LocalTables, Part, check_holding
+from embedserve_store.parts.part import LocalTables, Part, RowSelection, check_selection
 from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.part_plan import part_plan
 from embedserve_store.plans.plan import Plan
@@ -43,12 +43,12 @@ class LocalStore:
     """Folder of published models: STORE/MODEL/VERSION/.
 
     Args:
-        holding: rows of the versions that ``load`` opens.
+        selection: rows of the versions that ``load`` opens.
     """
 
-    def __init__(self, path: str | os.PathLike[str], holding: Holding = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], selection: RowSelection = None) -> None:
         self.path = Path(path)
-        self._holding = holding
+        self._selection = selection
 
     def models(self) -> list[str]:
         """Returns the sorted names of the models that have a version.
@@ -86,7 +86,7 @@ class LocalStore:
                 that the store was opened with. Rows are not read: see verification.py.
         """
         chosen = self._find(model, version)
-        return _load(self.path / model / str(chosen), model, chosen, self._holding)
+        return _load(self.path / model / str(chosen), model, chosen, self._selection)
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
         """Reads the manifest of a version, by default the highest; raises StoreError."""
@@ -177,32 +177,32 @@ def _listed(folder: Path, what: str) -> list[str]:
         raise unreadable(folder, f"the {what} cannot be read", error, StoreError) from error
 
 
-def _load(path: Path, model: str, version: int, holding: Holding) -> ModelVersion:
+def _load(path: Path, model: str, version: int, selection: RowSelection) -> ModelVersion:
     lock = lock_shared(path)
     manifest = _read_manifest(path / "manifest.json", model, version)
     _check_files(path, manifest)
     plan_path = path / "plan.json"
     plan = Plan.from_json(parse_json(_read(plan_path), str(plan_path)), str(plan_path))
     plan.check(manifest.tables, str(plan_path))
-    if holding is not None:
-        check_holding(plan, holding, str(path))
-    if isinstance(holding, Part):
-        return _load_part(path, manifest, plan, holding, lock)
+    if selection is not None:
+        check_selection(plan, selection, str(path))
+    if isinstance(selection, Part):
+        return _load_part(path, manifest, plan, selection, lock)
     file = path / "tables.safetensors"
-    if isinstance(holding, LocalTables):
-        tables = _open_local(file, manifest, plan, holding)
+    if isinstance(selection, LocalTables):
+        tables = _open_local(file, manifest, plan, selection)
     else:
         tables = TablesFile.open(file, manifest.tables)
     id_maps = _open_id_maps(path, manifest)
-    loaded = ModelVersion(path, manifest, plan, tables, id_maps, lock, holding=holding)
+    loaded = ModelVersion(path, manifest, plan, tables, id_maps, lock, selection=selection)
     loaded.goldens()
     return loaded
 
 
-def _open_local(path: Path, manifest: Manifest, plan: Plan, holding: LocalTables) -> TablesFile:
+def _open_local(path: Path, manifest: Manifest, plan: Plan, selection: LocalTables) -> TablesFile:
     """Maps the tables that a router holds. Opens no file if there are none."""
     assert plan.hosts is not None
-    local = local_tables(manifest.tables, plan.hosts, holding.bytes_max)
+    local = local_tables(manifest.tables, plan.hosts, selection.bytes_max)
     if not local:
         return TablesFile.without_rows(path)
     return TablesFile.open_ranges(
@@ -235,7 +235,7 @@ def _load_part(
         tables,
         {},
         lock,
-        holding=part,
+        selection=part,
         published=whole,
     )
 

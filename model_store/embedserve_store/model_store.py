@@ -18,7 +18,7 @@ from embedserve_store.format.table_spec import check_model_name
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.parts.part import Holding
+from embedserve_store.parts.part import RowSelection
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
 from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.transfer.receive import TransferProgress
@@ -42,14 +42,14 @@ class ModelStore:
         where: str | os.PathLike[str],
         cache: str | os.PathLike[str] | None = None,
         progress: TransferProgress | None = None,
-        holds: Holding = None,
+        selection: RowSelection = None,
     ) -> None:
         """
         Args:
             cache: folder for the versions of remote stores. Default: ``default_cache``.
             progress: callback that reports the progress of pulls.
-            holds: rows of the versions that ``load`` opens: a Part, LocalTables, or NO_ROWS. From a
-                remote store only these rows are pulled. Default: all rows.
+            selection: rows of the versions that ``load`` opens: a Part, LocalTables, or NO_ROWS.
+                From a remote store only these rows are pulled. Default: all rows.
 
         Raises:
             StoreError: a package that this kind of URL needs is not installed.
@@ -59,10 +59,10 @@ class ModelStore:
         self._store: LocalStore | RemoteStore
         if self.is_remote:
             self._store = RemoteStore(
-                self.where, Path(cache) if cache else default_cache(), progress, holds
+                self.where, Path(cache) if cache else default_cache(), progress, selection
             )
         else:
-            self._store = LocalStore(self.where, holds)
+            self._store = LocalStore(self.where, selection)
 
     def models(self) -> list[str]:
         """Returns the sorted names of the models that have a version.

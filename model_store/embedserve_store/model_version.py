@@ -17,7 +17,7 @@ from embedserve_store.goldens.goldens_file import Goldens, load_goldens
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.parts.local_tables import with_local_part
-from embedserve_store.parts.part import Holding, Part
+from embedserve_store.parts.part import Part, RowSelection
 from embedserve_store.parts.part_goldens import part_goldens
 from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.part_plan import part_plan
@@ -40,7 +40,7 @@ class ModelVersion:
     at_seq: int | None = None
     """Last delta whose rows may be served, where the version was opened by an alias that names one;
     else None."""
-    holding: Holding = None
+    selection: RowSelection = None
     """Rows that were opened: a part, a router's tables, or all (None). ``manifest``, ``plan`` and
     ``tables`` are those of the part. In a router only ``tables`` has fewer tables."""
     published: Manifest | None = None
@@ -49,7 +49,7 @@ class ModelVersion:
     @property
     def part(self) -> Part | None:
         """Returns the part of the version that was opened; None for all of it, or a router's."""
-        return self.holding if isinstance(self.holding, Part) else None
+        return self.selection if isinstance(self.selection, Part) else None
 
     @property
     def whole(self) -> Manifest:

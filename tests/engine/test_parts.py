@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(store: Path, model: str, number: int) -> ModelVersion:
-    return ModelStore(store, holds=Part(number, PARTS)).load(model)
+    return ModelStore(store, selection=Part(number, PARTS)).load(model)
 
 
 @pytest.mark.parametrize("number", range(PARTS))

@@ -53,7 +53,7 @@ class LocalShards:
         self.dtypes: list[str] = []
         self.traced: dict[int, CallTrace | None] = {}
         self.versions: list[ModelVersion] = [
-            ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
+            ModelStore(store, selection=Part(part, parts)).load(model) for part in range(parts)
         ]
 
     def call_part(
@@ -152,7 +152,7 @@ def routed(
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        version = ModelStore(store, holds=local).load(model)
+        version = ModelStore(store, selection=local).load(model)
         parts = LocalParts(inline_bytes_max)
         parts._programs = programs
         yield RouterEngine(

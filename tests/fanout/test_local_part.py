@@ -188,7 +188,7 @@ def test_later_version_with_same_layout_reuses_compiled_programs(tmp_path: Path)
     parts, engines = LocalParts(0), []
     for seed in (5, 6):
         publish_small(tmp_path, seed=seed)
-        local = parts.open(ModelStore(tmp_path, holds=UNLIMITED).load("m"))
+        local = parts.open(ModelStore(tmp_path, selection=UNLIMITED).load("m"))
         assert local is not None
         engines.append(local._engine)
     first, second = ([one.program for one in engine.compiled] for engine in engines)
@@ -209,7 +209,7 @@ def test_later_version_with_other_table_offsets_matches_its_goldens(
     parts, offsets = LocalParts(0), []
     for movies in (9001, 9216):
         publish_small(tmp_path, is_pooled=is_pooled, movies=movies, layout_changed=True)
-        version = ModelStore(tmp_path, holds=UNLIMITED).load("m")
+        version = ModelStore(tmp_path, selection=UNLIMITED).load("m")
         local = parts.open(version)
         assert local is not None
         assert local._engine.lookup_kind == SCRIPTED

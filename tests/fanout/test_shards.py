@@ -95,7 +95,7 @@ def version(tmp_path: Path) -> ModelVersion:
     spec = [TableSpec("user", 8, 4, ("user",), "sum", "float32")]
     weights = {"embedding_bags.user.weight": torch.zeros(8, 4)}
     publish(weights, tmp_path / "store", model="m", tables=spec, hosts=PARTS)
-    return ModelStore(tmp_path / "store", holds=NO_ROWS).load("m")
+    return ModelStore(tmp_path / "store", selection=NO_ROWS).load("m")
 
 
 @pytest.fixture

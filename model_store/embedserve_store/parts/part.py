@@ -58,12 +58,12 @@ class LocalTables:
 
 
 NO_ROWS = LocalTables(0)
-Holding = Part | LocalTables | None
+RowSelection = Part | LocalTables | None
 """Selection of the rows that a process holds; None for all rows."""
 
 
-def check_holding(plan: Plan, holding: Part | LocalTables, where: str) -> None:
-    """Raises NoSuchPartError unless a version with ``plan`` has the parts that ``holding``
+def check_selection(plan: Plan, selection: Part | LocalTables, where: str) -> None:
+    """Raises NoSuchPartError unless a version with ``plan`` has the parts that ``selection``
     selects from.
 
     Args:
@@ -73,7 +73,7 @@ def check_holding(plan: Plan, holding: Part | LocalTables, where: str) -> None:
         raise NoSuchPartError(
             f"{where}: was published without --hosts, so it has no parts: publish it with --hosts"
         )
-    if isinstance(holding, Part) and holding.count != plan.hosts.parts:
+    if isinstance(selection, Part) and selection.count != plan.hosts.parts:
         raise NoSuchPartError(
-            f"{where}: part {holding} was requested, but the version has {plan.hosts.parts} parts"
+            f"{where}: part {selection} was requested, but the version has {plan.hosts.parts} parts"
         )

@@ -97,7 +97,7 @@ def place(
     staged = staging / version.path
     staged.mkdir(parents=True, exist_ok=True)
     receive(version, staged, progress)
-    LocalStore(staging, version.holding).load(version.model, version.number)
+    LocalStore(staging, version.selection).load(version.model, version.number)
     return reveal(staged, folder)
 
 

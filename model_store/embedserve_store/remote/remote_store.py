@@ -20,11 +20,11 @@ from embedserve_store.format.table_spec import NAME_PATTERN, check_model_name
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.parts.part import Holding
+from embedserve_store.parts.part import RowSelection
 from embedserve_store.remote.pull import pull
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.file_check import MANIFEST
-from embedserve_store.transfer.part_transfer import held_version
+from embedserve_store.transfer.part_transfer import select_rows
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.transfer.stored_version import (
     SMALL_FILE_BYTES_MAX,
@@ -67,7 +67,7 @@ class RemoteStore:
     cache.
 
     Args:
-        holding: rows of the versions that ``load`` pulls and opens.
+        selection: rows of the versions that ``load`` pulls and opens.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class RemoteStore:
         url: str,
         cache: str | os.PathLike[str],
         progress: TransferProgress | None = None,
-        holding: Holding = None,
+        selection: RowSelection = None,
     ) -> None:
         self._remote = RemoteFolder(url)
         self._progress = progress
-        self._holding = holding
+        self._selection = selection
         name = _folder_name(self._remote.url)
-        if holding is not None:
-            name += holding.cache_suffix
-        self._local = LocalStore(Path(cache) / name, holding)
+        if selection is not None:
+            name += selection.cache_suffix
+        self._local = LocalStore(Path(cache) / name, selection)
 
     def models(self) -> list[str]:
         """Returns the names of the models that have a version, as LocalStore does.
@@ -139,8 +139,8 @@ class RemoteStore:
         """Pulls the version if needed and opens it. Retries if another process removes it."""
         for _ in range(PULL_ATTEMPTS):
             if not folder.is_dir():
-                if self._holding is not None and wanted.holding is None:
-                    wanted = held_version(wanted, self._holding)
+                if self._selection is not None and wanted.selection is None:
+                    wanted = select_rows(wanted, self._selection)
                 listed = self._remote.listing_checksum(wanted.path)
                 pull(wanted, folder, listed, self._progress)
             try:
@@ -204,7 +204,7 @@ class RemoteStore:
             listed,
             lambda: remote.read(f"{model}/{number}/{MANIFEST}", SMALL_FILE_BYTES_MAX),
             lambda name, start, stop: remote.blocks(f"{model}/{number}/{name}", start, stop),
-            holding=self._holding,
+            selection=self._selection,
         )
 
     def files_beside(self, model: str, what: str) -> list[str]:

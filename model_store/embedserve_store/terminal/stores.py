@@ -7,29 +7,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from embedserve_store import ModelStore, ModelVersion
-from embedserve_store.parts.part import Holding
+from embedserve_store.parts.part import RowSelection
 from embedserve_store.terminal.console import transfer_progress
 
 
 def load_version(
-    store: str, cache: Path | None, model: str, version: str | None, holds: Holding = None
+    store: str, cache: Path | None, model: str, version: str | None, selection: RowSelection = None
 ) -> ModelVersion:
     """Returns one version of a model. From a remote store it is first pulled into ``cache``.
 
     Args:
-        holds: part of the version that is loaded, by default all.
+        selection: part of the version that is loaded, by default all.
 
     Raises:
         StoreError: there is no such version, it does not have the part, it is damaged, or the store
             cannot be read.
     """
-    with opened(store, cache, holds) as models:
+    with opened(store, cache, selection) as models:
         return models.load(model, version)
 
 
 @contextlib.contextmanager
-def opened(store: str, cache: Path | None, holds: Holding = None) -> Iterator[ModelStore]:
-    """Yields the store. Within the block, loading shows the progress of downloads. ``holds`` is the
-    part of versions that is loaded, by default all."""
+def opened(store: str, cache: Path | None, selection: RowSelection = None) -> Iterator[ModelStore]:
+    """Yields the store. Within the block, loading shows the progress of downloads. ``selection``
+    is the part of versions that is loaded, by default all."""
     with transfer_progress() as progress:
-        yield ModelStore(store, cache, progress, holds)
+        yield ModelStore(store, cache, progress, selection)

@@ -11,15 +11,15 @@ from itertools import pairwise
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.tables_file import file_order, header_bytes
 from embedserve_store.parts.local_tables import local_tables, with_local_part
-from embedserve_store.parts.part import LocalTables, Part, check_holding
+from embedserve_store.parts.part import LocalTables, Part, check_selection
 from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.transfer.file_check import IDS, TABLES, FileLayout
 from embedserve_store.transfer.stored_version import FileRange, StoredVersion
 
 
-def held_version(version: StoredVersion, holding: Part | LocalTables) -> StoredVersion:
-    """Returns ``version`` with only the files and ranges that ``holding`` selects.
+def select_rows(version: StoredVersion, selection: Part | LocalTables) -> StoredVersion:
+    """Returns ``version`` with only the files and ranges that ``selection`` has.
 
     Reads the plan from the store of the version.
 
@@ -28,17 +28,17 @@ def held_version(version: StoredVersion, holding: Part | LocalTables) -> StoredV
         UnreachableError: the store stopped responding.
     """
     plan = version.plan()
-    check_holding(plan, holding, version.where)
+    check_selection(plan, selection, version.where)
     manifest, hosts = version.manifest, plan.hosts
     assert hosts is not None
-    if isinstance(holding, Part):
-        left_out, ranges = {TABLES, IDS}, part_ranges(manifest, hosts, holding.number)
+    if isinstance(selection, Part):
+        left_out, ranges = {TABLES, IDS}, part_ranges(manifest, hosts, selection.number)
     else:
-        local = [one.name for one in local_tables(manifest.tables, hosts, holding.bytes_max)]
+        local = [one.name for one in local_tables(manifest.tables, hosts, selection.bytes_max)]
         left_out = {TABLES}
         ranges = part_ranges(manifest, with_local_part(hosts, local), hosts.parts)
     files = {name: size for name, size in version.files.items() if name not in left_out}
-    return replace(version, files=files, holding=holding, ranges=ranges)
+    return replace(version, files=files, selection=selection, ranges=ranges)
 
 
 def part_ranges(manifest: Manifest, hosts: HostPlan, number: int) -> tuple[FileRange, ...]:
@@ -46,8 +46,8 @@ def part_ranges(manifest: Manifest, hosts: HostPlan, number: int) -> tuple[FileR
 
     Tables whose rows follow each other in the file are in one range.
     """
-    held = part_manifest(manifest, hosts, number).tables
-    checksums = {table.name: table.sha256 for table in held}
+    tables = part_manifest(manifest, hosts, number).tables
+    checksums = {table.name: table.sha256 for table in tables}
     spans: list[tuple[int, int, str]] = []
     start = len(header_bytes(manifest.tables))
     for table in file_order(manifest.tables):

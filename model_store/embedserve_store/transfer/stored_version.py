@@ -15,7 +15,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
 from embedserve_store.format.manifest_checksum import check_sha256
-from embedserve_store.parts.part import NO_ROWS, Holding
+from embedserve_store.parts.part import NO_ROWS, RowSelection
 from embedserve_store.plans.plan import Plan
 from embedserve_store.transfer.file_check import (
     IDS,
@@ -68,7 +68,7 @@ class StoredVersion:
     blocks: Blocks = field(compare=False, repr=False)
     lock: VersionLock | None = field(default=None, compare=False, repr=False)
     """Lock that prevents the removal of a version in a folder."""
-    holding: Holding = None
+    selection: RowSelection = None
     """Rows that are transferred; None for all. The others are left out of the copy."""
     ranges: tuple[FileRange, ...] = ()
     """Ranges of tables.safetensors of a part, which is not among ``files`` then."""
@@ -124,13 +124,13 @@ def stored_version(
     read_manifest: Callable[[], bytes],
     blocks: Blocks,
     lock: VersionLock | None = None,
-    holding: Holding = None,
+    selection: RowSelection = None,
 ) -> StoredVersion:
     """Reads the manifest of a version and checks it against the files in the version's folder.
 
     Args:
         listed: size in bytes of each file in the folder, by name.
-        holding: rows that will be transferred. Without rows, the file of rows need not exist.
+        selection: rows that will be transferred. Without rows, the file of rows need not exist.
 
     Raises:
         StoreError: the manifest is damaged or of another version, or a file is missing or has the
@@ -141,7 +141,7 @@ def stored_version(
     manifest = parse_manifest(text, f"{where}/{MANIFEST}")
     manifest.check_place(model, number, f"{where}/{MANIFEST}")
     layouts = file_layouts(manifest)
-    if holding == NO_ROWS:
+    if selection == NO_ROWS:
         del layouts[TABLES]
     for name in layouts:
         if name not in listed:

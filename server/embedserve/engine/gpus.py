@@ -125,19 +125,19 @@ def resolve_devices(devices: str, stored_world_size: int, gpus: Gpus) -> tuple[s
     return "cuda", gpus.count
 
 
-def check_room(held: Mapping[str, Sequence[int]], gpus: Gpus, layout: str) -> None:
+def check_room(table_bytes: Mapping[str, Sequence[int]], gpus: Gpus, layout: str) -> None:
     """Raises StoreError if tables do not fit into the free memory of the GPUs.
 
     Args:
-        held: bytes of tables on each GPU, for each version to be placed there.
+        table_bytes: bytes of tables on each GPU, for each version to be placed there.
         layout: one of LAYOUTS.
     """
     smaller = SMALLER[layout if gpus.count > 1 else SHARDS]  # one GPU cannot divide tables
     for gpu, free_bytes in enumerate(gpus.free_bytes):
-        nbytes = sum(one[gpu] for one in held.values())
+        nbytes = sum(one[gpu] for one in table_bytes.values())
         if nbytes + WORK_BYTES > free_bytes:
             raise StoreError(
-                f"{', '.join(held)}: {nbytes:,} bytes of tables do not fit on GPU {gpu}, which has "
-                f"{free_bytes:,} free, {WORK_BYTES:,} of them for batches: {smaller}, or serve "
-                "them on the CPU"
+                f"{', '.join(table_bytes)}: {nbytes:,} bytes of tables do not fit on GPU {gpu}, "
+                f"which has {free_bytes:,} free, {WORK_BYTES:,} of them for batches: {smaller}, or "
+                "serve them on the CPU"
             )

@@ -111,12 +111,12 @@ def _check_layout(
     versions: Mapping[str, ModelVersion], gpus: Gpus, layout: str, strict_plan: bool
 ) -> None:
     """Raises StoreError if ``gpus`` cannot hold all of ``versions`` side by side in ``layout``."""
-    held = {}
+    table_bytes = {}
     for name, version in versions.items():
         plan = _plan_on_gpus(version, gpus, layout, strict_plan)
         of_one = plan.served_bytes_per_rank(version.manifest.tables, "cuda")
-        held[name] = of_one * (gpus.count // plan.world_size)
-    check_room(held, gpus, layout)
+        table_bytes[name] = of_one * (gpus.count // plan.world_size)
+    check_room(table_bytes, gpus, layout)
 
 
 def restore(

@@ -137,8 +137,8 @@ class CounterRoom(NamedTuple):
     ) -> CounterRoom:
         """Returns the room of a server that starts with ``versions``."""
         parts = parts_most(one.plan for one in versions) if settings.shards else 0
-        held = settings.versions_held if settings.part else 1  # of a model, each by its own name
-        names = max(len(versions), held * len({one.manifest.model for one in versions}))
+        each = settings.versions_held if settings.part else 1  # of a model, each by its own name
+        names = max(len(versions), each * len({one.manifest.model for one in versions}))
         return cls(names, columns_most(one.manifest for one in versions), parts)
 
 

@@ -186,7 +186,7 @@ def server_memory(
     else:
         # one version is loaded at a time, beside those of all names
         versions = settings.versions_held if settings.part else names + 1
-    held = int(share * rows.mapped) + settings.workers * rows.copied
+    rows_bytes = int(share * rows.mapped) + settings.workers * rows.copied
     clients = memory_bytes_max(
         settings.limits,
         bool(settings.tls_cert),
@@ -197,7 +197,7 @@ def server_memory(
     )
     return ServerMemory(
         versions=versions,
-        rows=versions * held,
+        rows=versions * rows_bytes,
         processes=settings.workers * PROCESS_BYTES,
         work=WORK_BYTES,
         clients=settings.workers * clients,

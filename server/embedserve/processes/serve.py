@@ -42,9 +42,9 @@ from embedserve.config_checks import check_settings, uds_mode
 from embedserve.deltas.delta_target import make_shared_state
 from embedserve.metrics.metrics import CounterRoom, cells_per_worker
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes.holding import holding_of, open_folder
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.model_loading import make_resident_and_verify
+from embedserve.processes.open_store import open_folder, row_selection
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.served_name import RolloutVersion
@@ -257,7 +257,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         # VersionManager changes that.
         versions = make_resident_and_verify(settings, opened, delta_versions.served)
         del opened
-        holding = holding_of(settings)
+        selection = row_selection(settings)
         room = CounterRoom.of(versions.values(), settings)
         slots = SharedCounters(settings.workers, cells_per_worker(*room))
 
@@ -274,7 +274,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
                 versions.pop(name, None)
                 delta_versions.remove(name)
             else:
-                versions[name] = delta_versions.activate(name) or open_folder(path, holding)
+                versions[name] = delta_versions.activate(name) or open_folder(path, selection)
 
         def on_stop() -> None:
             notify("STOPPING=1")

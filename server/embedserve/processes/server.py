@@ -35,13 +35,13 @@ from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
-from embedserve.processes.holding import holding_of, open_folder
 from embedserve.processes.next_version import (
     attach_rows_reader,
     model_info,
     restorer,
     router_restorer,
 )
+from embedserve.processes.open_store import open_folder, row_selection
 from embedserve.processes.rollout.messages import Target
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.startup.ports import Ports
@@ -157,7 +157,7 @@ def build_version_manager(
     def make_batcher(engine: LookupEngine, info: ModelInfo) -> Batcher:
         return _batcher(engine, info, settings, pipeline.metrics, executor)
 
-    holding = holding_of(settings)
+    selection = row_selection(settings)
 
     def serving() -> Iterable[LookupEngine]:
         return version_manager.engines.values()
@@ -169,7 +169,7 @@ def build_version_manager(
     )
 
     def open_version(name: str, target: Target) -> ModelVersion:
-        return open_folder(target.path, holding)
+        return open_folder(target.path, selection)
 
     of_shards = () if shards is None else (shards.expect, shards.start)
     version_manager: VersionManager = VersionManager(

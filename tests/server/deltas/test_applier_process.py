@@ -18,7 +18,7 @@ from embedserve.deltas import applier_process
 from embedserve.deltas.applier_process import NICENESS, BeatingStore, Heartbeat, run_applier
 from embedserve.deltas.delta_target import DeltaTarget
 from embedserve.deltas.status import SharedDeltaState
-from embedserve.processes.holding import open_folder
+from embedserve.processes.open_store import open_folder
 from embedserve_store import DeltaLine
 
 WAIT_S_MAX = 60

@@ -19,7 +19,7 @@ from embedserve.deltas.applier_process import run_applier
 from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.delta_target import DeltaTarget
 from embedserve.deltas.status import SharedDeltaState
-from embedserve.processes.holding import open_folder
+from embedserve.processes.open_store import open_folder
 from embedserve_store import DeltaWriter, undo_deltas
 from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.format.delta_manifest import manifest_name

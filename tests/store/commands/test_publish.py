@@ -91,7 +91,7 @@ def test_a_model_is_published_for_several_hosts(
     whole = ModelStore(store).load("m")
     assert whole.plan.hosts is not None
     assert whole.plan.hosts.rows == {"t": (0, 333, 666, 1000)}
-    verify(ModelStore(store, holds=Part(2, 3)).load("m"))
+    verify(ModelStore(store, selection=Part(2, 3)).load("m"))
     assert "over 1 rank," in run("--hosts", "1")[-1]
     assert ModelStore(store).load("m").plan.hosts is None
     result = CliRunner().invoke(app, [*map(str, command), "--hosts", "3", "--sharding=table_wise"])

@@ -92,7 +92,7 @@ def parts_store(tmp_path: Path) -> Path:
 
 def rows_on(store: Path, part: int) -> int:
     """Returns the number of rows of the table "wide" on a part."""
-    tables = ModelStore(store, holds=Part(part, PARTS)).load("m").manifest.tables
+    tables = ModelStore(store, selection=Part(part, PARTS)).load("m").manifest.tables
     (wide,) = [table for table in tables if table.name == "wide"]
     return wide.num_embeddings
 

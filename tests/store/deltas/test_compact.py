@@ -116,7 +116,7 @@ def test_parts_are_kept_with_checksums_of_the_new_rows(
     assert made.manifest.part_checksums.keys() == before.manifest.part_checksums.keys()
     assert made.manifest.part_checksums != before.manifest.part_checksums
     for number in range(3):
-        verify(ModelStore(store, holds=Part(number, 3)).load("m"))
+        verify(ModelStore(store, selection=Part(number, 3)).load("m"))
 
 
 def test_compacted_version_keeps_its_vocabularies(

@@ -35,8 +35,8 @@ from embedserve_store.parts.part_manifest import part_manifest
 
 
 def load(store: Path, number: int | None = None, count: int = PARTS) -> ModelVersion:
-    holds = None if number is None else Part(number, count)
-    return ModelStore(store, holds=holds).load("m")
+    selection = None if number is None else Part(number, count)
+    return ModelStore(store, selection=selection).load("m")
 
 
 def hosts_of(version: ModelVersion) -> dict[str, tuple[int, ...]]:
@@ -156,9 +156,9 @@ def test_part_of_a_version_without_host_plan_is_rejected(tmp_path: Path) -> None
     assert published.manifest.part_checksums == {}
     assert "parts_sha256" not in (published.path / "manifest.json").read_text()
     assert "hosts" not in (published.path / "plan.json").read_text()
-    for holds in (Part(0, 2), NO_ROWS):
+    for selection in (Part(0, 2), NO_ROWS):
         with pytest.raises(NoSuchPartError, match=r"m/1: was published without --hosts"):
-            ModelStore(tmp_path, holds=holds).load("m")
+            ModelStore(tmp_path, selection=selection).load("m")
 
 
 def test_part_count_other_than_the_versions_is_rejected(store: Path) -> None:
@@ -239,9 +239,9 @@ def test_part_verification_progress_covers_only_its_bytes(store: Path) -> None:
 
 def test_loading_no_rows_does_not_need_the_tables_file(own_store: Path) -> None:
     (own_store / "m" / "1" / "tables.safetensors").unlink()
-    version = ModelStore(own_store, holds=NO_ROWS).load("m")
+    version = ModelStore(own_store, selection=NO_ROWS).load("m")
     assert version.part is None
-    assert version.holding == NO_ROWS
+    assert version.selection == NO_ROWS
     assert version.manifest == version.whole
     assert version.manifest.part_checksums
     assert version.plan.hosts is not None

@@ -82,7 +82,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_local_version_has_the_rows_of_the_whole_version(published: Path) -> None:
     whole = ModelStore(published).load("m")
-    version = ModelStore(published, holds=ANY).load("m")
+    version = ModelStore(published, selection=ANY).load("m")
     assert {*version.tables.tables} == {"halves", "nibbles"}
     assert version.manifest == version.whole == whole.manifest
     assert version.part is None
@@ -100,10 +100,10 @@ def test_local_version_has_the_rows_of_the_whole_version(published: Path) -> Non
     assert {0, 199} <= set(bags.ids[bags.span(0)])
 
 
-@pytest.mark.parametrize("holds", [LocalTables(0), LocalTables(10), ANY])
-def test_no_local_version_without_local_tables(store: Path, holds: LocalTables) -> None:
+@pytest.mark.parametrize("selection", [LocalTables(0), LocalTables(10), ANY])
+def test_no_local_version_without_local_tables(store: Path, selection: LocalTables) -> None:
     """In this store every table is divided."""
-    version = ModelStore(store, holds=holds).load("m")
+    version = ModelStore(store, selection=selection).load("m")
     assert version.tables.nbytes == 0
     assert version.local_version() is None
 
@@ -118,7 +118,7 @@ def test_local_verification_detects_flipped_bits_in_local_tables_only(
         data = bytearray(path.read_bytes())
         data[data_start + whole.tables.offsets[name]] ^= 1
         path.write_bytes(data)
-        local = ModelStore(store, holds=ANY).load("m").local_version()
+        local = ModelStore(store, selection=ANY).load("m").local_version()
         assert local is not None
         if name == "single":
             verify(local)
@@ -129,7 +129,7 @@ def test_local_verification_detects_flipped_bits_in_local_tables_only(
 
 def test_only_the_local_tables_are_pulled(published: Path, tmp_path: Path) -> None:
     url = published.as_uri()
-    version = ModelStore(url, tmp_path, holds=ANY).load("m")
+    version = ModelStore(url, tmp_path, selection=ANY).load("m")
     assert version.path.parent.parent.name.endswith(f"-tables-of-{ANY.bytes_max}-bytes")
     assert sorted(path.name for path in version.path.iterdir()) == [
         "goldens.safetensors",
@@ -144,9 +144,9 @@ def test_only_the_local_tables_are_pulled(published: Path, tmp_path: Path) -> No
     file = version.path / "tables.safetensors"
     assert file.stat().st_blocks * 512 < local.tables.nbytes + 32_768
     with pytest.raises(StoreError, match="'single'"):
-        verify(ModelStore(version.path.parent.parent, holds=Part(0, PARTS)).load("m"))
+        verify(ModelStore(version.path.parent.parent, selection=Part(0, PARTS)).load("m"))
 
 
 def test_no_rows_are_pulled_without_local_tables(store: Path, tmp_path: Path) -> None:
-    version = ModelStore(store.as_uri(), tmp_path, holds=ANY).load("m")
+    version = ModelStore(store.as_uri(), tmp_path, selection=ANY).load("m")
     assert not (version.path / "tables.safetensors").exists()

@@ -34,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def part(store: Path) -> ModelVersion:
-    return ModelStore(store, holds=Part(1, 4)).load("m")
+    return ModelStore(store, selection=Part(1, 4)).load("m")
 
 
 def test_only_pages_of_the_part_are_populated_and_dropped(
@@ -85,4 +85,4 @@ def test_check_room_counts_only_the_rows_of_the_part(store: Path) -> None:
     check_room([version], version.tables.nbytes)
     with pytest.raises(StoreError, match="cannot be resident"):
         check_room([version], version.tables.nbytes - 1)
-    check_room([ModelStore(store, holds=NO_ROWS).load("m")], 0)
+    check_room([ModelStore(store, selection=NO_ROWS).load("m")], 0)

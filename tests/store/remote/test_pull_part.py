@@ -17,7 +17,7 @@ from writable import writable
 
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish, verify
 from embedserve_store.errors import UnreachableError
-from embedserve_store.parts.part import NO_ROWS, Holding, Part
+from embedserve_store.parts.part import NO_ROWS, Part, RowSelection
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.transfer import sparse_file
 
@@ -40,7 +40,7 @@ def progress(file, bytes_done, bytes_total):
     if file == "tables.safetensors" and bytes_done >= bytes_total * float(share):
         os.kill(os.getpid(), 9)
 
-ModelStore(url, cache, progress, holds=Part(1, 4)).load("m")
+ModelStore(url, cache, progress, selection=Part(1, 4)).load("m")
 """
 
 
@@ -65,9 +65,9 @@ def source(published: Path, tmp_path: Path) -> Path:
     return writable(shutil.copytree(published, tmp_path / "source"))
 
 
-def pull(where: str | Path, cache: Path, holds: Holding = PART) -> ModelVersion:
+def pull(where: str | Path, cache: Path, selection: RowSelection = PART) -> ModelVersion:
     url = f"file://{where}" if isinstance(where, Path) else where
-    return ModelStore(url, cache, holds=holds).load("m")
+    return ModelStore(url, cache, selection=selection).load("m")
 
 
 def files(cache: Path) -> list[str]:
@@ -94,7 +94,7 @@ def test_only_row_ranges_of_the_part_are_read(
     file = version.path / TABLES
     assert file.stat().st_size == (published / "m" / "1" / TABLES).stat().st_size
     assert file.stat().st_blocks * 512 < version.tables.nbytes + 32_768
-    own = ModelStore(published, holds=Part(number, PARTS)).load("m")
+    own = ModelStore(published, selection=Part(number, PARTS)).load("m")
     for name in own.tables.tables:
         np.testing.assert_array_equal(version.tables.rows(name), own.tables.rows(name))
     verify(version)
@@ -109,19 +109,19 @@ def test_only_row_ranges_of_the_part_are_read(
 
 def test_each_part_is_cached_in_its_own_folder(source: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    suffixes: dict[Holding, str] = {
+    suffixes: dict[RowSelection, str] = {
         Part(1, PARTS): "-part-1-of-4",
         Part(2, PARTS): "-part-2-of-4",
         NO_ROWS: "-no-rows",
         None: "",
     }
     names = []
-    for holds, suffix in suffixes.items():
-        version = pull(source, cache, holds)
+    for selection, suffix in suffixes.items():
+        version = pull(source, cache, selection)
         folder = version.path.parent.parent
         assert folder.name.endswith(suffix)
         names.append(folder.name.removesuffix(suffix))
-        again = ModelStore(folder, holds=holds).load("m", 1)
+        again = ModelStore(folder, selection=selection).load("m", 1)
         assert again.path == version.path
         assert again.manifest == version.manifest
         assert len(again.goldens().bags.ids)
@@ -150,7 +150,7 @@ def test_no_row_is_read_without_rows(
 
 def flip(source: Path, table: str, number: int) -> None:
     """Flips a bit of the last row of a table on a part."""
-    part = ModelStore(source, holds=Part(number, PARTS)).load("m")
+    part = ModelStore(source, selection=Part(number, PARTS)).load("m")
     assert part.tables.file_offsets is not None
     path = source / "m" / "1" / TABLES
     data = bytearray(path.read_bytes())
@@ -227,12 +227,12 @@ def test_killed_pull_leaves_nothing_visible_and_continues(
             progress.append((bytes_done, bytes_total))
 
     read_bytes.clear()
-    version = ModelStore(url, cache, report, holds=PART).load("m")
+    version = ModelStore(url, cache, report, selection=PART).load("m")
     nbytes = version.tables.nbytes
     assert read_bytes.get(TABLES, 0) <= nbytes - share * nbytes + MARGIN_BYTES
     assert progress[-1] == (nbytes, nbytes)
     assert files(cache) == files(version.path)
-    own = ModelStore(published, holds=PART).load("m")
+    own = ModelStore(published, selection=PART).load("m")
     for name in own.tables.tables:
         np.testing.assert_array_equal(version.tables.rows(name), own.tables.rows(name))
     verify(version)
@@ -246,7 +246,7 @@ def test_leftovers_of_a_killed_pull_are_verified(
     upload_version(published / "m" / "1", url)
     cache = tmp_path / "cache"
     left = killed_pull(forking, url, cache, 1)
-    own = ModelStore(published, holds=PART).load("m")
+    own = ModelStore(published, selection=PART).load("m")
     assert own.tables.file_offsets is not None
     with left.open("r+b") as file:
         file.seek(own.tables.file_offsets["a"])
@@ -269,7 +269,7 @@ def test_pull_continues_after_a_lost_store_or_interrupt(
 
     cache = tmp_path / "cache"
     with pytest.raises(type(error)):
-        ModelStore(f"file://{source}", cache, fail, holds=PART).load("m")
+        ModelStore(f"file://{source}", cache, fail, selection=PART).load("m")
     read_bytes.clear()
     version = pull(source, cache)
     assert TABLES not in read_bytes
@@ -283,7 +283,7 @@ def test_pull_of_another_version_removes_leftovers_of_a_killed_pull(
     cache = tmp_path / "cache"
     left = killed_pull(forking, url, cache, 0.5)
     upload_version(published / "m" / "1", url, 2)
-    version = ModelStore(url, cache, holds=PART).load("m", 2)
+    version = ModelStore(url, cache, selection=PART).load("m", 2)
     assert version.manifest.version == 2
     assert not left.exists()
     assert files(cache) == files(version.path)
@@ -292,7 +292,7 @@ def test_pull_of_another_version_removes_leftovers_of_a_killed_pull(
 def test_only_the_part_needs_disk_space(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nbytes = ModelStore(source, holds=Part(1, PARTS)).load("m").tables.nbytes
+    nbytes = ModelStore(source, selection=Part(1, PARTS)).load("m").tables.nbytes
     small = sum(path.stat().st_size for path in (source / "m" / "1").iterdir())
     small -= sum((source / "m" / "1" / name).stat().st_size for name in (TABLES, "ids.safetensors"))
     free = shutil.disk_usage(tmp_path)._replace(free=nbytes + small - 1)

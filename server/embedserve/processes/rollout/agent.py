@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from embedserve.config import ServeSettings
 from embedserve.processes.rollout.admin_service import AdminService
-from embedserve.processes.rollout.held_versions import HeldVersions
 from embedserve.processes.rollout.messages import Desired, Report
+from embedserve.processes.rollout.shard_versions import ShardVersions
 from embedserve.processes.rollout.store_watcher import StoreWatcher
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
@@ -37,10 +37,12 @@ class RolloutAgent:
         resolver = resolver or VersionResolver(settings, version_manager.why_not_yet)
         self._version_manager = version_manager
         self.admin = AdminService(resolver, version_manager, send)
-        held = None
+        shard_versions = None
         if settings.part:
-            held = HeldVersions(settings, resolver, self.admin, version_manager.metrics)
-        self._watcher = StoreWatcher(settings, resolver, version_manager, send, stop, held)
+            shard_versions = ShardVersions(settings, resolver, self.admin, version_manager.metrics)
+        self._watcher = StoreWatcher(
+            settings, resolver, version_manager, send, stop, shard_versions
+        )
         version_manager.report = send
 
     def apply(self, desired: Desired) -> None:

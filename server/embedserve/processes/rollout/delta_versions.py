@@ -13,7 +13,7 @@ from time import monotonic
 from embedserve.config import ServeSettings
 from embedserve.deltas.delta_target import DeltaTarget, check_room, make_shared_state
 from embedserve.deltas.status import SharedDeltaState
-from embedserve.processes.holding import open_folder
+from embedserve.processes.open_store import open_folder
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve_store import ModelVersion
 from embedserve_store.errors import NO_ACCESS

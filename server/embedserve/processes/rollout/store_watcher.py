@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 
 from embedserve.config import ServeSettings
-from embedserve.processes.rollout.held_versions import HeldVersions
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     AliasSettings,
@@ -21,6 +20,7 @@ from embedserve.processes.rollout.messages import (
     StoreEntry,
     StoreReport,
 )
+from embedserve.processes.rollout.shard_versions import ShardVersions
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.threads import run_in_daemon_thread
@@ -50,15 +50,15 @@ class StoreWatcher:
         version_manager: VersionManager,
         send: Callable[[StoreReport], None],
         stop: asyncio.Event,
-        held: HeldVersions | None = None,
+        shard_versions: ShardVersions | None = None,
     ) -> None:
         """
         Args:
             send: sends a report to the coordinator.
             stop: event that ends the watching of the store.
-            held: versions that a shard holds, which are updated after each poll; None in others.
+            shard_versions: versions of a shard, which are updated after each poll; None in others.
         """
-        self._held = held
+        self._shard_versions = shard_versions
         self._stop = stop
         self._every_s = None if settings.follow == "none" else settings.follow_s
         self._resolver = resolver
@@ -119,10 +119,10 @@ class StoreWatcher:
         if is_all:
             self._poll_to_report = request
         self._report_poll()
-        if self._held is not None:
+        if self._shard_versions is not None:
             self._is_update_due = True
             if self._updating is None or self._updating.done():
-                self._updating = asyncio.create_task(self._update(self._held))
+                self._updating = asyncio.create_task(self._update(self._shard_versions))
 
     async def _resolve(self, names: Iterable[str], *, is_all: bool) -> dict[str, StoreEntry]:
         resolve = partial(self._resolver.resolve, names, is_all=is_all)
@@ -156,10 +156,10 @@ class StoreWatcher:
         target = self._version_manager.target(name)
         return target is not None and target.version != self._version_manager.number(name)
 
-    async def _update(self, held: HeldVersions) -> None:
+    async def _update(self, shard_versions: ShardVersions) -> None:
         while self._is_update_due:
             self._is_update_due = False
-            await _log_fault(held.update())
+            await _log_fault(shard_versions.update())
 
     async def _open(self, name: str, number: int) -> None:
         await _log_fault(self._open_and_report(name, number))

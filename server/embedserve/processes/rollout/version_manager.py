@@ -69,10 +69,10 @@ class _Load:
     def release(self) -> None:
         if self.prepared is not None:
             version, engine, _ = self.prepared
-            held: list[object] = [engine, version]
+            references: list[object] = [engine, version]
             self.prepared = None
-            del version, engine  # ``held`` has the last references
-            _release_in_background(held)
+            del version, engine  # these are the last references
+            _release_in_background(references)
 
 
 async def _do_nothing() -> None:
@@ -309,13 +309,13 @@ class VersionManager:
             self._metrics.add(info)
         else:
             metrics.switch(info, perf_counter() - load.found_s)
-        held: list[object] = [self.engines.get(name), self.versions.get(name)]
+        references: list[object] = [self.engines.get(name), self.versions.get(name)]
         number_before = self.number(name)
         before = self._models.activate(name, self._make_batcher(engine, info))
         self.engines[name], self.versions[name] = engine, version
         del self._loads[name]
         if before is not None and number_before is not None:
-            self._retire(before, (name, number_before), held)
+            self._retire(before, (name, number_before), references)
 
     def _remove(self, name: str) -> None:
         """Stops serving ``name``."""
@@ -324,29 +324,31 @@ class VersionManager:
         self._metrics.remove(name)
         self._retire(before, draining, [self.engines.pop(name), self.versions.pop(name)])
 
-    def _retire(self, batcher: Batcher, draining: tuple[str, int], held: list[object]) -> None:
-        """Drains ``batcher``; then releases what only its version has ``held``."""
+    def _retire(
+        self, batcher: Batcher, draining: tuple[str, int], references: list[object]
+    ) -> None:
+        """Drains ``batcher``; then drops ``references``, the last ones to its version."""
         self._models.draining.append(draining)
 
         def end() -> None:
             self._models.draining.remove(draining)
-            _release_in_background(held)
+            _release_in_background(references)
 
         batcher.retire(end)
 
 
-def _release_in_background(held: list[object]) -> None:
-    """Drops the last references in ``held``, in a background thread, because unmapping is slow.
+def _release_in_background(references: list[object]) -> None:
+    """Drops the last ``references``, in a background thread, because unmapping is slow.
     Drops them here if no thread can be started."""
-    thread = Thread(target=_release, args=(held,), name="release", daemon=True)
+    thread = Thread(target=_release, args=(references,), name="release", daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        _release(held)
+        _release(references)
 
 
-def _release(held: list[object]) -> None:
-    while held:
-        one = held.pop()
+def _release(references: list[object]) -> None:
+    while references:
+        one = references.pop()
         if isinstance(one, ModelVersion):
             drop_version_pages(one)

@@ -8,12 +8,12 @@ from threading import Lock
 
 from embedserve.config import ServeSettings
 from embedserve.model_names import split_name
-from embedserve.processes.holding import DesiredVersions, desired_versions, open_store
 from embedserve.processes.model_loading import (
     check_may_switch,
     load_named,
     make_resident_and_verify,
 )
+from embedserve.processes.open_store import DesiredVersions, open_store, desired_versions
 from embedserve.processes.rollout.messages import AliasSettings, StoreEntry
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError, UnopenedError

@@ -21,8 +21,8 @@ from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
 from embedserve.on_missing import MissingPolicy
 from embedserve.processes.forked import described, end_with
-from embedserve.processes.holding import desired_versions, holding_of, open_folder
 from embedserve.processes.model_loading import check_names, load_named, restore_one
+from embedserve.processes.open_store import open_folder, row_selection, desired_versions
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import (
     NoSuchPartError,
@@ -56,7 +56,7 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
     names = list(settings.model)
     check_names(names)
     cache = Path(settings.cache) if settings.cache else None
-    with opened(settings.store, cache, holding_of(settings)) as store:
+    with opened(settings.store, cache, row_selection(settings)) as store:
         # A model with a named version is served from the cache even if its remote store cannot be
         # reached. The store's list of models is therefore requested only where it is needed.
         if not all(split_name(name)[1] for name in names) or not names:
@@ -234,7 +234,7 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
         if reason := pulled["errors"].get(kind.__name__):
             raise kind(reason)
     return {
-        name: replace(open_folder(path, holding_of(settings)), at_seq=at_seq)
+        name: replace(open_folder(path, row_selection(settings)), at_seq=at_seq)
         for name, (path, at_seq) in pulled["folders"].items()
     }
 

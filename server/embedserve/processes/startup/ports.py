@@ -73,11 +73,11 @@ class Ports:
         _close(self.sockets, self.unix)
 
     def share(self) -> SharedPorts:
-        """Returns the same ports, held for workers. Connections are refused from now on until a
+        """Returns the same ports, reserved for workers. Connections are refused from now on until a
         worker listens."""
-        held = tuple(map(_hold, self.sockets))
+        reserved = tuple(map(_reserve, self.sockets))
         _close(self.sockets, ())
-        return SharedPorts(self.host, self.http, self.grpc, self.management, held, self.unix)
+        return SharedPorts(self.host, self.http, self.grpc, self.management, reserved, self.unix)
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class SharedPorts:
     """Ports that the workers of one server listen on, and no other server.
 
     Attributes:
-        held: sockets that are bound and do not listen, so that they get no connections.
+        reserved: sockets that are bound and do not listen, so that they get no connections.
     """
 
     host: str
     http: int
     grpc: int
     management: int
-    held: tuple[socket.socket, ...]
+    reserved: tuple[socket.socket, ...]
     unix: tuple[SocketFile, ...] = ()
 
     def bind(self) -> Ports:
@@ -101,7 +101,7 @@ class SharedPorts:
         Raises:
             OSError: another process has taken a port of this server.
         """
-        http, grpc, *more = map(_bind_shared, self.held)
+        http, grpc, *more = map(_bind_shared, self.reserved)
         management = more[0] if more else None
         numbers = (self.http, self.grpc)
         return Ports(self.host, *numbers, http, grpc, self.management, management, True, self.unix)
@@ -112,7 +112,7 @@ class SharedPorts:
             one.remove()
 
     def close(self) -> None:
-        _close(self.held, self.unix)
+        _close(self.reserved, self.unix)
 
 
 def claim_ports(
@@ -189,13 +189,13 @@ def _keep_others_away(bound: socket.socket) -> None:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
-def _hold(claimed: socket.socket) -> socket.socket:
+def _reserve(claimed: socket.socket) -> socket.socket:
     """Returns a socket on the port of ``claimed``, bound while ``claimed`` still keeps other
     servers away."""
     claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held = _bind_shared(claimed)
-    _keep_others_away(held)
-    return held
+    reserved = _bind_shared(claimed)
+    _keep_others_away(reserved)
+    return reserved
 
 
 def _bind_shared(other: socket.socket) -> socket.socket:

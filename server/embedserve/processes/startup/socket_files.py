@@ -114,18 +114,18 @@ def _folder_of(path: str) -> str:
 def _locked(folder: str) -> Iterator[None]:
     """Keeps other servers from creating or removing sockets in ``folder`` within its block."""
     try:
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise OSError(f"there is no folder {folder}") from error
     try:
         end_s = time.monotonic() + LOCK_S_MAX
-        while not _is_locked(held):
+        while not _is_locked(descriptor):
             if time.monotonic() > end_s:
                 raise OSError(f"another process keeps the folder {folder} locked")
             time.sleep(LOCK_POLL_S)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _is_locked(folder: int) -> bool:

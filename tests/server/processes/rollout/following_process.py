@@ -20,7 +20,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
-from embedserve.processes.holding import open_folder
+from embedserve.processes.open_store import open_folder
 from embedserve.processes.rollout.messages import (
     LoadState,
     NameStatus,

@@ -245,16 +245,16 @@ async def test_shard_polls_the_store_while_it_loads_a_version(store: Path) -> No
     """Checks that a poll completes during the load, and that another update follows the load."""
     updates, loaded = list[int](), asyncio.Event()
 
-    class FakeHeldVersions:
+    class FakeShardVersions:
         async def update(self) -> None:
             updates.append(len(updates))
             await loaded.wait()
 
-    held_versions: Any = FakeHeldVersions()
+    shard_versions: Any = FakeShardVersions()
     manager: Any = FakeManager("shop@1")
     settings, sent, stop = ServeSettings(str(store), follow="none"), list[Report](), asyncio.Event()
     resolver = VersionResolver(settings)
-    watcher = StoreWatcher(settings, resolver, manager, sent.append, stop, held_versions)
+    watcher = StoreWatcher(settings, resolver, manager, sent.append, stop, shard_versions)
     for polls in (1, 2):
         watcher.apply(Desired(watches_store=True, polls_requested=polls))
         await until(lambda: sent and sent[-1] == StoreReport({}, poll_completed=polls))  # noqa: B023

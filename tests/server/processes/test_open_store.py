@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server.small_store import publish_small_model
 
-from embedserve.processes.holding import open_folder
+from embedserve.processes.open_store import open_folder
 from embedserve_store import StoreError
 from embedserve_store.errors import UnreachableError
 from embedserve_store.local_store import LocalStore

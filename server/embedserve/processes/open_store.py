@@ -9,10 +9,10 @@ from typing import NamedTuple
 from embedserve.config import ServeSettings
 from embedserve_store import ModelStore, ModelVersion
 from embedserve_store.errors import UnreachableError
-from embedserve_store.parts.part import Holding, LocalTables, Part
+from embedserve_store.parts.part import LocalTables, Part, RowSelection
 
 
-def holding_of(settings: ServeSettings) -> Holding:
+def row_selection(settings: ServeSettings) -> RowSelection:
     """Returns the rows that a server with ``settings`` holds."""
     if settings.part:
         return Part.parse(settings.part)
@@ -22,10 +22,10 @@ def holding_of(settings: ServeSettings) -> Holding:
 def open_store(settings: ServeSettings) -> ModelStore:
     """Returns the store of a server with ``settings``."""
     cache = Path(settings.cache) if settings.cache else None
-    return ModelStore(settings.store, cache, holds=holding_of(settings))
+    return ModelStore(settings.store, cache, selection=row_selection(settings))
 
 
-def open_folder(path: str, holding: Holding = None) -> ModelVersion:
+def open_folder(path: str, selection: RowSelection = None) -> ModelVersion:
     """Returns the version in the folder ``path``.
 
     Raises:
@@ -33,7 +33,7 @@ def open_folder(path: str, holding: Holding = None) -> ModelVersion:
         StoreError: it is damaged or was removed.
     """
     folder = Path(path)
-    store = ModelStore(folder.parent.parent, holds=holding)
+    store = ModelStore(folder.parent.parent, selection=selection)
     try:
         return store.load(folder.parent.name, int(folder.name))
     except OSError as error:

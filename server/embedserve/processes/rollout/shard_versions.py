@@ -19,7 +19,7 @@ from embedserve.config import ServeSettings
 from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_names import split_name
-from embedserve.processes.holding import DesiredVersions
+from embedserve.processes.open_store import DesiredVersions
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.threads import run_in_daemon_thread
@@ -35,35 +35,35 @@ RETRY_S = 60.0
 
 
 def next_step(
-    desired: DesiredVersions, held: Collection[int], idle: Collection[int], held_max: int
+    desired: DesiredVersions, loaded: Collection[int], idle: Collection[int], loaded_max: int
 ) -> tuple[str, int] | None:
     """Returns the next change of the versions that a shard holds: ("load" or "unload", number).
 
     Args:
-        held: versions that it holds, desired or not.
-        idle: those of ``held`` that no request has named for a while.
-        held_max: number of versions up to which it loads more. All desired versions may be held.
+        loaded: versions that it has, desired or not.
+        idle: those of ``loaded`` that no request has named for a while.
+        loaded_max: number of versions up to which it loads more. All that are desired may be loaded.
 
     Returns:
         None if nothing is to change, or if all memory is in use.
     """
-    if len(held) > 1:
-        for number in sorted(held):
+    if len(loaded) > 1:
+        for number in sorted(loaded):
             if number in idle and number not in desired.numbers:
                 return "unload", number
-    missing = sorted(desired.numbers.difference(held))
+    missing = sorted(desired.numbers.difference(loaded))
     if not missing:
         return None
-    if len(held) < max(held_max, len(desired.numbers)):
+    if len(loaded) < max(loaded_max, len(desired.numbers)):
         return "load", missing[-1]
     # A version that serves nobody, such as one that failed in the routers, makes room for a newer.
-    for number in sorted(held):
+    for number in sorted(loaded):
         if number in idle and number not in desired.aliased and number < missing[-1]:
             return "unload", number
     return None
 
 
-class HeldVersions:
+class ShardVersions:
     """The versions of a shard, in the process that watches the store."""
 
     def __init__(
@@ -112,24 +112,24 @@ class HeldVersions:
 
     async def _advance(self, model: str, desired: DesiredVersions) -> bool:
         """Takes the next step for ``model``; returns whether another one may follow."""
-        held = {
+        loaded = {
             int(version): name
             for name in self._metrics
             for one, version in [split_name(name)]
             if one == model and version.isdecimal()  # others were loaded by an administrator
         }
         now_s = self._clock()
-        idle = {number for number, name in held.items() if self._is_idle(name, now_s)}
+        idle = {number for number, name in loaded.items() if self._is_idle(name, now_s)}
         may_load = frozenset(
             number
             for number in desired.numbers.difference(self._unfit[model])
-            if number in held or now_s >= self._retry_at_s.get(f"{model}@{number}", 0.0)
+            if number in loaded or now_s >= self._retry_at_s.get(f"{model}@{number}", 0.0)
         )
         step = next_step(
-            DesiredVersions(may_load, desired.aliased), held, idle, self._settings.versions_held
+            DesiredVersions(may_load, desired.aliased), loaded, idle, self._settings.versions_held
         )
         if step is None:
-            self._log_waiting(model, may_load.difference(held))
+            self._log_waiting(model, may_load.difference(loaded))
             return False
         self._waits_for.pop(model, None)
         operation, number = step

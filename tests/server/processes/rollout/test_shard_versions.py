@@ -12,8 +12,8 @@ from server.fake_models import model_info
 from embedserve.config import ServeSettings
 from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.processes.holding import DesiredVersions, desired_versions
-from embedserve.processes.rollout.held_versions import IDLE_S, RETRY_S, HeldVersions, next_step
+from embedserve.processes.open_store import DesiredVersions, desired_versions
+from embedserve.processes.rollout.shard_versions import IDLE_S, RETRY_S, ShardVersions, next_step
 from embedserve_store.errors import NoSuchPartError
 
 
@@ -93,7 +93,9 @@ class Shard:
         self.metrics = {f"shop@{number}": ModelMetrics(model_info()) for number in held}
         settings = ServeSettings("store", model=("shop",), part="0/2")
         parts: Any = self
-        self.held = HeldVersions(settings, parts, parts, self.metrics, lambda: self.now_s)
+        self.shard_versions = ShardVersions(
+            settings, parts, parts, self.metrics, lambda: self.now_s
+        )
 
     def desired_versions(self, model: str, unfit: Collection[int]) -> DesiredVersions:
         self.unfit = set(unfit)
@@ -126,15 +128,15 @@ async def test_version_is_unloaded_after_a_minute_without_requests(
         shard.count_request(6)
         shard.count_request(7)
         shard.now_s += IDLE_S / 2
-        await shard.held.update()
+        await shard.shard_versions.update()
     assert shard.steps == []
     assert caplog.text.count("shop version 8 waits") == 1
     shard.now_s += IDLE_S - 1
-    await shard.held.update()
+    await shard.shard_versions.update()
     assert shard.steps == []
     shard.count_request(7)
     shard.now_s += 1
-    await shard.held.update()
+    await shard.shard_versions.update()
     assert shard.steps == ["unload 6", "load 8"]
     assert sorted(shard.metrics) == ["shop@7", "shop@8"]
 
@@ -144,13 +146,13 @@ async def test_version_that_fails_to_load_is_retried_later(
 ) -> None:
     shard = Shard(7, desired=desired(7, 8))
     shard.unloadable = {8}
-    await shard.held.update()
+    await shard.shard_versions.update()
     shard.now_s += RETRY_S - 1
-    await shard.held.update()
+    await shard.shard_versions.update()
     assert caplog.text.count("shop@8: load fails: shop@8 cannot be read") == 1
     shard.unloadable = set()
     shard.now_s += 1
-    await shard.held.update()
+    await shard.shard_versions.update()
     assert shard.steps == ["load 8"]
 
 
@@ -158,27 +160,27 @@ async def test_a_version_without_parts_is_tried_once(caplog: pytest.LogCaptureFi
     shard = Shard(8, desired=desired(7, 8))
     shard.without_parts = {7}
     for _ in range(3):
-        await shard.held.update()
+        await shard.shard_versions.update()
         shard.now_s += RETRY_S
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == "shop@7 is not held: shop@7 has no parts"
     assert shard.unfit == {7}
     shard.desired = desired(8, 9)
-    await shard.held.update()
+    await shard.shard_versions.update()
     assert shard.steps == ["load 9"]
 
 
 async def test_last_version_stays_while_no_newer_version_can_be_loaded() -> None:
     shard = Shard(5, 6, desired=desired(7, 8))
     shard.unloadable = {7, 8}
-    await shard.held.update()
+    await shard.shard_versions.update()
     shard.now_s += IDLE_S
-    await shard.held.update()
+    await shard.shard_versions.update()
     assert sorted(shard.metrics) == ["shop@6"]
     shard.unloadable = set()
     shard.now_s += RETRY_S
-    await shard.held.update()
+    await shard.shard_versions.update()
     assert shard.steps == ["unload 5", "load 8", "unload 6", "load 7"]
 
 
@@ -186,7 +188,7 @@ async def test_versions_named_in_settings_do_not_change() -> None:
     shard = Shard(7, desired=desired(7, 8))
     parts: Any = shard
     settings = ServeSettings("store", model=("shop@7",), part="0/2")
-    await HeldVersions(settings, parts, parts, shard.metrics).update()
+    await ShardVersions(settings, parts, parts, shard.metrics).update()
     assert shard.steps == []
 
 
@@ -195,7 +197,7 @@ async def test_names_without_a_version_number_stay(name: str) -> None:
     shard = Shard(7, desired=desired(8))
     shard.metrics[name] = ModelMetrics(model_info())
     for _ in range(2):
-        await shard.held.update()
+        await shard.shard_versions.update()
         shard.now_s += IDLE_S
     assert shard.steps == ["load 8", "unload 7"]
     assert sorted(shard.metrics) == sorted([name, "shop@8"])
