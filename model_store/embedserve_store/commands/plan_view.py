@@ -105,7 +105,7 @@ def _tables_grid(
     grid.add_column("where", overflow="fold", min_width=10)
     for table in tables:
         of_table = plan.tables[table.name]
-        held = sum(shard_bytes(shard, table, device_type) for shard in of_table.shards)
+        nbytes = sum(shard_bytes(shard, table, device_type) for shard in of_table.shards)
         letter = letters[table.name]
         kind = (str(table.embedding_dim), table.dtype) if width >= VERY_NARROW_COLUMNS else ()
         grid.add_row(
@@ -113,7 +113,7 @@ def _tables_grid(
             Text(table.name),
             f"{table.num_embeddings:,}",
             *kind,
-            human_bytes(held),
+            human_bytes(nbytes),
             of_table.sharding_type,
             where(of_table),
         )
@@ -159,12 +159,12 @@ def _ranks_grid(
     device_type: str,
     memory_bytes: int | None,
 ) -> Table:
-    held = plan.bytes_per_rank(tables, device_type)
+    nbytes = plan.bytes_per_rank(tables, device_type)
     rows = [
-        (f"rank {rank}", human_bytes(held[rank]), _share(held, rank), _rows_on(plan, rank))
+        (f"rank {rank}", human_bytes(nbytes[rank]), _share(nbytes, rank), _rows_on(plan, rank))
         for rank in range(plan.world_size)
     ]
-    scale = max(*held, memory_bytes or 0, 1)
+    scale = max(*nbytes, memory_bytes or 0, 1)
     parts = [
         [(letters[t.name], _bytes_on(plan, t, rank, device_type)) for t in tables]
         for rank in range(plan.world_size)
@@ -194,8 +194,8 @@ def where_on_parts(hosts: HostPlan, name: str) -> str:
     'part 1'
     """
     counts = [len(hosts.rows_on(name, part)) for part in range(hosts.parts)]
-    held = [part for part, count in enumerate(counts) if count]
-    return f"part {held[0]}" if len(held) == 1 else f"{_counted(counts)} rows"
+    with_rows = [part for part, count in enumerate(counts) if count]
+    return f"part {with_rows[0]}" if len(with_rows) == 1 else f"{_counted(counts)} rows"
 
 
 def _parts_grid(
@@ -205,17 +205,17 @@ def _parts_grid(
     letters: Mapping[str, str],
     memory_bytes: int | None,
 ) -> Table:
-    held = hosts.bytes_per_part(tables)
+    nbytes = hosts.bytes_per_part(tables)
     counts = hosts.rows_per_part()
     rows = [
-        (f"part {part}", human_bytes(held[part]), _share(held, part), f"{counts[part]:,}")
+        (f"part {part}", human_bytes(nbytes[part]), _share(nbytes, part), f"{counts[part]:,}")
         for part in range(hosts.parts)
     ]
     parts = [
         [(letters[t.name], len(hosts.rows_on(t.name, part)) * t.row_bytes) for t in tables]
         for part in range(hosts.parts)
     ]
-    return _bars_grid(width, rows, parts, max(*held, memory_bytes or 0, 1), memory_bytes)
+    return _bars_grid(width, rows, parts, max(*nbytes, memory_bytes or 0, 1), memory_bytes)
 
 
 def _bars_grid(
@@ -244,20 +244,20 @@ def _bars_grid(
     return grid
 
 
-def _share(held: Sequence[int], rank: int) -> str:
-    return f"{100 * held[rank] / max(1, sum(held)):.1f}%"
+def _share(nbytes: Sequence[int], rank: int) -> str:
+    return f"{100 * nbytes[rank] / max(1, sum(nbytes)):.1f}%"
 
 
 def _rows_on(plan: Plan, rank: int) -> str:
     """Returns the number of rows on a rank; a row counts even if the rank holds only some
     columns."""
-    held = {
+    row_counts = {
         (name, shard.row_offset): shard.row_count
         for name, table in plan.tables.items()
         for shard in table.shards
         if shard.rank == rank
     }
-    return f"{sum(held.values()):,}"
+    return f"{sum(row_counts.values()):,}"
 
 
 def _bytes_on(plan: Plan, table: TableSpec, rank: int, device_type: str) -> int:

@@ -105,21 +105,21 @@ class ColumnExchange:
         import torch
 
         ranks = range(self._ranks.count)
-        held = {table: pieces[table] for table in self._columns if table in pieces}
+        found = {table: pieces[table] for table in self._columns if table in pieces}
         outgoing = [
             [
                 _as_bytes(piece.rows[_part(len(piece.numbers), self._columns[table], rank)])
-                for table, own in held.items()
+                for table, own in found.items()
                 if rank in self._columns[table]
                 for piece in own
             ]
             for rank in ranks
         ]
-        whole = {table: self._empty_part(table, own[0]) for table, own in held.items()}
+        whole = {table: self._empty_part(table, own[0]) for table, own in found.items()}
         incoming = [
             [
                 whole[table][1][:, column : column + width]
-                for table in held
+                for table in found
                 for column, width in self._columns[table].get(rank, ())
             ]
             for rank in ranks

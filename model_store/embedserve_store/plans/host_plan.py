@@ -144,16 +144,16 @@ def plan_hosts(
         cuts = [_cut(group, part, parts) for part in range(parts + 1)]
         bounds |= {table.name: _clipped(cuts, table) for table in group}
     cut_tables = [table for table in tables if table.name in bounds]
-    held = HostPlan(parts, bounds).bytes_per_part(cut_tables)
+    part_bytes = HostPlan(parts, bounds).bytes_per_part(cut_tables)
     for group in sorted(whole, key=group_bytes, reverse=True):
-        part = held.index(min(held))
-        held[part] += group_bytes(group)
+        part = part_bytes.index(min(part_bytes))
+        part_bytes[part] += group_bytes(group)
         cuts = [0 if one <= part else _row_count(group) for one in range(parts + 1)]
         bounds |= {table.name: _clipped(cuts, table) for table in group}
-    if not min(held):
+    if not min(part_bytes):
         raise InvalidModelError(
-            f"hosts is {parts}, but part {held.index(0)} would have no rows: use fewer hosts, or "
-            "let large tables be divided by rows (sharding auto or row_wise)"
+            f"hosts is {parts}, but part {part_bytes.index(0)} would have no rows: use fewer "
+            "hosts, or let large tables be divided by rows (sharding auto or row_wise)"
         )
     return HostPlan(parts, {table.name: bounds[table.name] for table in tables})
 

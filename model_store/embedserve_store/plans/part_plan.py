@@ -72,9 +72,9 @@ def check_parts_fit(
     if plan.hosts is None:
         check_fits(plan, tables, memory_bytes, device_type)
         return
-    for number, (of_part, held) in enumerate(_parts(plan, tables)):
+    for number, (of_part, own) in enumerate(_parts(plan, tables)):
         try:
-            check_fits(of_part, held, memory_bytes, device_type)
+            check_fits(of_part, own, memory_bytes, device_type)
         except InvalidModelError as error:
             where = f"part {number} of {plan.hosts.parts}"
             raise InvalidModelError(f"{where}: {error}, or more hosts") from error
@@ -83,15 +83,15 @@ def check_parts_fit(
 def fullest_rank_bytes(plan: Plan, tables: Sequence[TableSpec], device_type: str) -> int:
     """Returns the bytes of ``tables`` on the rank that has most of them, on the host of any
     part."""
-    return max(max(one.bytes_per_rank(held, device_type)) for one, held in _parts(plan, tables))
+    return max(max(one.bytes_per_rank(own, device_type)) for one, own in _parts(plan, tables))
 
 
 def largest_part_bytes(plan: Plan, tables: Sequence[TableSpec]) -> tuple[int, int]:
     """Returns the stored bytes of the part of ``tables`` that has most of them, and the bytes of
     column shards of the part that has most of these."""
     parts = list(_parts(plan, tables))
-    stored = max(sum(table.nbytes for table in held) for _, held in parts)
-    return stored, max(one.column_shard_bytes(held) for one, held in parts)
+    stored = max(sum(table.nbytes for table in own) for _, own in parts)
+    return stored, max(one.column_shard_bytes(own) for one, own in parts)
 
 
 def _parts(plan: Plan, tables: Sequence[TableSpec]) -> Iterator[tuple[Plan, Sequence[TableSpec]]]:
@@ -100,5 +100,5 @@ def _parts(plan: Plan, tables: Sequence[TableSpec]) -> Iterator[tuple[Plan, Sequ
         yield plan, tables
         return
     for number in range(plan.hosts.parts):
-        held = part_tables(tables, plan.hosts, number)
-        yield part_plan(plan, held), held
+        own = part_tables(tables, plan.hosts, number)
+        yield part_plan(plan, own), own

@@ -90,12 +90,12 @@ class Plan:
         self,
         tables: Sequence[TableSpec],
         device_type: str,
-        held: Callable[[TablePlan], Sequence[Shard]],
+        shards_of: Callable[[TablePlan], Sequence[Shard]],
     ) -> list[int]:
-        """Returns the bytes on each rank of the shards that ``held`` selects from each table."""
+        """Returns the bytes on each rank of the tables' shards that ``shards_of`` returns."""
         result = [0] * self.world_size
         for table in tables:
-            for shard in held(self.tables[table.name]):
+            for shard in shards_of(self.tables[table.name]):
                 result[shard.rank] += shard_bytes(shard, table, device_type)
         return result
 
@@ -280,13 +280,13 @@ def check_fits(
     Args:
         memory_bytes: memory of rank 0, 1, …; ranks beyond the list are not checked.
     """
-    for rank, (held, has) in enumerate(
+    for rank, (needed, has) in enumerate(
         zip(plan.bytes_per_rank(tables, device_type), memory_bytes, strict=False)
     ):
-        if held > has:
+        if needed > has:
             raise InvalidModelError(
-                f"rank {rank} would hold {held:,} bytes of tables, it has {has:,}: use more ranks, "
-                "row_wise sharding for the largest tables or a smaller dtype"
+                f"rank {rank} would hold {needed:,} bytes of tables, it has {has:,}: use more "
+                "ranks, row_wise sharding for the largest tables or a smaller dtype"
             )
 
 

@@ -235,10 +235,10 @@ def _divided(
     memory_bytes: int,
     costs: ShardCosts | None,
 ) -> EmbeddingModuleShardingPlan:
-    def held(table: TableSpec, plan: TablePlan) -> list[float]:
+    def byte_costs(table: TableSpec, plan: TablePlan) -> list[float]:
         return [shard_bytes(shard, table, device_type) for shard in plan.shards]
 
-    for limit_bytes, by in ((memory_bytes, costs), (RANK_MEMORY_BYTES, held)):
+    for limit_bytes, by in ((memory_bytes, costs), (RANK_MEMORY_BYTES, byte_costs)):
         try:
             return search(
                 tables,

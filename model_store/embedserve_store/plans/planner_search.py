@@ -99,9 +99,9 @@ class _StoredBytes(ShardEstimator):  # type: ignore[misc]
             table = self._tables[option.name]
             own = _own_plan(option)
             for shard, described in zip(option.shards, own.shards, strict=True):
-                held = shard_bytes(described, table, self._device_type)
+                nbytes = shard_bytes(described, table, self._device_type)
                 on_gpu = self._device_type == "cuda"
-                shard.storage = Storage(hbm=held if on_gpu else 0, ddr=0 if on_gpu else held)
+                shard.storage = Storage(hbm=nbytes if on_gpu else 0, ddr=0 if on_gpu else nbytes)
             if self._costs is not None:
                 for shard, cost in zip(option.shards, self._costs(table, own), strict=True):
                     shard.perf = Perf(cost, 0, 0, 0)

@@ -98,7 +98,7 @@ def publish(
         check_no_draft(tables)
     draft = make_draft(source, model, tables, options)
     if (expected := options.get("expected")) is not None:
-        draft = _held_to(draft, expected, options.get("accept_unchecked", False))
+        draft = _with_expected_goldens(draft, expected, options.get("accept_unchecked", False))
     where = os.fspath(store)
     if where.split("/")[0].endswith(":") and not is_url(where):
         raise InvalidModelError(f"store is {where!r}: give a URL as a str, a Path loses a slash")
@@ -193,7 +193,7 @@ def _with_provenance(
     return replace(draft, manifest=replace(manifest, source=manifest.source | said))
 
 
-def _held_to(
+def _with_expected_goldens(
     draft: Draft, given: str | os.PathLike[str] | Expected, accept_unchecked: bool
 ) -> Draft:
     """Returns ``draft`` with the training model's outputs as goldens, after checking against them.

@@ -22,9 +22,9 @@ TABLE_LOOKUPS = "embedserve_table_lookups_total"
 ROW_WISE_LOOKUPS = "embedserve_row_wise_lookups_total"
 RANK_LOOKUPS = "embedserve_rank_lookups_total"
 RANK_BYTES = "embedserve_rank_read_bytes_total"
-HELD_BYTES = "embedserve_table_bytes"
+TABLE_BYTES = "embedserve_table_bytes"
 REPLANNED = "embedserve_model_replanned"
-NAMES = (TABLE_LOOKUPS, ROW_WISE_LOOKUPS, RANK_LOOKUPS, RANK_BYTES, HELD_BYTES, REPLANNED)
+NAMES = (TABLE_LOOKUPS, ROW_WISE_LOOKUPS, RANK_LOOKUPS, RANK_BYTES, TABLE_BYTES, REPLANNED)
 COUNT_END = 2.0**63
 LISTED_MAX = 20
 Counts = dict[str, dict[tuple[str, ...], float]]
@@ -37,20 +37,20 @@ class AccessStats:
 
     Attributes:
         reads: rows read by table; for row-wise tables also by rank.
-        held_bytes: int [world_size], bytes of tables on each rank.
+        table_bytes: int [world_size], bytes of tables on each rank.
         lookups, read_bytes: [world_size], rows and bytes read on each rank.
         is_stored_plan: whether the server uses the stored plan.
     """
 
     reads: AccessCounts
-    held_bytes: Sequence[float]
+    table_bytes: Sequence[float]
     lookups: Sequence[float]
     read_bytes: Sequence[float]
     is_stored_plan: bool
 
     @property
     def world_size(self) -> int:
-        return len(self.held_bytes)
+        return len(self.table_bytes)
 
 
 def measured_of(client: ServerClient, manifest: Manifest, stored: Plan) -> AccessStats:
@@ -77,23 +77,23 @@ def measured_of(client: ServerClient, manifest: Manifest, stored: Plan) -> Acces
             f"{url}: no row of {manifest.model} version {manifest.version} was read since it began "
             "to count: ask it for something first"
         )
-    held, lookups, read_bytes = (
-        _per_rank(counts[name], url, name) for name in (HELD_BYTES, RANK_LOOKUPS, RANK_BYTES)
+    nbytes, lookups, read_bytes = (
+        _per_rank(counts[name], url, name) for name in (TABLE_BYTES, RANK_LOOKUPS, RANK_BYTES)
     )
     by_rank: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     for (name, rank), count in counts[ROW_WISE_LOOKUPS].items():
         by_rank[name][(rank,)] = count
     divided = {name: _per_rank(of, url, ROW_WISE_LOOKUPS) for name, of in by_rank.items()}
-    if {len(held)} != {len(lookups), len(read_bytes), *map(len, divided.values()), len(held)}:
+    if {len(nbytes)} != {len(lookups), len(read_bytes), *map(len, divided.values()), len(nbytes)}:
         raise ValueError(f"{url}: its metrics are of different numbers of ranks")
-    is_stored = not any(counts[REPLANNED].values()) and stored.world_size == len(held)
+    is_stored = not any(counts[REPLANNED].values()) and stored.world_size == len(nbytes)
     starts = {
-        table.name: _starts(table, stored if is_stored else None, len(held))
+        table.name: _starts(table, stored if is_stored else None, len(nbytes))
         for table in manifest.tables
         if table.name in divided
     }
     return AccessStats(
-        AccessCounts(by_table, divided, starts), held, lookups, read_bytes, is_stored
+        AccessCounts(by_table, divided, starts), nbytes, lookups, read_bytes, is_stored
     )
 
 

@@ -81,21 +81,21 @@ def show_balance(manifest: Manifest, measured: AccessStats, device_type: str, pl
     tables = manifest.tables
     total = sum(measured.reads.by_table.values())
     lookups, read_bytes = _expected(plan, tables, measured, device_type)
-    held = plan.served_bytes_per_rank(tables, device_type)
+    table_bytes = plan.served_bytes_per_rank(tables, device_type)
     kinds = ("bytes", "lookups", "read")
     columns = [f"{kind} {when}" for when in ("today", "predicted") for kind in kinds]
     table = grid("", *columns, numbers=columns)
-    today = _cells(measured.held_bytes, measured.lookups, measured.read_bytes)
+    today = _cells(measured.table_bytes, measured.lookups, measured.read_bytes)
     for name, before, after in zip_longest(
         _names(max(plan.world_size, measured.world_size)),
         today,
-        _cells(held, lookups, read_bytes),
+        _cells(table_bytes, lookups, read_bytes),
         fillvalue=("", "", ""),
     ):
         table.add_row(*map(plain, (str(name), *before, *after)))
     ratios = [
         f"{imbalance(one):.2f}"
-        for one in (*_of(measured), [float(one) for one in held], lookups, read_bytes)
+        for one in (*_of(measured), [float(one) for one in table_bytes], lookups, read_bytes)
     ]
     table.add_row("max/mean", *ratios)
     what = f"{manifest.model} version {manifest.version}"
@@ -106,7 +106,7 @@ def show_balance(manifest: Manifest, measured: AccessStats, device_type: str, pl
 
 
 def _of(measured: AccessStats) -> tuple[Sequence[float], ...]:
-    return measured.held_bytes, measured.lookups, measured.read_bytes
+    return measured.table_bytes, measured.lookups, measured.read_bytes
 
 
 def _names(ranks: int) -> list[str]:
@@ -114,12 +114,12 @@ def _names(ranks: int) -> list[str]:
 
 
 def _cells(
-    held: Sequence[float], lookups: Sequence[float], read_bytes: Sequence[float]
+    table_bytes: Sequence[float], lookups: Sequence[float], read_bytes: Sequence[float]
 ) -> list[tuple[str, str, str]]:
     """Returns for each rank its bytes, and its shares of lookups and of bytes read."""
     return [
         (human_bytes(bytes_), _percent(count, lookups), _percent(read, read_bytes))
-        for bytes_, count, read in zip(held, lookups, read_bytes, strict=True)
+        for bytes_, count, read in zip(table_bytes, lookups, read_bytes, strict=True)
     ]
 
 
@@ -135,8 +135,8 @@ def _expected(
 
 
 def _fits(plan: Plan, tables: Sequence[TableSpec], asked: RequestedReads) -> bool:
-    held = plan.bytes_per_rank(tables, asked.device_type)
-    return asked.device_memory_bytes is None or max(held) <= asked.device_memory_bytes
+    table_bytes = plan.bytes_per_rank(tables, asked.device_type)
+    return asked.device_memory_bytes is None or max(table_bytes) <= asked.device_memory_bytes
 
 
 def _not_known(

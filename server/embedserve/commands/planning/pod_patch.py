@@ -181,8 +181,8 @@ def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSetting
     # The Deployment may serve each of the aliases that there are, but --follow latest has one name.
     names = 1 if options.follow == "latest" else max(1, rows.aliases)
     if not gpus:
-        held = Rows(rows.mapped, rows.copied)
-        memory = server_memory(held, settings, options.hot, features=rows.features, names=names)
+        own = Rows(rows.mapped, rows.copied)
+        memory = server_memory(own, settings, options.hot, features=rows.features, names=names)
         return settings, memory
     check_device(settings, "cuda")
     memory = server_memory(Rows(0), settings, gpus=gpus, features=rows.features, names=names)
@@ -193,17 +193,17 @@ def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
     """Returns comments that explain the memory of a pod, and its cache; arguments are those of
     pod_figures."""
     settings, memory = _memory(rows, options, gpus)
-    held = "one version" if memory.versions == 1 else f"{memory.versions} versions"
+    kept = "one version" if memory.versions == 1 else f"{memory.versions} versions"
     fraction = "" if settings.tables == "resident" else f", {100 * options.hot:g}% of the rows"
-    held = (
+    kept = (
         "CUDA, a guess; the rows lie on the GPUs"
         if gpus
-        else f"{held}, {settings.tables}{fraction}"
+        else f"{kept}, {settings.tables}{fraction}"
     )
     lines = [
         f"# Made by embedserve plan --kubernetes: {' '.join(rows.name.split())},",
         f"# {human_bytes(rows.mapped)} of rows and ids. Memory:",
-        f"#   {human_bytes(memory.rows)}: {held}",
+        f"#   {human_bytes(memory.rows)}: {kept}",
         f"#   {human_bytes(memory.processes)}: idle workers, {settings.workers}",
         f"#   {human_bytes(memory.work)}: requests under way; the limit has"
         f" {human_bytes(memory.clients)} for",
