@@ -42,7 +42,7 @@ def next_step(
     Args:
         loaded: versions that it has, desired or not.
         idle: those of ``loaded`` that no request has named for a while.
-        loaded_max: number of versions up to which it loads more. All that are desired may be loaded.
+        loaded_max: number of versions up to which it loads more. All desired ones may be loaded.
 
     Returns:
         None if nothing is to change, or if all memory is in use.

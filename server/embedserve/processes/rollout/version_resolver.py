@@ -13,7 +13,7 @@ from embedserve.processes.model_loading import (
     load_named,
     make_resident_and_verify,
 )
-from embedserve.processes.open_store import DesiredVersions, open_store, desired_versions
+from embedserve.processes.open_store import DesiredVersions, desired_versions, open_store
 from embedserve.processes.rollout.messages import AliasSettings, StoreEntry
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError, UnopenedError

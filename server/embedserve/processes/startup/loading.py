@@ -22,7 +22,7 @@ from embedserve.model_names import split_name
 from embedserve.on_missing import MissingPolicy
 from embedserve.processes.forked import described, end_with
 from embedserve.processes.model_loading import check_names, load_named, restore_one
-from embedserve.processes.open_store import open_folder, row_selection, desired_versions
+from embedserve.processes.open_store import desired_versions, open_folder, row_selection
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import (
     NoSuchPartError,
