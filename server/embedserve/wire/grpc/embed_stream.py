@@ -21,6 +21,7 @@ from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
 from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, LargeMessage, WireError
 from embedserve.wire.grpc.statuses import wire_error_trailers
 from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import Headers
 
 if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection
@@ -39,9 +40,10 @@ class StreamedResponse(ResponseWriter):
         chunks: chunks of the encoded response.
         nbytes: total bytes of ``chunks``.
         reserved_bytes: bytes reserved for the response in the stream's response budget.
+        failure: trailers that end the stream in place of a response; None for a response.
     """
 
-    __slots__ = ("_options", "_stream", "chunks", "context", "nbytes", "reserved_bytes")
+    __slots__ = ("_options", "_stream", "chunks", "context", "failure", "nbytes", "reserved_bytes")
 
     def __init__(self, options: RequestOptions, stream: EmbedStream) -> None:
         self._options = options
@@ -49,6 +51,7 @@ class StreamedResponse(ResponseWriter):
         self.chunks: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
+        self.failure: Headers | None = None
         self.context: RequestContext | None = RequestContext(
             options, perf_counter(), stream.pipeline, self
         )
@@ -84,8 +87,8 @@ class StreamedResponse(ResponseWriter):
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         if isinstance(error, WireError):  # found when the message was decompressed
-            self.context = None
-            self._stream.finish(wire_error_trailers(error))
+            self.failure = wire_error_trailers(error)
+            self._end((), 0)
             return
         body = self._options.response_codec.encode_streamed_error(error)
         self._end((body,), len(body))
@@ -181,6 +184,10 @@ class EmbedStream(BidiCall):
         while responses and responses[0].context is None:
             first = responses.popleft()
             self._response_bytes -= first.reserved_bytes
+            if first.failure is not None:
+                self.finish(first.failure)
+                self._cancel()
+                return True
             self.write(first.chunks, first.nbytes)
         self.take_messages()
         return True
@@ -196,6 +203,10 @@ class EmbedStream(BidiCall):
 
     def reset(self) -> None:
         super().reset()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        """Cancels the requests that have no response yet."""
         responses, self._responses = self._responses, deque()
         for response in responses:
             if response.context is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from time import perf_counter
 
 import pytest
@@ -9,7 +10,7 @@ from server.codecs import PROTOBUF
 from server.fake_engine import FakeEngine
 from server.pipelines import outcomes_of
 from server.waiting import until
-from server.wire.grpc.grpc_peer import EMBED, MESSAGE, STREAM, GrpcPeer, request_headers
+from server.wire.grpc.grpc_peer import BODY_MAX, EMBED, MESSAGE, STREAM, GrpcPeer, request_headers
 from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, update
 
 from embedserve.pipeline import RequestOptions, RequestPipeline
@@ -29,6 +30,30 @@ async def test_stream_that_ends_in_an_incomplete_or_invalid_message_fails(
     peer.call(1, STREAM, framed(MESSAGE) + rest)
     await peer.wait_for_end(1)
     assert peer.status(1)[0] == 13
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+async def test_invalid_message_ends_the_stream_after_the_responses_to_earlier_ones(
+    peer: GrpcPeer, held_engine: FakeEngine, encoding: str
+) -> None:
+    """An invalid compressed message is decompressed in the codec thread."""
+    invalid, code = (1 << 30).to_bytes(5, "big"), 8
+    if encoding == "gzip":
+        packed = gzip.compress(bytes(BODY_MAX))[:-1]
+        invalid, code = b"\1" + len(packed).to_bytes(4, "big") + packed, 13
+    peer.call(
+        1,
+        STREAM,
+        framed(MESSAGE) + invalid + framed(MESSAGE),
+        more=[(b"grpc-encoding", encoding.encode())],
+    )
+    await until(lambda: held_engine.lookups)
+    peer.take()
+    assert 1 not in peer.trailers
+    held_engine.release()
+    await peer.wait_for_end(1)
+    assert len(peer.messages(1)) == 1
+    assert peer.status(1)[0] == code
 
 
 async def test_stream_blocked_by_its_window_does_not_block_other_calls(
