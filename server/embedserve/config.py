@@ -238,8 +238,8 @@ class ServeSettings:
     )
     row_cache: int = setting(
         0,
-        "Bytes of memory, in each worker and for each version, for rows of pooled models that are "
-        "looked up often: a router keeps them, so that they need no call. 0: none.",
+        "Bytes of memory, in each worker and for each version, in which a router keeps rows that "
+        "are looked up often, so that they need no call. 0: none.",
         min=0,
     )
     on_missing: tuple[str, ...] = setting(

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from fanout.local_shards import LocalShards, batch_of, routed
-from lookup_cases import pooled_source
+from lookup_cases import pooled_source, unpooled_source
 from pooled import collection
 from reference import assert_same, stored_rows
 from torchrec import PoolingType
+from unpooled import unpooled_collection
 
 from embedserve.fanout import row_cache, row_fetcher
 from embedserve.fanout.batch_fanout import Finish
@@ -72,11 +73,13 @@ def look_up(engine: RouterEngine, ids: Ids) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0], ids=["inline", "in a thread"])
-@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("kind", ["sums", "weighted sums", "rows"])
 def test_cached_rows_give_the_results_of_whole_tables_without_calls(
-    tmp_path: Path, dtype: str, inline_bytes_max: int, is_weighted: bool
+    tmp_path: Path, dtype: str, inline_bytes_max: int, kind: str
 ) -> None:
-    publish(pooled_source(), tmp_path, model="m", dtype=dtype, hosts=PARTS)
+    is_weighted = kind == "weighted sums"
+    source = unpooled_source() if kind == "rows" else pooled_source()
+    publish(source, tmp_path, model="m", dtype=dtype, hosts=PARTS)
     shards = LocalShards(tmp_path, "m", PARTS)
     options: dict[str, Any] = {"row_cache_bytes": ENOUGH_BYTES}
     with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max, **options) as engine:
@@ -93,12 +96,16 @@ def test_cached_rows_give_the_results_of_whole_tables_without_calls(
         assert batch.cached_count == ids[0].size
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
+@pytest.fixture(params=["pooled", "unpooled"])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Makes a store of a table of 30 rows over three parts."""
     torch.manual_seed(0)
-    tables = [("user", 30, 4, ["user"], PoolingType.SUM)]
-    publish(collection(tables), tmp_path, model="m", hosts=PARTS)
+    source = (
+        collection([("user", 30, 4, ["user"], PoolingType.SUM)])
+        if request.param == "pooled"
+        else unpooled_collection([("user", 30, ["user"])])
+    )
+    publish(source, tmp_path, model="m", hosts=PARTS)
     return tmp_path
 
 
@@ -169,12 +176,12 @@ def test_a_fetch_is_bounded_by_its_bytes(
     engine: RouterEngine, shards: LocalShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert engine._fetcher is not None
-    monkeypatch.setattr(engine._fetcher, "_examples_max", 2)
+    monkeypatch.setattr(engine._fetcher, "_rows_max", 2)
     fetched: list[int] = []
     begin = engine._begin_exact
 
     def begin_recorded(batch: Batch, finish: Finish) -> None:
-        fetched.append(batch.batch_size)
+        fetched.append(batch.ids.size)
         begin(batch, finish)
 
     monkeypatch.setattr(engine, "_begin_exact", begin_recorded)

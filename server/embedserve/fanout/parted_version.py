@@ -124,16 +124,19 @@ class PartedVersion:
         return 4 * min(by_ids, batch.batch_size * all_parts)
 
     def row_cache(self, nbytes: int) -> RowCache | None:
-        """Returns an empty cache for the rows of a pooled model; None without memory for it."""
-        if self._columns is None or not nbytes:
+        """Returns an empty cache for rows; None without memory for it."""
+        if not nbytes:
             return None
         local = () if self.local is None else self.local.tables
-        return RowCache(self._partition.manifest, self._columns, local, nbytes)
+        columns = self._columns or PooledColumns(self._partition)
+        return RowCache(self._partition.manifest, columns, local, nbytes)
 
     def divide(self, batch: Batch, cache: RowCache | None) -> PooledBatch | UnpooledBatch:
         """Divides the ids of ``batch`` that are not in ``cache`` over the parts."""
         if self._columns is None:
-            return UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped)
+            rows = UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped, cache)
+            batch.cached_count = rows.cached_count
+            return rows
         ids, lengths, weights, sums = batch.ids, batch.lengths, batch.weights, None
         if cache is not None:
             ids, lengths, weights, sums = cache.take_cached(ids, lengths, weights)

@@ -121,6 +121,8 @@ class PooledColumns:
 def join_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Returns ``counts[i]`` consecutive numbers from ``starts[i]`` on, one range after the other;
     int64."""
+    if not counts.size:
+        return np.zeros(0, np.int64)
     ends = counts.cumsum()
     numbers: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
     return numbers

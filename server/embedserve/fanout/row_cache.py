@@ -47,6 +47,18 @@ class UncachedIds(NamedTuple):
     sums: np.ndarray | None
 
 
+class CachedRows(NamedTuple):
+    """Rows that are in the cache, by feature.
+
+    Attributes:
+        is_cached: bool [ids of the feature].
+        rows: float32 [cached ids of the feature, tables of the feature, dim].
+    """
+
+    is_cached: list[np.ndarray]
+    rows: list[np.ndarray]
+
+
 class RowCache:
     """Cached rows of one version, for batches on the event loop and in threads.
 
@@ -59,7 +71,7 @@ class RowCache:
     ) -> None:
         """
         Args:
-            columns: columns of the vectors of ``manifest``, which has pooled tables.
+            columns: columns of the vectors of ``manifest``.
             local_tables: tables that need no cache, because the router has them.
             nbytes: bytes of memory, which is used as rows come.
         """
@@ -115,24 +127,53 @@ class RowCache:
         examples = lengths.size // features
         feature = np.repeat(self._features, lengths.reshape(features, -1).sum(axis=1))
         with self._reading():
-            bucket = ids % self._buckets[feature] + self._first_buckets[feature]
-            keys = ids + 1
-            is_here = self._keys.take(bucket, axis=0) == keys[:, None]
-            place = bucket * WAYS + is_here.argmax(axis=1)  # of no use where no key is equal
-            is_hit = self._keys.take(place) == keys
-            hits, left = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
-            if left.size:
-                self._note_misses(feature[left], ids[left], bucket[left])
+            hits, left, chunks = self._find(ids, feature)
             if not hits.size:
                 return UncachedIds(ids, lengths, weights, None)
-            own, places = feature[hits], place[hits]
-            self._is_used.reshape(-1)[places] = True
-            bags = np.repeat(np.arange(lengths.size), lengths)[hits]
-            chunks = self._first_chunks[own] + places * self._chunks[own]
+            own, bags = feature[hits], np.repeat(np.arange(lengths.size), lengths)[hits]
             factors = None if weights is None else weights[hits]
             sums = self._sum(own, chunks, bags - own * examples, examples, factors)
         rest = lengths - np.bincount(bags, minlength=lengths.size).astype(np.int32)
         return UncachedIds(ids[left], rest, None if weights is None else weights[left], sums)
+
+    def take_rows(self, ids: np.ndarray, counts: np.ndarray) -> CachedRows:
+        """Returns which rows are cached, and copies of them.
+
+        Args:
+            ids: int64 [n] row numbers, feature by feature.
+            counts: number of ids of each feature.
+        """
+        feature = np.repeat(self._features, counts)
+        with self._reading():
+            hits, _, chunks = self._find(ids, feature)
+            own = feature[hits]
+            rows = self._chunk_rows[torch.from_numpy(join_ranges(chunks, self._chunks[own]))]
+        is_cached = np.zeros(ids.size, np.bool_)
+        is_cached[hits] = True
+        ends = (np.bincount(own, minlength=counts.size) * self._chunks).cumsum()
+        by_feature = np.split(rows.numpy(), ends[:-1])
+        shapes = zip(by_feature, self._chunks.tolist(), strict=True)
+        return CachedRows(
+            np.split(is_cached, counts.cumsum()[:-1]),
+            [rows.reshape(-1, chunks, self._width) for rows, chunks in shapes],
+        )
+
+    def _find(
+        self, ids: np.ndarray, feature: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the positions of cached ids, those of the others, and the first chunk of each
+        cached row."""
+        bucket = ids % self._buckets[feature] + self._first_buckets[feature]
+        keys = ids + 1
+        is_here = self._keys.take(bucket, axis=0) == keys[:, None]
+        place = bucket * WAYS + is_here.argmax(axis=1)  # of no use where no key is equal
+        is_hit = self._keys.take(place) == keys
+        hits, left = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
+        if left.size:
+            self._note_misses(feature[left], ids[left], bucket[left])
+        own, places = feature[hits], place[hits]
+        self._is_used.reshape(-1)[places] = True
+        return hits, left, self._first_chunks[own] + places * self._chunks[own]
 
     def _sum(
         self,

@@ -1,5 +1,5 @@
-"""Fetches rows for the row cache of a router, by lookups of its own: each example has one id of a
-feature, so that its sum is the row."""
+"""Fetches rows for the row cache of a router, by lookups of its own. Of a pooled model each example
+has one id of a feature, so that its sum is the row."""
 
 from __future__ import annotations
 
@@ -31,12 +31,9 @@ class RowFetcher:
 
     def __init__(self, cache: RowCache, manifest: Manifest) -> None:
         self._cache = cache
-        self._columns = [
-            [slice(one.start, one.end) for one in manifest.columns if one.feature == feature]
-            for feature in range(len(manifest.features))
-        ]
+        self._manifest = manifest
         row_bytes = 4 * sum(manifest.length_per_key)
-        self._examples_max = max(1, VALUES_BYTES_MAX // row_bytes)
+        self._rows_max = max(1, VALUES_BYTES_MAX // row_bytes)  # of a feature
         self._next_s = 0.0
         self._is_fetching = False
 
@@ -53,10 +50,13 @@ class RowFetcher:
         if (found := self._cache.candidates()) is None:
             return
         features, rows = found
-        by_feature = [rows[features == i][: self._examples_max] for i in range(len(self._columns))]
-        counts = np.array([own.size for own in by_feature])
-        examples = int(counts.max())
-        lengths = (np.arange(examples) < counts[:, None]).astype(np.int32).reshape(-1)
+        count = len(self._manifest.features)
+        by_feature = [rows[features == i][: self._rows_max] for i in range(count)]
+        lengths = np.array([own.size for own in by_feature], np.int32)
+        examples = 1
+        if self._manifest.is_pooled:
+            examples = int(lengths.max())
+            lengths = (np.arange(examples) < lengths[:, None]).astype(np.int32).reshape(-1)
         batch = Batch(np.concatenate(by_feature), lengths, None, [examples], examples)
         self._is_fetching = True
         look_up(batch, partial(self._store, batch, by_feature))
@@ -70,7 +70,15 @@ class RowFetcher:
         if isinstance(values, EmbedServeError) or not batch.is_whole:
             self._next_s = monotonic() + FAILED_S
             return
+        vectors: list[list[np.ndarray]] = [[] for _ in by_feature]
+        end = 0
+        for one in self._manifest.columns:
+            start, end = end, end + by_feature[one.feature].size
+            if self._manifest.is_pooled:
+                own = values[: end - start, one.start : one.end]
+            else:  # key after key
+                own = values[start:end]
+            vectors[one.feature].append(own)
         for feature, rows in enumerate(by_feature):
             if rows.size:
-                own = [values[: rows.size, columns] for columns in self._columns[feature]]
-                self._cache.store(feature, rows, np.concatenate(own, axis=1))
+                self._cache.store(feature, rows, np.concatenate(vectors[feature], axis=1))

@@ -9,6 +9,7 @@ import numpy as np
 
 from embedserve.engine.pooled_values import to_float32
 from embedserve.fanout.partition import Partition, PartLookup
+from embedserve.fanout.row_cache import CachedRows, RowCache
 
 
 class UnpooledBatch:
@@ -20,11 +21,13 @@ class UnpooledBatch:
         ids: np.ndarray,
         lengths: np.ndarray,
         skipped: np.ndarray | None = None,
+        cache: RowCache | None = None,
     ) -> None:
         """
         Args:
             ids, lengths: as Engine.lookup takes them.
             skipped: positions of ids whose rows nobody reads; None if there are none.
+            cache: rows that no part is asked for; None for none.
         """
         self._partition = partition
         self._skipped = skipped
@@ -34,8 +37,17 @@ class UnpooledBatch:
             unique, inverse = np.unique(rows, return_inverse=True)
             distinct.append(unique)
             self._inverse.append(inverse.reshape(-1))
-        counts = np.array([rows.size for rows in distinct], np.int32)
-        self._divided = partition.divide(np.concatenate(distinct), counts)
+        counts, flat = np.array([rows.size for rows in distinct]), np.concatenate(distinct)
+        self.cached_count = 0
+        self._cached: CachedRows | None = None
+        if cache is not None:
+            self._cached = cached = cache.take_rows(flat, counts)
+            is_left = [~one for one in cached.is_cached]
+            flat = flat[np.concatenate(is_left)]
+            counts = np.array([np.count_nonzero(one) for one in is_left])
+            pairs = zip(is_left, self._inverse, strict=True)
+            self.cached_count = ids.size - sum(int(left[inverse].sum()) for left, inverse in pairs)
+        self._divided = partition.divide(flat, counts.astype(np.int32))
         # int32 [parts, features], the number of distinct rows.
         self._counts = self._divided.lengths[:, :, 0]
         self._values: dict[int, np.ndarray] = {}
@@ -79,18 +91,37 @@ class UnpooledBatch:
                 )
                 pieces[feature, table].append(piece)
                 start = end
-        of_keys = [
-            np.concatenate(pieces[one.feature, one.table.name])[self._inverse[one.feature]]
-            for one in manifest.columns
-        ]
+        tables = [0] * len(manifest.features)  # of each feature, so far
+        of_keys = []
+        for one in manifest.columns:
+            rows = np.concatenate(pieces[one.feature, one.table.name])
+            rows = self._with_cached(one.feature, tables[one.feature], rows)
+            of_keys.append(rows[self._inverse[one.feature]])
+            tables[one.feature] += 1
         return to_float32(np.concatenate(of_keys))
+
+    def _with_cached(self, feature: int, table: int, rows: np.ndarray) -> np.ndarray:
+        """Returns the distinct rows of a table of a feature: ``rows`` of the parts, and cached
+        ones."""
+        if self._cached is None or not (is_cached := self._cached.is_cached[feature]).any():
+            return rows
+        both = np.empty((is_cached.size, rows.shape[1]), np.float32)
+        both[is_cached] = self._cached.rows[feature][:, table]
+        both[~is_cached] = to_float32(rows)
+        return both
 
     def count_ids_on(self, part: int) -> np.ndarray:
         """Returns the numbers of ids on ``part``, int [features, examples], without skipped ids."""
         features, examples = self._lengths.shape
         pieces = []
-        for counts, inverse in zip(self._counts.T, self._inverse, strict=True):
+        for feature, (counts, inverse) in enumerate(
+            zip(self._counts.T, self._inverse, strict=True)
+        ):
             parts = np.repeat(np.arange(counts.size), counts)  # of each distinct row
+            if self._cached is not None:
+                is_cached, left = self._cached.is_cached[feature], parts
+                parts = np.full(is_cached.size, -1)
+                parts[~is_cached] = left
             pieces.append(parts[inverse] == part)
         is_there = np.concatenate(pieces)
         if self._skipped is not None:
