@@ -76,7 +76,7 @@ def part_results(
     """Returns the results of the parts, whose feature order may differ from that of the ids."""
     part_values = []
     for lookup in lookups:
-        part = partition.parts[lookup.part]
+        part = partition.manifests[lookup.part]
         sent = partition.sent_features(lookup.part)
         lengths = lookup.lengths.reshape(len(sent), -1)
         ends = np.append(0, lengths.sum(axis=1).cumsum())

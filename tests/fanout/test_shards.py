@@ -113,7 +113,7 @@ async def test_version_opens_once_each_part_has_a_replica(
             assert not opening.done()
             found.join(part, version)
         engine = await opening
-        assert [part.part for part in engine.parts] == [0, 1]
+        assert [part.part for part in engine.served_parts] == [0, 1]
         assert found.shards.replicas("m", 1) == [1, 1]
 
 

@@ -36,10 +36,10 @@ class ServedPart(NamedTuple):
     version: int
     fingerprint: str
     part: int
-    parts: int
+    part_count: int
 
     def __str__(self) -> str:
-        return f"part {self.part} of {self.parts} of {self.model!r} version {self.version}"
+        return f"part {self.part} of {self.part_count} of {self.model!r} version {self.version}"
 
 
 def served_parts(version: ModelVersion) -> list[ServedPart]:
@@ -101,7 +101,7 @@ class PartedVersion:
         partition = self._partition
         return [
             PartMessages(
-                partition.parts[number],
+                partition.manifests[number],
                 partition.sent_features(number),
                 dtype,
                 has_more=self._has_local_tables[number],

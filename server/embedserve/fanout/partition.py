@@ -64,7 +64,7 @@ class Partition:
 
     Attributes:
         manifest: manifest of the whole version.
-        parts: manifests of the parts, in order.
+        manifests: manifests of the parts, in order.
         has_feature: bool [parts, features], whether a part has rows of a feature.
         feature_counts: int64 [parts], the number of features of each part.
         columns: feature, by its index in the whole manifest, and table of each key of each part.
@@ -74,18 +74,18 @@ class Partition:
 
     def __init__(self, manifest: Manifest, hosts: HostPlan) -> None:
         self.manifest = manifest
-        self.parts = [part_manifest(manifest, hosts, part) for part in range(hosts.parts)]
+        self.manifests = [part_manifest(manifest, hosts, part) for part in range(hosts.parts)]
         starts = [_boundaries(manifest, hosts, feature) for feature in manifest.features]
         self._starts = [torch.tensor(one, dtype=torch.int64) for one in starts]
         self._blocks = torch.ones(len(starts), dtype=torch.int64)
         self.has_feature = np.array(
-            [[one in part.features for one in manifest.features] for part in self.parts]
+            [[one in part.features for one in manifest.features] for part in self.manifests]
         )
         self.feature_counts = self.has_feature.sum(axis=1)
         index = {feature: i for i, feature in enumerate(manifest.features)}
         self.columns = [
             [(index[part.features[one.feature]], one.table.name) for one in part.columns]
-            for part in self.parts
+            for part in self.manifests
         ]
         self.feature_index = (self.has_feature.cumsum(axis=1) - 1) * self.has_feature
 
@@ -104,14 +104,14 @@ class Partition:
             False,  # bucketize_pos
             False,  # sequence
             self._blocks,
-            len(self.parts),
+            len(self.manifests),
             None if weights is None else torch.from_numpy(weights),
             None,  # batch_size_per_feature
             -1,  # max_B
             self._starts,
         )
-        per_part = new_lengths.numpy().reshape(len(self.parts), len(self._starts), -1)
-        ends = np.zeros(len(self.parts) + 1, np.int64)
+        per_part = new_lengths.numpy().reshape(len(self.manifests), len(self._starts), -1)
+        ends = np.zeros(len(self.manifests) + 1, np.int64)
         per_part.sum(axis=(1, 2), dtype=np.int64).cumsum(out=ends[1:])
         return DividedIds(
             per_part,

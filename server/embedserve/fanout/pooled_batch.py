@@ -104,7 +104,7 @@ class PooledBatch:
         """Takes the values of ``part``, float32 or float16, in the shape of its lookup. They are
         copied, so that a response need not stay in memory."""
         values_of_all, starts = self._values
-        layout = self._columns.parts[part]
+        layout = self._columns.part_layouts[part]
         own = values_of_all[starts[part] : starts[part + 1]].reshape(len(values), -1)
         if values.dtype != np.float32:
             values = to_float32(values.copy())  # torch takes no read-only view of a response

@@ -82,7 +82,7 @@ class PooledColumns:
     Attributes:
         width: columns of a chunk.
         whole: layout of a row of the whole result.
-        parts: layout of a row of each part.
+        part_layouts: layout of a row of each part.
         widths: columns in a row of each part, without padding.
         part_chunks: int64 [parts], chunks in a row of each part.
         part_width_max, part_widths_sum: columns in a row of the widest part, and in a row of each,
@@ -97,15 +97,17 @@ class PooledColumns:
         manifest = partition.manifest
         width = self.width = chunk_width(manifest.length_per_key)
         self.whole = ChunkLayout(manifest.length_per_key, width)
-        self.parts = [ChunkLayout(part.length_per_key, width) for part in partition.parts]
-        self.widths = [sum(part.length_per_key) for part in partition.parts]
-        self.part_chunks = np.array([part.chunks for part in self.parts])
+        self.part_layouts = [
+            ChunkLayout(part.length_per_key, width) for part in partition.manifests
+        ]
+        self.widths = [sum(part.length_per_key) for part in partition.manifests]
+        self.part_chunks = np.array([part.chunks for part in self.part_layouts])
         self.part_width_max = width * int(self.part_chunks.max())
         self.part_widths_sum = width * int(self.part_chunks.sum())
         columns = zip(manifest.columns, self.whole.first_chunks, strict=True)
         targets = {(one.feature, one.table.name): first for one, first in columns}
         per_feature: list[list[tuple[int, int]]] = []
-        for layout, keys in zip(self.parts, partition.columns, strict=True):
+        for layout, keys in zip(self.part_layouts, partition.columns, strict=True):
             pairs: list[list[tuple[int, int]]] = [[] for _ in manifest.features]
             ends = [*layout.first_chunks, layout.chunks][1:]
             for key, start, end in zip(keys, layout.first_chunks, ends, strict=True):

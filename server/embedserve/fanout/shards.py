@@ -190,7 +190,7 @@ class Shards:
         if (reloader := self._credentials.reloader) is not None:
             self._tasks.append(asyncio.ensure_future(poll_all([reloader])))
         for engine in self._opened():
-            self._expect(engine.parts)
+            self._expect(engine.served_parts)
 
     def _opened(self) -> list[RouterEngine]:
         """Returns the engines that are in use."""
@@ -207,7 +207,7 @@ class Shards:
             await asyncio.sleep(POLL_S)
 
     def _all_missing(self) -> str:
-        return "; ".join(filter(None, (self._missing(one.parts) for one in self._opened())))
+        return "; ".join(filter(None, (self._missing(one.served_parts) for one in self._opened())))
 
     # On the event loop
 
@@ -220,7 +220,7 @@ class Shards:
         calls: CallTrace | None,
     ) -> None:
         """Looks ``message`` up in ``served``; see PartClient.look_up."""
-        client = self._clients[served.parts][served.part]
+        client = self._clients[served.part_count][served.part]
         key = VersionKey(served.model, served.version)
         client.look_up(key, message, deadline_s, on_done, calls)
 
@@ -283,7 +283,7 @@ class Shards:
         """Forgets versions that no engine has."""
         self._engines = [one for one in self._engines if one() is not None]
         used = {
-            (len(one.parts), VersionKey(one.manifest.model, one.manifest.version))
+            (len(one.served_parts), VersionKey(one.manifest.model, one.manifest.version))
             for one in self._opened()
         }
         for count, clients in self._clients.items():
@@ -306,7 +306,7 @@ class Shards:
 
         def add() -> str:
             self._engines.append(ref(engine))
-            missing = self._expect_and_check(engine.parts)
+            missing = self._expect_and_check(engine.served_parts)
             self._forget_unused()
             return missing
 
@@ -315,7 +315,7 @@ class Shards:
             if monotonic() >= until_s:
                 raise UnopenedError(f"{version.path}: {missing}")
             sleep(POLL_S)
-            missing = self._on_loop(partial(self._expect_and_check, engine.parts))
+            missing = self._on_loop(partial(self._expect_and_check, engine.served_parts))
         return engine
 
     def expect(self, version: ModelVersion) -> str:

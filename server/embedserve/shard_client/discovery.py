@@ -115,7 +115,7 @@ def parse_address(value: str) -> Address:
     return host, int(port)
 
 
-def read_shards(path: str, parts: int) -> list[list[Address]]:
+def read_shards(path: str, part_count: int) -> list[list[Address]]:
     """Reads the addresses of the replicas of each part from a JSON file.
 
     Raises:
@@ -128,11 +128,11 @@ def read_shards(path: str, parts: int) -> list[list[Address]]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not an object of parts")
-    expected = [str(part) for part in range(parts)]
+    expected = [str(part) for part in range(part_count)]
     if wrong := set(content).symmetric_difference(expected):
         shown = ", ".join(sorted(wrong)[:5])
         raise ValueError(
-            f"{path} must have the parts 0 to {parts - 1}; missing or unknown: {shown}"
+            f"{path} must have the parts 0 to {part_count - 1}; missing or unknown: {shown}"
         )
     return [_read_part(path, part, content[part]) for part in expected]
 
@@ -167,14 +167,14 @@ class DnsDiscovery:
     def __init__(
         self,
         source: DnsShards,
-        parts: int,
+        part_count: int,
         on_addresses: OnAddresses,
         resolve: Resolve = resolve,
     ) -> None:
         """
         Args:
             source: name with ``{part}``, and port.
-            parts: number of parts.
+            part_count: number of parts.
             on_addresses: called for each part whose addresses have changed.
             resolve: resolves one name.
         """
@@ -182,7 +182,7 @@ class DnsDiscovery:
         self._on_addresses = on_addresses
         self._resolve = resolve
         self._found: dict[int, list[Address]] = {}
-        self._faults = [""] * parts
+        self._faults = [""] * part_count
 
     async def poll(self) -> None:
         """Resolves the names of all parts concurrently."""
@@ -215,22 +215,22 @@ class DnsDiscovery:
 class FileDiscovery:
     """Reads the addresses from a file, and again when it changes."""
 
-    def __init__(self, source: FileShards, parts: int, on_addresses: OnAddresses) -> None:
+    def __init__(self, source: FileShards, part_count: int, on_addresses: OnAddresses) -> None:
         """Reads the file.
 
         Args:
             source: path of the file.
-            parts: number of parts.
+            part_count: number of parts.
             on_addresses: called for each part whose addresses have changed.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: from ``read_shards``.
         """
-        self._found: Sequence[list[Address]] = [[] for _ in range(parts)]
+        self._found: Sequence[list[Address]] = [[] for _ in range(part_count)]
         self._on_addresses = on_addresses
         self._reloader = FileReloader(
-            "--shards", [source.path], lambda: read_shards(source.path, parts), self._adopt
+            "--shards", [source.path], lambda: read_shards(source.path, part_count), self._adopt
         )
 
     def _adopt(self, found: list[list[Address]]) -> None:
@@ -249,7 +249,7 @@ class FileDiscovery:
 
 
 def discover(
-    source: DnsShards | FileShards, parts: int, on_addresses: OnAddresses
+    source: DnsShards | FileShards, part_count: int, on_addresses: OnAddresses
 ) -> DnsDiscovery | FileDiscovery:
     """Returns the discovery of a source; ``run`` it as a task.
 
@@ -258,5 +258,5 @@ def discover(
         ValueError: it is malformed.
     """
     if isinstance(source, DnsShards):
-        return DnsDiscovery(source, parts, on_addresses)
-    return FileDiscovery(source, parts, on_addresses)
+        return DnsDiscovery(source, part_count, on_addresses)
+    return FileDiscovery(source, part_count, on_addresses)

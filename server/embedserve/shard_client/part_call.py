@@ -76,13 +76,13 @@ class Attempt:
             next_due: HEDGE_DUE if the call may be hedged, otherwise HANG_DUE.
             reason: why the replica is called, for traces.
         """
-        part = part_call.part
+        client = part_call.client
         connection = replica.connection
         assert connection is not None
         self.is_over = False
         self.replica, self.start_s = replica, now_s
         self._part_call, self._next = part_call, next_due
-        timeout_s = part.options.call_timeout_s
+        timeout_s = client.options.call_timeout_s
         if timeout_s > part_call.deadline_s - now_s:
             timeout_s = part_call.deadline_s - now_s
         self._end_s = now_s + timeout_s
@@ -97,7 +97,7 @@ class Attempt:
         """Records the call in ``calls``. Returns its traceparent header; b"" if there is no room
         for it."""
         replica = shown(self.replica.address)
-        self._traced = traced = calls.begin(self._part_call.part.part, replica, reason)
+        self._traced = traced = calls.begin(self._part_call.client.part, replica, reason)
         return b"" if traced is None else sampled_traceparent(calls.trace.trace_id, traced.span_id)
 
     def cancel(self, status: int = CANCELLED) -> None:
@@ -109,13 +109,13 @@ class Attempt:
 
     def _set_timer(self, since_s: float, now_s: float) -> None:
         """Sets the timer for the next deadline, counted from ``since_s``."""
-        part = self._part_call.part
+        client = self._part_call.client
         due_s = self._end_s
         if self._next == HEDGE_DUE:
-            due_s = since_s + part.recent.hedge_s
+            due_s = since_s + client.recent.hedge_s
         elif self._next == HANG_DUE:
-            due_s = since_s + part.recent.hung_s
-        part.timers.push(due_s if due_s < self._end_s else self._end_s, self, now_s)
+            due_s = since_s + client.recent.hung_s
+        client.timers.push(due_s if due_s < self._end_s else self._end_s, self, now_s)
 
     def on_due(self, now_s: float) -> None:
         """Handles the next deadline of the call."""
@@ -147,7 +147,7 @@ class PartCall:
     """A lookup of one part.
 
     Attributes:
-        part: part that is looked up.
+        client: client of the part that is looked up.
         message: chunks of the request message.
         deadline_s: time.monotonic() at which the lookup fails.
         calls: record of the calls for traces; None if no request is traced.
@@ -164,22 +164,22 @@ class PartCall:
         "_start_s",
         "_tried",
         "calls",
+        "client",
         "deadline_s",
         "is_over",
         "message",
-        "part",
     )
 
     def __init__(
         self,
-        part: PartClient,
+        client: PartClient,
         key: VersionKey,
         message: Sequence[bytes],
         deadline_s: float,
         on_done: OnReply,
         calls: CallTrace | None,
     ) -> None:
-        self.part, self._key, self.message = part, key, message
+        self.client, self._key, self.message = client, key, message
         self.calls = calls
         self.deadline_s, self._on_done = deadline_s, on_done
         self.is_over = False
@@ -192,19 +192,19 @@ class PartCall:
 
     def start(self, now_s: float) -> None:
         """Makes the first call. A lookup that fails at once does so from the timer."""
-        part = self.part
+        client = self.client
         self._start_s = now_s
-        stats = part.stats
+        stats = client.stats
         stats.in_flight += 1
         if now_s >= self.deadline_s:
             self._reply = self._late()
         else:
-            replica = part.choose(self._key)
+            replica = client.choose(self._key)
             if replica is not None:
                 self._call(replica, now_s, HEDGE_DUE, BY_FIRST)
                 return
-            self._reply = lost(part.why_unavailable(self._key))
-        part.timers.push(now_s, self, now_s)
+            self._reply = lost(client.why_unavailable(self._key))
+        client.timers.push(now_s, self, now_s)
 
     def on_due(self, now_s: float) -> None:
         """Fails a lookup that made no call."""
@@ -212,7 +212,7 @@ class PartCall:
         self._finish(self._reply, now_s)
 
     def _call(self, replica: PartReplica, now_s: float, next_due: int, reason: str) -> None:
-        stats = self.part.stats
+        stats = self.client.stats
         stats.attempts += 1
         stats.bytes_sent += self._nbytes
         self._tried.append(replica)
@@ -222,10 +222,10 @@ class PartCall:
 
     def hedge(self, now_s: float) -> None:
         """Calls a second replica, as the first is slow, if the budget allows it."""
-        part = self.part
-        replica = part.choose(self._key, self._tried, is_optional=True)
-        if replica is not None and part.hedges.try_take():
-            part.stats.hedges += 1
+        client = self.client
+        replica = client.choose(self._key, self._tried, is_optional=True)
+        if replica is not None and client.hedges.try_take():
+            client.stats.hedges += 1
             self._call(replica, now_s, HANG_DUE, BY_HEDGE)
 
     def on_hang(self, attempt: Attempt, now_s: float) -> bool:
@@ -235,17 +235,17 @@ class PartCall:
         other calls is slow or overloaded, and a budget keeps the load of the part in bounds. The
         budget also holds if the other replica is silent, too: then the whole part is overloaded.
         """
-        part, is_silent = self.part, attempt.is_silent(now_s)
+        client, is_silent = self.client, attempt.is_silent(now_s)
         if is_silent:
             attempt.replica.mark_hung(now_s)
-        replica = part.choose(self._key, self._tried, is_optional=not is_silent)
+        replica = client.choose(self._key, self._tried, is_optional=not is_silent)
         if replica is None:
             return False
         is_free = is_silent and not replica.is_hung
-        if not is_free and not part.retries.try_take():
+        if not is_free and not client.retries.try_take():
             return False
-        part.stats.hung += is_silent
-        part.stats.retries += not is_silent
+        client.stats.hung += is_silent
+        client.stats.retries += not is_silent
         self._call(replica, now_s, HANG_DUE, BY_HANG if is_silent else BY_RETRY)
         return True
 
@@ -254,17 +254,17 @@ class PartCall:
         if now_s >= self.deadline_s:
             self._finish(self._late(), now_s)
         else:
-            timeout_s = self.part.options.call_timeout_s
-            text = f"{self.part}: no response within {timeout_s:g} s"
+            timeout_s = self.client.options.call_timeout_s
+            text = f"{self.client}: no response within {timeout_s:g} s"
             self._on_failure(attempt, Reply(DEADLINE_EXCEEDED, text), now_s)
 
     def on_reply(self, attempt: Attempt, reply: Reply) -> None:
         """Handles the reply to a call: returns it to the caller, or calls another replica."""
-        now_s = self.part.clock()
+        now_s = self.client.clock()
         status = reply.status
         if status == OK:
-            self.part.recent.add(now_s - attempt.start_s)
-            self.part.stats.bytes_received += len(reply.payload)
+            self.client.recent.add(now_s - attempt.start_s)
+            self.client.stats.bytes_received += len(reply.payload)
         elif status in RETRYABLE and not reply.is_too_large:
             self._on_failure(attempt, reply, now_s)
             return
@@ -272,10 +272,10 @@ class PartCall:
         self._finish(reply, now_s)
 
     def _on_failure(self, attempt: Attempt, reply: Reply, now_s: float) -> None:
-        part = self.part
+        client = self.client
         self._attempts.remove(attempt)
         if reply.is_lost:
-            reply = lost(f"{part}: {reply.message}")
+            reply = lost(f"{client}: {reply.message}")
         self._rejections += reply.status == RESOURCE_EXHAUSTED
         if _outranks(reply, self._reply):
             self._reply = reply
@@ -283,9 +283,9 @@ class PartCall:
             self._finish(self._late(), now_s)
             return
         if self._rejections < 2:
-            replica = part.choose(self._key, self._tried)
-            if replica is not None and (reply.is_lost or part.retries.try_take()):
-                part.stats.retries += 1
+            replica = client.choose(self._key, self._tried)
+            if replica is not None and (reply.is_lost or client.retries.try_take()):
+                client.stats.retries += 1
                 self._call(replica, now_s, HANG_DUE, BY_RETRY)
                 return
         if not self._attempts:
@@ -293,20 +293,20 @@ class PartCall:
             self._finish(self._reply, now_s)
 
     def _late(self) -> Reply:
-        return Reply(DEADLINE_EXCEEDED, f"{self.part}: the deadline has passed")
+        return Reply(DEADLINE_EXCEEDED, f"{self.client}: the deadline has passed")
 
     def _finish(self, reply: Reply, now_s: float) -> None:
         """Cancels the other calls, and returns ``reply`` to the caller. A cancelled call that was
         slow counts as a latency: it would have taken at least as long."""
         self.is_over = True
-        part = self.part
+        client = self.client
         attempts, self._attempts = self._attempts, []
         for attempt in attempts:
             attempt.cancel()
-            if now_s - attempt.start_s > part.recent.hedge_s:
-                part.recent.add(now_s - attempt.start_s)
+            if now_s - attempt.start_s > client.recent.hedge_s:
+                client.recent.add(now_s - attempt.start_s)
         self.message = ()  # timers keep the lookup for some time
-        stats = part.stats
+        stats = client.stats
         stats.in_flight -= 1
         stats.seconds[outcome_of(reply)].observe(now_s - self._start_s)
         self._on_done(reply)

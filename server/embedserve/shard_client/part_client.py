@@ -55,7 +55,7 @@ class PartClient:
 
     Attributes:
         part: number of the part.
-        parts: number of parts.
+        part_count: number of parts.
         options: options of the lookups.
         stats: counts since the start.
         recent: recent latencies.
@@ -67,7 +67,7 @@ class PartClient:
     def __init__(
         self,
         part: int,
-        parts: int,
+        part_count: int,
         connect: Connect,
         options: PartOptions | None = None,
         timers: TimerQueue | None = None,
@@ -78,14 +78,14 @@ class PartClient:
         """
         Args:
             part: number of the part.
-            parts: number of parts.
+            part_count: number of parts.
             connect: makes a connection.
             options: options of the lookups.
             timers: deadlines of calls, also of other parts. Default: of this part alone.
             clock: monotonic clock, which also sets ``last_received_s`` of the connections.
             call_later: starts a timer; default: the running event loop's.
         """
-        self.part, self.parts = part, parts
+        self.part, self.part_count = part, part_count
         self.options = options or PartOptions()
         self.stats = PartStats()
         self.recent = RecentLatency(self.options.hedge_quantile)
@@ -101,7 +101,7 @@ class PartClient:
         self._joined: dict[VersionKey, list[PartReplica]] = {}
 
     def __str__(self) -> str:
-        return f"part {self.part} of {self.parts}"
+        return f"part {self.part} of {self.part_count}"
 
     # Replicas
 
@@ -157,7 +157,7 @@ class PartClient:
 
     def expect(self, key: VersionKey, fingerprint: str) -> None:
         """Lets replicas join for a version: those that list it with this fingerprint and part."""
-        self._expected[key] = Served(fingerprint, self.part, self.parts)
+        self._expected[key] = Served(fingerprint, self.part, self.part_count)
         for replica in self._replicas.values():
             self._update(replica)
         self._count(key)

@@ -73,7 +73,7 @@ class Served(NamedTuple):
 
     fingerprint: str
     part: int
-    parts: int
+    part_count: int
 
 
 class PartReplica:
@@ -148,8 +148,8 @@ class PartReplica:
                 f"expected {expected.fingerprint}"
             )
         return (
-            f"serves part {served.part} of {served.parts}, "
-            f"expected {expected.part} of {expected.parts}"
+            f"serves part {served.part} of {served.part_count}, "
+            f"expected {expected.part} of {expected.part_count}"
         )
 
     @property
