@@ -194,7 +194,7 @@ def test_estimate_of_part_values_is_a_close_upper_bound(tmp_path: Path, is_poole
         batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
         lookups = engine._parted.divide(batch, None).lookups()
         most = sum(4 * lookup.shape[0] * lookup.shape[1] for lookup in lookups)
-        assert most <= engine._parted.values_bytes(batch) <= 8 * most
+        assert most <= engine._parted.values_bytes(batch, None) <= 8 * most
 
 
 def test_event_loop_is_free_while_a_large_batch_is_divided(

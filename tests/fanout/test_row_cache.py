@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.row_cache import ENTRY_BYTES, WAYS, RowCache
 from embedserve.lookup_types import Batch
 from embedserve.shard_client.reply import UNAVAILABLE, Reply
-from embedserve_store import Manifest, ModelStore, publish
+from embedserve_store import Manifest, ModelStore, TableSpec, publish
 from embedserve_store.format.table_spec import DTYPES
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.reference_pooling import pool_stored
 from embedserve_store.parts.part import LocalTables
+from embedserve_store.plans.host_plan import HostPlan
 
 PARTS = 3
 ENOUGH_BYTES = 64 << 20
@@ -302,16 +304,18 @@ def test_a_full_bucket_keeps_the_rows_that_are_looked_up(tmp_path: Path) -> None
         cache.store(0, np.array([row]), rows["one"][[row]])
 
     own = [10 * i + 3 for i in range(50)]  # rows of one of ten buckets
-    for row in own[:WAYS]:
+    first, later = own[:WAYS], own[WAYS:]
+    for row in first:
         store(row)
-    store(own[WAYS])  # all were new, so the first place is used
-    assert not is_cached(own[0])
-    kept = own[1:WAYS:2]
+    for row in later[:10]:  # a row is stored only if one was not looked up since the last
+        assert all(map(is_cached, first))
+        store(row)
+    assert all(map(is_cached, first))
+    store(later[0])  # clears the marks
+    kept = first[::2]
     assert all(map(is_cached, kept))
-    later = own[WAYS : WAYS + WAYS // 2]  # as many as there are places for beside those
-    for row in later[1:]:
-        store(row)
-    assert all(map(is_cached, [*kept, *later]))
+    store(later[1])
+    assert [row for row in own if is_cached(row)] == [*kept, *first[3::2], later[1]]
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 1000, 12_345, 1 << 20])
@@ -326,7 +330,7 @@ def test_memory_is_divided_within_its_bound(tmp_path: Path, nbytes: int) -> None
 
 
 def test_candidates_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_cache, "CANDIDATES_MAX", 20)
+    monkeypatch.setattr(row_cache, "CANDIDATES_MAX", 25)
     cache, _, _, _ = make_cache(tmp_path, TABLES, 1 << 20)
     for first in range(0, 100, 10):
         ids, lengths = np.arange(first, first + 10), np.array([10, 0, 0, 0], np.int32)
@@ -334,5 +338,65 @@ def test_candidates_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         cache.take_cached(ids, lengths, None)
     found = cache.candidates()
     assert found is not None
-    assert found[1].tolist() == list(range(20))
+    assert sorted(found[1].tolist()) == list(range(25))
     assert cache.candidates() is None
+
+
+def test_rows_have_equal_chances_to_be_fetched(tmp_path: Path) -> None:
+    """Only some of many candidates are fetched at once."""
+    cache, _, _, _ = make_cache(tmp_path, TABLES, 1 << 20)
+    ids, lengths = np.arange(100), np.array([100, 0, 0, 0], np.int32)
+    first = set()
+    cache.take_cached(ids, lengths, None)
+    for _ in range(60):
+        cache.take_cached(ids, lengths, None)
+        found = cache.candidates()
+        assert found is not None
+        first.add(int(found[1][0]))
+    assert len(first) > 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_memory_is_used_as_rows_come() -> None:
+    rows = 1 << 22
+    table = TableSpec("one", rows, 64, ("one",), "sum", "float32")
+    manifest = Manifest("m", 1, (table,), is_weighted=False)
+    hosts = HostPlan(2, {"one": (0, rows // 2, rows)})
+    columns = PooledColumns(Partition(manifest, hosts))
+    before = resident_bytes()
+    cache = RowCache(manifest, columns, (), 1 << 30)
+    assert cache._chunk_rows.nbytes > 900 << 20
+    assert resident_bytes() < before + (300 << 20)
+
+
+def test_a_fetch_that_cannot_begin_is_logged_and_tried_again(
+    engine: RouterEngine,
+    shards: LocalShards,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begin = engine._begin_exact
+
+    def fail(batch: Batch, finish: Finish) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "_begin_exact", fail)
+    for _ in range(4):
+        look_up(engine, IDS)
+    assert "rows cannot be fetched for the row cache" in caplog.text
+    monkeypatch.setattr(engine, "_begin_exact", begin)
+    cache_rows(engine, shards, IDS)
+
+
+def test_sums_of_cached_rows_count_toward_the_bytes_of_batches(tmp_path: Path) -> None:
+    publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
+    shards = LocalShards(tmp_path, "m", PARTS)
+    with routed(shards, tmp_path, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
+        ids, lengths, _ = random_ids(engine.manifest, 100, np.random.default_rng(1))
+        batch = Batch(ids, lengths, None, [100], 100)
+        parted, dims = engine._parted, sum(engine.manifest.length_per_key)
+        more = parted.values_bytes(batch, engine._cache) - parted.values_bytes(batch, None)
+        assert more >= 4 * 100 * dims

@@ -115,13 +115,15 @@ class PartedVersion:
         work_bytes = per_id * batch.ids.size + self._example_bytes * batch.batch_size
         return work_bytes > self._work_bytes_max
 
-    def values_bytes(self, batch: Batch) -> int:
-        """Returns the bytes of float32 values that the parts of a batch return, at most."""
+    def values_bytes(self, batch: Batch, cache: RowCache | None) -> int:
+        """Returns the bytes of float32 values that the parts of a batch return, and of the sums of
+        its rows in ``cache``, at most."""
         if self._columns is None:
             return self._row_bytes * batch.ids.size
         widest, all_parts = self._columns.part_width_max, self._columns.part_widths_sum
         by_ids = batch.ids.size * widest  # a bag on a part has an id
-        return 4 * min(by_ids, batch.batch_size * all_parts)
+        sums_bytes = 0 if cache is None else batch.batch_size * cache.sums_bytes
+        return 4 * min(by_ids, batch.batch_size * all_parts) + sums_bytes
 
     def row_cache(self, nbytes: int) -> RowCache | None:
         """Returns an empty cache for rows; None without memory for it."""

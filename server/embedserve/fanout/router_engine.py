@@ -155,7 +155,7 @@ class RouterEngine:
     ) -> None:
         """Begins the lookup of ``batch`` once there is room for the values of its parts."""
         until_s = monotonic() + deadline_s - perf_counter()
-        nbytes, budget = self._parted.values_bytes(batch), self._shards.budget
+        nbytes, budget = self._parted.values_bytes(batch, cache), self._shards.budget
 
         def end(values: np.ndarray | EmbedServeError) -> None:
             try:

@@ -1,8 +1,8 @@
 """Rows that a router keeps of the tables in its shards, because they are looked up often.
 
-A cached row needs no call: its vectors are added in the router. Rows are in buckets of four. A row
-that is looked up for the second time is fetched (row_fetcher.py). In a full bucket it replaces one
-that was not looked up since the bucket's last replacement (the CLOCK algorithm).
+A cached row needs no call. Rows are in buckets of four. A row that is missed for the second time is
+fetched (row_fetcher.py). In a full bucket it replaces a row that is not marked as looked up. If all
+are marked, the marks are cleared, and it is stored when it comes again (the CLOCK algorithm).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from embedserve_store.format.manifest import Manifest
 WAYS = 4
 """Rows of a bucket."""
 ENTRY_BYTES = 17
-"""Bytes of a row's place beside its vectors: two row numbers and whether it was looked up."""
+"""Bytes of a row besides its vectors: two row numbers and the mark."""
 CANDIDATES_MAX = 4096
-"""Rows that wait to be fetched, at most about; further ones are fetched when looked up again."""
+"""Rows that wait to be fetched. Further ones wait for their next miss."""
 
 
 class UncachedIds(NamedTuple):
-    """The ids of a batch that are not in the cache, and the sums of the others.
+    """The ids of a batch that are not in the cache, and the sums of the cached ids.
 
     Attributes:
         ids: int64 [n] row numbers, feature-major.
@@ -64,6 +64,9 @@ class RowCache:
 
     A row of a feature has the vectors of all tables of the feature, float32, one after the other,
     each padded to whole chunks. Features of the same tables share their rows.
+
+    Attributes:
+        sums_bytes: bytes of the sums of an example.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class RowCache:
         keys = [[i for i, one in enumerate(manifest.columns) if one.feature == f] for f in features]
         self._features = np.arange(len(features))
         self._width, self._chunks_whole = columns.width, columns.whole.chunks
+        self.sums_bytes = 4 * columns.width * columns.whole.chunks
         dims = manifest.length_per_key
         self._layouts = [ChunkLayout([dims[i] for i in own], columns.width) for own in keys]
         self._chunks = np.array([layout.chunks for layout in self._layouts])
@@ -109,15 +113,17 @@ class RowCache:
             self._first_chunks[members] = chunk - bucket * WAYS * self._chunks[group]
             bucket, chunk = bucket + count, chunk + count * WAYS * int(self._chunks[group])
         self._is_cached = self._first_buckets > 0
-        # Keys are row numbers plus one; zeros are no rows. Zeros take no memory until written.
+        # Keys are row numbers plus one; zeros are no rows. numpy's zeros take no memory until they
+        # are written, torch's do.
         self._keys = np.zeros((bucket, WAYS), np.int64)
         self._missed = np.zeros(bucket * WAYS, np.int64)
         self._is_used = np.zeros((bucket, WAYS), np.bool_)
-        self._chunk_rows = torch.zeros(chunk, columns.width)
+        self._chunk_rows = torch.from_numpy(np.zeros((chunk, columns.width), np.float32))
         self._lock = Lock()
         self._readers = 0
         self._candidates: list[tuple[np.ndarray, np.ndarray]] = []
         self._candidate_count = 0
+        self._random = np.random.default_rng()
 
     def take_cached(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
@@ -219,28 +225,30 @@ class RowCache:
                 self._readers -= 1
 
     def _note_misses(self, feature: np.ndarray, ids: np.ndarray, bucket: np.ndarray) -> None:
-        """Makes candidates of the rows that were missed before, too."""
+        """Queues rows that are missed for the second time."""
         place = bucket * WAYS + ids // self._buckets[feature] % WAYS
         keys = ids + 1
         is_again = (self._missed[place] == keys) & self._is_cached[feature]
         self._missed[place] = keys
-        if self._candidate_count < CANDIDATES_MAX and is_again.any():
-            again = np.flatnonzero(is_again)
+        room = CANDIDATES_MAX - self._candidate_count
+        if room > 0 and is_again.any():
+            again = np.flatnonzero(is_again)[:room]
             self._candidates.append((self._groups[feature[again]], ids[again]))
             self._candidate_count += again.size
 
     def candidates(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns (features, row numbers) that are to be fetched, each row once, and forgets them;
-        None if there are none."""
+        """Returns the features and numbers of queued rows, each row once and in random order, and
+        forgets them; None if there are none."""
         found, self._candidates, self._candidate_count = self._candidates, [], 0
         if not found:
             return None
         features, rows = (np.concatenate(one) for one in zip(*found, strict=True))
-        pairs = np.unique(rows * len(self._features) + features)
+        pairs = self._random.permutation(np.unique(rows * len(self._features) + features))
         return pairs % len(self._features), pairs // len(self._features)
 
     def store(self, feature: int, ids: np.ndarray, vectors: np.ndarray) -> None:
-        """Stores rows of a feature, of those with one bucket the first; none while a thread reads.
+        """Stores rows of a feature. A bucket gets one of them at most. While a thread reads, no row
+        is stored.
 
         Args:
             ids: int64 [n] row numbers, each once.
@@ -255,10 +263,10 @@ class RowCache:
                 return
             present, is_used = self._keys[bucket], self._is_used[bucket]
             is_full = (present != 0).all(axis=1) & is_used.all(axis=1)
-            self._is_used[bucket[is_full]] = is_used[is_full] = False
-            # The first free place, else the first that was not looked up.
+            self._is_used[bucket[is_full]] = False
+            # The first free place, else the first without a mark.
             way = np.where(present == 0, -1, is_used).argmin(axis=1)
-            is_new = ~(present == keys[:, None]).any(axis=1)
+            is_new = ~is_full & ~(present == keys[:, None]).any(axis=1)
             bucket, way, first = bucket[is_new], way[is_new], first[is_new]
             rows = np.zeros((first.size, layout.chunks * self._width), np.float32)
             layout.copy_padded(vectors[first], rows)
@@ -272,7 +280,7 @@ class RowCache:
 
 
 def _share(needs: dict[int, tuple[int, int]], nbytes: int) -> dict[int, int]:
-    """Divides memory evenly, but gives none more than it needs.
+    """Divides memory evenly, but gives no group more than it needs.
 
     Args:
         needs: (rows, bytes of a bucket) of each group.

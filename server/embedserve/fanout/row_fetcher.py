@@ -1,8 +1,11 @@
-"""Fetches rows for the row cache of a router, by lookups of its own. Of a pooled model each example
-has one id of a feature, so that its sum is the row."""
+"""Fetches rows for the row cache of a router, by lookups of its own.
+
+For a pooled model each example has one id of a feature, so that its sum is the row.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
@@ -15,10 +18,12 @@ from embedserve.fanout.row_cache import RowCache
 from embedserve.lookup_types import Batch
 from embedserve_store.format.manifest import Manifest
 
+logger = logging.getLogger(__name__)
+
 FETCH_S = 0.05
 """Interval of the lookups that fetch rows."""
 FAILED_S = 1.0
-"""Seconds until the next one after one that failed."""
+"""Seconds between a failed lookup of rows and the next."""
 VALUES_BYTES_MAX = 128 << 10
 """Bytes of the values of such a lookup, unless one example has more; 128 KiB. They are copied on
 the event loop."""
@@ -38,7 +43,8 @@ class RowFetcher:
         self._is_fetching = False
 
     def fetch_if_due(self, look_up: LookUp) -> None:
-        """Begins a lookup of rows, unless the last one is in flight or was just now.
+        """Begins a lookup of rows, unless the last one is in flight or began less than FETCH_S ago.
+        Logs any error: the batches of callers do not depend on it.
 
         Args:
             look_up: begins a lookup of float32 values; calls its second argument with them.
@@ -47,6 +53,13 @@ class RowFetcher:
         if self._is_fetching or now_s < self._next_s:
             return
         self._next_s = now_s + FETCH_S
+        try:
+            self._fetch(look_up)
+        except Exception:
+            self._is_fetching, self._next_s = False, now_s + FAILED_S
+            logger.exception("rows cannot be fetched for the row cache")
+
+    def _fetch(self, look_up: LookUp) -> None:
         if (found := self._cache.candidates()) is None:
             return
         features, rows = found

@@ -27,7 +27,7 @@ class UnpooledBatch:
         Args:
             ids, lengths: as Engine.lookup takes them.
             skipped: positions of ids whose rows nobody reads; None if there are none.
-            cache: rows that no part is asked for; None for none.
+            cache: rows that need no lookup; None for none.
         """
         self._partition = partition
         self._skipped = skipped

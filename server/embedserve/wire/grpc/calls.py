@@ -234,7 +234,6 @@ class BidiCall:
         self._is_draining = False
         self._is_taking = False
         self._is_turn_due = False  # messages are left for a later event-loop iteration
-        self._failure: Headers | None = None  # trailers after the responses to earlier messages
 
     @property
     def is_read(self) -> bool:
@@ -256,28 +255,27 @@ class BidiCall:
         try:
             self._take_all()
         except WireError as error:
-            self._failure = wire_error_trailers(error)
+            self.fail(wire_error_trailers(error))
         except Exception:
             logger.exception("a call failed")
-            self._failure = error_trailers(EngineError(INTERNAL))
+            self.finish(error_trailers(EngineError(INTERNAL)))
         finally:
             self._is_taking = False
-        if self.is_idle():
-            self._finish_if_over()
+        if self.is_idle() and (self.is_read or self._is_draining):
+            if self.is_read:
+                self.finish(OK_TRAILERS)
+            else:
+                self.finish(error_trailers(NotReadyError(DRAINING)))
 
-    def _finish_if_over(self) -> None:
-        if self._failure is not None:
-            self.finish(self._failure)
-        elif self.is_read:
-            self.finish(OK_TRAILERS)
-        elif self._is_draining:
-            self.finish(error_trailers(NotReadyError(DRAINING)))
+    def fail(self, trailers: Headers) -> None:
+        """Ends the call, because its next message is invalid."""
+        self.finish(trailers)
 
     def _take_all(self) -> None:
         deframer, connection = self._deframer, self._stream.connection
         work_before = deframer.work
         try:
-            while self._is_taking_more and self.has_room():
+            while not self._is_over and not self._is_draining and self.has_room():
                 if deframer.work - work_before >= WORK_PER_TURN:
                     self._is_turn_due = True
                     connection.message_turns.add(self._take_turn)
@@ -294,10 +292,6 @@ class BidiCall:
                     self.take(message)
         finally:
             connection.spend_turn(deframer.work - work_before)
-
-    @property
-    def _is_taking_more(self) -> bool:
-        return not self._is_over and not self._is_draining and self._failure is None
 
     def _take_turn(self) -> None:
         self._is_turn_due = False
@@ -367,12 +361,10 @@ class BidiCall:
 
         Between messages a stream may be idle for as long as its connection is open.
         """
-        is_waiting = self._is_taking_more and not self._is_turn_due and self.has_room()
-        if not (is_waiting and self._deframer.nbytes):
+        if self._is_turn_due or not (self._deframer.nbytes and self.has_room()):
             self._whole_s = now_s
         elif now_s - self._whole_s > UPLOAD_S_MAX:
-            self._failure = error_trailers(late_request())
-            self.take_messages()
+            self.fail(error_trailers(late_request()))
 
     def drain(self) -> None:
         self._is_draining = True

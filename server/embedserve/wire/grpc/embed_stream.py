@@ -127,12 +127,14 @@ class EmbedStream(BidiCall):
         self._response_bytes = 0
         self._response_bytes_max = response_bytes_max
         self._draining_since_s = 0.0
+        self._failure: Headers | None = None  # trailers to send after the earlier responses
         timeout_s = options.timeout_s
         self.deadline_s = float("inf") if timeout_s is None else perf_counter() + timeout_s
 
     def has_room(self) -> bool:
         return (
-            len(self._responses) < REQUESTS_MAX
+            self._failure is None
+            and len(self._responses) < REQUESTS_MAX
             and self._response_bytes + self._stream.unsent_bytes < self._response_bytes_max
         )
 
@@ -186,11 +188,23 @@ class EmbedStream(BidiCall):
             self._response_bytes -= first.reserved_bytes
             if first.failure is not None:
                 self.finish(first.failure)
-                self._cancel()
                 return True
             self.write(first.chunks, first.nbytes)
+        if self._failure is not None and not responses:
+            self.finish(self._failure)
         self.take_messages()
         return True
+
+    def fail(self, trailers: Headers) -> None:
+        """Ends the stream after the responses to the messages before the invalid one."""
+        if self._responses:
+            self._failure = trailers
+        else:
+            self.finish(trailers)
+
+    def finish(self, trailers: Headers) -> None:
+        super().finish(trailers)
+        self._cancel()
 
     def drain(self) -> None:
         """Starts the drain: continues for DRAIN_STREAM_S, as further requests may be in flight."""

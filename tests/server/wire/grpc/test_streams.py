@@ -10,10 +10,18 @@ from server.codecs import PROTOBUF
 from server.fake_engine import FakeEngine
 from server.pipelines import outcomes_of
 from server.waiting import until
-from server.wire.grpc.grpc_peer import BODY_MAX, EMBED, MESSAGE, STREAM, GrpcPeer, request_headers
+from server.wire.grpc.grpc_peer import (
+    BODY_MAX,
+    EMBED,
+    MESSAGE,
+    STREAM,
+    WATCH,
+    GrpcPeer,
+    request_headers,
+)
 from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, update
 
-from embedserve.pipeline import RequestOptions, RequestPipeline
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
 from embedserve.wire.grpc.grpc_framing import framed
@@ -54,6 +62,34 @@ async def test_invalid_message_ends_the_stream_after_the_responses_to_earlier_on
     await peer.wait_for_end(1)
     assert len(peer.messages(1)) == 1
     assert peer.status(1)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("invalid", "code"), [((1 << 30).to_bytes(5, "big"), 8), (b"\0\0\0\0\5ab", 13)]
+)
+async def test_invalid_message_ends_a_watch(peer: GrpcPeer, invalid: bytes, code: int) -> None:
+    peer.call(1, WATCH, framed(b"") + invalid)
+    await peer.wait_for_end(1)
+    assert peer.status(1)[0] == code
+
+
+async def test_unexpected_error_ends_a_stream_that_waits_for_responses(
+    peer: GrpcPeer, held_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
+    await until(lambda: held_engine.lookups)
+
+    def fail(context: RequestContext, message: bytes) -> None:
+        raise ZeroDivisionError("secret of the server")
+
+    monkeypatch.setattr(peer.pipeline, "submit", fail)
+    peer.send(data(1, framed(MESSAGE)))
+    await peer.wait_for_end(1)
+    assert peer.status(1)[0] == 13
+    held_engine.release()
+    peer.call(3, EMBED)
+    await peer.wait_for_end(3)
+    assert peer.messages(1) == []
 
 
 async def test_stream_blocked_by_its_window_does_not_block_other_calls(
