@@ -75,22 +75,24 @@ class Batches:
 
     Attributes:
         distinct: number of distinct ones that are to be sent.
+        users: examples of a batch.
     """
 
-    def __init__(self, small: int = 0, *, is_zipf: bool = False) -> None:
+    def __init__(self, small: int = 0, users: int = USERS, *, is_zipf: bool = False) -> None:
         """
         Args:
             small: tables of SMALL_ROWS rows.
+            users: examples of a batch.
             is_zipf: whether some ids are frequent.
         """
-        self._small = small
+        self._small, self.users = small, users
         self.distinct = DISTINCT_ZIPF if is_zipf else DISTINCT
         self._ends = (np.arange(1, ROWS + 1) ** -ZIPF).cumsum() if is_zipf else None
         self._by_frequency = np.random.default_rng(0).permutation(ROWS)
 
-    def make(self, seed: int, users: int = USERS) -> tuple[np.ndarray, np.ndarray]:
+    def make(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, lengths) of a batch."""
-        random = np.random.default_rng(seed)
+        random, users = np.random.default_rng(seed), self.users
         lengths = random.integers(0, IDS_MAX + 1, TABLES * users).astype(np.int32)
         rows = np.repeat([rows_of(i // users, self._small) for i in range(lengths.size)], lengths)
         if self._ends is None:
@@ -100,9 +102,9 @@ class Batches:
 
 
 def features_of(ids: np.ndarray, lengths: np.ndarray) -> dict[str, list[list[int]]]:
-    bags = np.split(ids, lengths.cumsum()[:-1])
+    bags, users = np.split(ids, lengths.cumsum()[:-1]), lengths.size // TABLES
     return {
-        f"f{i}": [bag.tolist() for bag in bags[i * USERS : (i + 1) * USERS]] for i in range(TABLES)
+        f"f{i}": [bag.tolist() for bag in bags[i * users : (i + 1) * users]] for i in range(TABLES)
     }
 
 
@@ -145,7 +147,7 @@ async def time_many(server: Running, seconds: float, batches: Batches) -> float:
 
 def own_work(settings: ServeSettings, count: int, batches: Batches) -> tuple[float, float]:
     """Returns the median CPU microseconds of this thread, and the mean bytes of the parts' values,
-    for a batch."""
+    for a batch, after as many others."""
     shards = Shards(settings)
     version = ModelStore(settings.store, selection=LocalTables(settings.local_bytes)).load("m")
     engine = shards.open_all({"m": version}, is_shown=False)["m"]
@@ -156,22 +158,23 @@ async def _own_work(
     shards: Shards, engine: RouterEngine, count: int, batches: Batches
 ) -> tuple[float, float]:
     await shards.start()
-    loop, cpu_s = asyncio.get_running_loop(), []
-    before = sum(client.stats.bytes_received for client in shards.clients())
-    for i in range(count):
+    loop, cpu_s, before = asyncio.get_running_loop(), [], 0
+    for i in range(2 * count):
+        if i == count:
+            before = sum(client.stats.bytes_received for client in shards.clients())
         ids, lengths = batches.make(i)
-        batch = Batch(ids, lengths, None, [USERS], USERS)
+        batch = Batch(ids, lengths, None, [batches.users], batches.users)
         ended: asyncio.Future[np.ndarray | EmbedServeError] = loop.create_future()
         start_s = thread_time()
         engine.begin(batch, perf_counter() + 5, ended.set_result)
         await ended
         cpu_s.append(thread_time() - start_s)
     received = sum(client.stats.bytes_received for client in shards.clients()) - before
-    return float(np.median(cpu_s)) * 1e6, received / count
+    return float(np.median(cpu_s[count:])) * 1e6, received / count
 
 
-def measure(parts: int, rounds: int, count: int, small: int, row_cache: int) -> None:
-    batches = Batches(small, is_zipf=row_cache > 0)
+def measure(parts: int, rounds: int, count: int, small: int, row_cache: int, users: int) -> None:
+    batches = Batches(small, users, is_zipf=row_cache > 0)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         store, addresses = folder / "store", folder / "shards.json"
@@ -221,9 +224,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--small", type=int, default=0, help="tables of 1,000 rows, of 8")
     parser.add_argument("--row-cache", type=int, default=0, help="bytes of a router's row cache")
+    parser.add_argument("--users", type=int, default=USERS, help="of a batch")
     options = parser.parse_args()
     for parts in options.parts:
-        measure(parts, options.rounds, options.count, options.small, options.row_cache)
+        measure(
+            parts, options.rounds, options.count, options.small, options.row_cache, options.users
+        )
 
 
 if __name__ == "__main__":

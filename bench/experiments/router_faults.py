@@ -188,7 +188,7 @@ def overload(server: Running, folder: Path, seconds: int) -> str:
     what a caller of other batches saw meanwhile."""
     expected = answers_of(server)
     body, log = folder / "body", folder / "h2load.log"
-    body.write_bytes(load.framed(request_of(*Batches().make(BATCHES, OVERLOAD_USERS))))
+    body.write_bytes(load.framed(request_of(*Batches(users=OVERLOAD_USERS).make(BATCHES))))
     port, answer_bytes = int(server.grpc.rpartition(":")[2]), OVERLOAD_USERS * TABLES * DIM * 4
     post = load.Post(body, load.GRPC_HEADERS, port, EMBED, answer_bytes)
 
