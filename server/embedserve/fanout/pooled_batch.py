@@ -15,7 +15,7 @@ import torch
 
 from embedserve.engine.pooled_values import to_float32
 from embedserve.fanout.partition import DividedIds, Partition, PartLookup
-from embedserve.fanout.pooled_columns import PooledColumns, group_by_target, join_ranges
+from embedserve.fanout.pooled_columns import PooledColumns
 
 
 class PooledBatch:
@@ -77,17 +77,10 @@ class PooledBatch:
         firsts = counts.cumsum() - counts
         sources = firsts[parts] + self._bag_positions * columns.part_chunks[parts]
         targets = self._bag_examples * columns.whole.chunks
-        counts, starts = columns.counts[self._part_features], columns.starts[self._part_features]
-        if (counts == 1).all():
-            pairs = starts
-        else:  # several chunks in a vector, or several tables of a feature
-            pairs = join_ranges(starts, counts)
-            sources, targets = np.repeat(sources, counts), np.repeat(targets, counts)
-        sources = sources + columns.sources[pairs]
-        targets = targets + columns.targets[pairs]
-        # Bags are in the order of the parts, and chunks of one target stay in it.
-        order, offsets = group_by_target(targets, self._examples * columns.whole.chunks)
-        return torch.from_numpy(sources[order]), torch.from_numpy(offsets)
+        # Bags are in the order of the parts.
+        total = self._examples * columns.whole.chunks
+        indices, offsets, _ = columns.sums.prepare(self._part_features, sources, targets, total)
+        return indices, offsets
 
     @cached_property
     def _values(self) -> tuple[np.ndarray, list[int]]:

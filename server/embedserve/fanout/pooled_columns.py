@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import gcd
 
 import numpy as np
+import torch
 
 from embedserve.fanout.partition import Partition
 from embedserve.fanout.values_budget import PADDED_TIMES
@@ -75,6 +76,55 @@ class ChunkLayout:
         return np.concatenate([padded[:, columns] for _, columns in self.spans], axis=1)
 
 
+class ChunkSums:
+    """Which chunks of rows of several kinds are added, and to which chunks of the whole result."""
+
+    def __init__(self, chunks: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """
+        Args:
+            chunks: for each kind of row the positions of its chunks, in the row and in a row of the
+                whole result.
+        """
+        flat = np.array([pair for own in chunks for pair in own], np.int64)
+        self._sources, self._targets = flat.reshape(-1, 2).T
+        self._counts = np.array([len(own) for own in chunks], np.int64)
+        self._starts = self._counts.cumsum() - self._counts
+
+    def prepare(
+        self,
+        kinds: np.ndarray,
+        sources: np.ndarray,
+        targets: np.ndarray,
+        total: int,
+        weights: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the indices, offsets and weights of an embedding_bag that adds rows. Chunks of
+        one target are added in the order of the rows.
+
+        Args:
+            kinds: kind of each row.
+            sources: the first chunk of each row.
+            targets: the first chunk of the row of the whole result that each is added to.
+            total: number of chunks of the whole result.
+            weights: weight of each row; None for 1.
+        """
+        counts, pairs = self._counts[kinds], self._starts[kinds]
+        if not (counts == 1).all():  # several chunks in a vector, or several tables of a feature
+            pairs = join_ranges(pairs, counts)
+            sources, targets = np.repeat(sources, counts), np.repeat(targets, counts)
+            weights = None if weights is None else np.repeat(weights, counts)
+        sources, targets = sources + self._sources[pairs], targets + self._targets[pairs]
+        # Sorting is stable. Small numbers sort faster.
+        order = (targets.astype(np.uint16) if total <= 1 << 16 else targets).argsort(kind="stable")
+        offsets = np.zeros(total, np.int64)
+        np.bincount(targets, minlength=total)[:-1].cumsum(out=offsets[1:])
+        return (
+            torch.from_numpy(sources[order]),
+            torch.from_numpy(offsets),
+            None if weights is None else torch.from_numpy(weights[order]),
+        )
+
+
 class PooledColumns:
     """Columns that the parts of a version return, in chunks of one width, so that one operation
     adds vectors of all widths.
@@ -87,10 +137,8 @@ class PooledColumns:
         part_chunks: int64 [parts], chunks in a row of each part.
         part_width_max, part_widths_sum: columns in a row of the widest part, and in a row of each,
             with padding.
-        starts: int64 [parts * features + 1]; the chunks of feature f on part p are those from
-            starts[p * features + f] on, in ``sources`` and ``targets``.
-        sources, targets: int64, positions of a chunk in a row of its part and in a row of the
-            whole result.
+        sums: sums of the rows of the parts; the row of feature f on part p is of the kind
+            p * features + f.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -113,11 +161,7 @@ class PooledColumns:
             for key, start, end in zip(keys, layout.first_chunks, ends, strict=True):
                 pairs[key[0]].extend((i, targets[key] + i - start) for i in range(start, end))
             per_feature.extend(pairs)
-        flat = np.array([pair for pairs_ in per_feature for pair in pairs_], np.int64)
-        self.sources, self.targets = flat.reshape(-1, 2).T
-        counts = np.array([len(pairs_) for pairs_ in per_feature], np.int64)
-        self.starts = np.append(0, counts.cumsum())
-        self.counts = counts
+        self.sums = ChunkSums(per_feature)
 
 
 def join_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -128,13 +172,3 @@ def join_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     ends = counts.cumsum()
     numbers: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
     return numbers
-
-
-def group_by_target(targets: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the order that sorts ``targets``, and where each of ``total`` targets begins in it,
-    as embedding_bag takes them. Equal targets stay in their order."""
-    # Small numbers sort faster.
-    keys = targets.astype(np.uint16) if total <= 1 << 16 else targets
-    offsets = np.zeros(total, np.int64)
-    np.bincount(targets, minlength=total)[:-1].cumsum(out=offsets[1:])
-    return keys.argsort(kind="stable"), offsets

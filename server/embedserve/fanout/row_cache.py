@@ -17,8 +17,8 @@ import torch
 
 from embedserve.fanout.pooled_columns import (
     ChunkLayout,
+    ChunkSums,
     PooledColumns,
-    group_by_target,
     join_ranges,
 )
 from embedserve_store.format.manifest import Manifest
@@ -86,11 +86,9 @@ class RowCache:
         dims = manifest.length_per_key
         self._layouts = [ChunkLayout([dims[i] for i in own], columns.width) for own in keys]
         self._chunks = np.array([layout.chunks for layout in self._layouts])
-        # Positions in a row of the whole result of the chunks of each feature, one after the other.
         firsts = [*columns.whole.first_chunks, columns.whole.chunks]
-        chunks = [np.arange(firsts[i], firsts[i + 1]) for own in keys for i in own]
-        self._targets = np.concatenate(chunks)
-        self._target_starts = self._chunks.cumsum() - self._chunks
+        targets = [[t for i in own for t in range(firsts[i], firsts[i + 1])] for own in keys]
+        self._sums = ChunkSums([[*enumerate(own)] for own in targets])
         tables = [tuple(manifest.columns[i].table.name for i in own) for own in keys]
         # The first feature of the same tables, whose buckets a feature shares.
         self._groups = np.array([tables.index(names) for names in tables])
@@ -194,21 +192,10 @@ class RowCache:
         Args:
             chunks: the first chunk of each row.
         """
-        counts, starts = self._chunks[feature], self._target_starts[feature]
-        targets = example * self._chunks_whole
-        if (counts == 1).all():
-            targets = targets + self._targets[starts]
-        else:
-            chunks = join_ranges(chunks, counts)
-            targets = np.repeat(targets, counts) + self._targets[join_ranges(starts, counts)]
-            weights = None if weights is None else np.repeat(weights, counts)
-        order, offsets = group_by_target(targets, examples * self._chunks_whole)
+        targets, total = example * self._chunks_whole, examples * self._chunks_whole
+        indices, offsets, factors = self._sums.prepare(feature, chunks, targets, total, weights)
         summed = torch.nn.functional.embedding_bag(
-            torch.from_numpy(chunks[order]),
-            self._chunk_rows,
-            torch.from_numpy(offsets),
-            mode="sum",
-            per_sample_weights=None if weights is None else torch.from_numpy(weights[order]),
+            indices, self._chunk_rows, offsets, mode="sum", per_sample_weights=factors
         )
         sums: np.ndarray = summed.numpy().reshape(examples, -1)
         return sums
