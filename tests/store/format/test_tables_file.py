@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from resident_memory import resident_bytes
 from store.example_tables import TABLES, content, spec
 
 from embedserve_store.errors import StoreError
@@ -96,10 +97,6 @@ def test_shape_that_differs_from_the_manifest_is_rejected(path: Path) -> None:
     rewrite_header(path, b"[32,64]", b"[64,32]")
     with pytest.raises(StoreError, match=r"tensor 'wide' is .*\[64, 32\].*the manifest means"):
         TablesFile.open(path, TABLES)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def test_loading_eight_gigabytes_maps_without_reading(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from resident_memory import resident_bytes
 from safetensors.numpy import load_file
 
 from embedserve_store.errors import InvalidModelError, StoreError
@@ -183,11 +184,6 @@ def test_opening_id_maps_does_not_read_the_entries(path: Path) -> None:
     assert len(huge) == 2**30
     assert huge.rows_of(np.array([5, -1])).tolist() == [-1, -1]
     assert resident_bytes() - before < 16 << 20
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_ids_file_bytes_equals_the_written_file_size(tmp_path: Path) -> None:

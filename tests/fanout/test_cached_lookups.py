@@ -1,0 +1,222 @@
+"""Tests of a router with a row cache: results are the same, and calls are fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fanout.local_shards import LocalShards, batch_of, routed
+from fanout.random_ids import Ids, random_ids
+from lookup_cases import pooled_source, unpooled_source
+from pooled import collection
+from reference import assert_same
+from torchrec import PoolingType
+from unpooled import unpooled_collection
+
+from embedserve.fanout import row_fetcher
+from embedserve.fanout.batch_fanout import Finish
+from embedserve.fanout.router_engine import RouterEngine
+from embedserve.lookup_types import Batch
+from embedserve.shard_client.reply import UNAVAILABLE, Reply
+from embedserve_store import ModelStore, publish
+from embedserve_store.format.table_spec import DTYPES
+from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.reference_pooling import pool_stored
+from embedserve_store.parts.part import LocalTables
+
+PARTS = 3
+ENOUGH_BYTES = 64 << 20
+TRIES = 100
+
+
+@pytest.fixture(autouse=True)
+def fetch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each batch fetch rows."""
+    monkeypatch.setattr(row_fetcher, "FETCH_S", 0.0)
+    monkeypatch.setattr(row_fetcher, "FAILED_S", 0.0)
+
+
+def expected(store: Path, ids: Ids) -> np.ndarray:
+    """Returns the values of whole tables, with means where tables have them."""
+    version = ModelStore(store).load("m")
+    flat, lengths, weights = ids
+    bags = Bags(flat, lengths.reshape(len(version.manifest.features), -1), weights)
+    return pool_stored(version.manifest, bags, flat, version.tables)
+
+
+def look_up(engine: RouterEngine, ids: Ids) -> np.ndarray:
+    batch, values = batch_of(engine, *ids)
+    assert not batch.failures
+    assert isinstance(values, np.ndarray)
+    return values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0], ids=["inline", "in a thread"])
+@pytest.mark.parametrize("kind", ["sums", "weighted sums", "rows"])
+def test_cached_rows_give_the_results_of_whole_tables_without_calls(
+    tmp_path: Path, dtype: str, inline_bytes_max: int, kind: str
+) -> None:
+    is_weighted = kind == "weighted sums"
+    source = unpooled_source() if kind == "rows" else pooled_source()
+    publish(source, tmp_path, model="m", dtype=dtype, hosts=PARTS)
+    shards = LocalShards(tmp_path, "m", PARTS)
+    options: dict[str, Any] = {"row_cache_bytes": ENOUGH_BYTES}
+    with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max, **options) as engine:
+        engine.warm_up()
+        ids = random_ids(engine.manifest, 6, np.random.default_rng(1), is_weighted=is_weighted)
+        whole = expected(tmp_path, ids)
+        for _ in range(TRIES):
+            shards.called_parts.clear()
+            batch, values = batch_of(engine, *ids)
+            assert_same(values, whole)
+            if not shards.called_parts:  # neither for the batch nor to fetch rows
+                break
+        assert not shards.called_parts
+        assert batch.cached_count == ids[0].size
+
+
+@pytest.fixture(params=["pooled", "unpooled"])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Makes a store of a table of 30 rows over three parts."""
+    torch.manual_seed(0)
+    source = (
+        collection([("user", 30, 4, ["user"], PoolingType.SUM)])
+        if request.param == "pooled"
+        else unpooled_collection([("user", 30, ["user"])])
+    )
+    publish(source, tmp_path, model="m", hosts=PARTS)
+    return tmp_path
+
+
+@pytest.fixture
+def shards(store: Path) -> LocalShards:
+    return LocalShards(store, "m", PARTS)
+
+
+@pytest.fixture
+def engine(store: Path, shards: LocalShards) -> Iterator[RouterEngine]:
+    with routed(shards, store, "m", row_cache_bytes=ENOUGH_BYTES) as routing:
+        yield routing
+
+
+IDS: Ids = (np.array([0, 10, 11, 20]), np.array([1, 2, 1], np.int32), None)
+"""Three examples; example n has ids only of part n."""
+
+
+def cache_rows(engine: RouterEngine, shards: LocalShards, ids: Ids) -> None:
+    """Looks ``ids`` up until no part is called for them."""
+    for _ in range(TRIES):
+        shards.called_parts.clear()
+        look_up(engine, ids)
+        if not shards.called_parts:
+            return
+    pytest.fail(f"{ids[0]} are not cached")
+
+
+def test_rows_that_are_looked_up_once_are_not_fetched(
+    engine: RouterEngine, shards: LocalShards
+) -> None:
+    ones = np.ones(1, np.int32)
+    for row in range(30):
+        look_up(engine, (np.array([row]), ones, None))
+    assert shards.called_parts == [row // 10 for row in range(30)]
+
+
+def test_goldens_come_from_the_shards(engine: RouterEngine, shards: LocalShards) -> None:
+    cache_rows(engine, shards, (np.arange(30), np.array([30], np.int32), None))
+    engine.warm_up()
+    assert sorted(set(shards.called_parts)) == [0, 1, 2]
+
+
+def test_cached_rows_of_a_lost_part_are_answered(
+    engine: RouterEngine, shards: LocalShards, store: Path
+) -> None:
+    cache_rows(engine, shards, IDS)
+    shards.replies[1] = Reply(UNAVAILABLE)
+    assert_same(look_up(engine, IDS), expected(store, IDS))
+    batch, _ = batch_of(engine, np.array([10, 12, 0]), np.array([1, 1, 1], np.int32))
+    [(examples, _)] = batch.failures
+    assert examples.tolist() == [1]  # row 12 is not cached
+
+
+def test_rows_are_fetched_again_after_a_failed_fetch(
+    engine: RouterEngine, shards: LocalShards, store: Path
+) -> None:
+    shards.replies[1] = Reply(UNAVAILABLE)
+    for _ in range(5):
+        batch, _ = batch_of(engine, *IDS)
+        assert batch.cached_count == 0  # a fetch that lacks a part stores nothing
+    shards.replies.clear()
+    cache_rows(engine, shards, IDS)
+    assert_same(look_up(engine, IDS), expected(store, IDS))
+
+
+def test_a_fetch_is_bounded_by_its_bytes(
+    engine: RouterEngine, shards: LocalShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine._fetcher is not None
+    monkeypatch.setattr(engine._fetcher, "_rows_max", 2)
+    fetched: list[int] = []
+    begin = engine._begin_exact
+
+    def begin_recorded(batch: Batch, finish: Finish) -> None:
+        fetched.append(batch.ids.size)
+        begin(batch, finish)
+
+    monkeypatch.setattr(engine, "_begin_exact", begin_recorded)
+    cache_rows(engine, shards, (np.arange(9), np.array([9], np.int32), None))
+    assert len(fetched) >= 5
+    assert max(fetched) == 2
+
+
+def test_local_tables_are_not_cached(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tables = [
+        ("large", 9000, 16, ["seen"], PoolingType.SUM),
+        ("small", 5, 8, ["small"], PoolingType.SUM),
+    ]
+    publish(collection(tables), tmp_path, model="m", hosts=2)
+    shards, local = LocalShards(tmp_path, "m", 2), LocalTables(1 << 10)
+    options: dict[str, Any] = {"local": local, "row_cache_bytes": ENOUGH_BYTES}
+    ids = np.array([3, 8999, 4]), np.array([1, 1, 0, 1], np.int32), None
+    with routed(shards, tmp_path, "m", **options) as engine:
+        assert engine.local_tables == ("small",)
+        cache_rows(engine, shards, ids)
+        batch, values = batch_of(engine, *ids)
+        assert batch.cached_count == 2
+        assert_same(values, expected(tmp_path, ids))
+
+
+def test_a_fetch_that_cannot_begin_is_logged_and_tried_again(
+    engine: RouterEngine,
+    shards: LocalShards,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begin = engine._begin_exact
+
+    def fail(batch: Batch, finish: Finish) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "_begin_exact", fail)
+    for _ in range(4):
+        look_up(engine, IDS)
+    assert "rows cannot be fetched for the row cache" in caplog.text
+    monkeypatch.setattr(engine, "_begin_exact", begin)
+    cache_rows(engine, shards, IDS)
+
+
+def test_sums_of_cached_rows_count_toward_the_bytes_of_batches(tmp_path: Path) -> None:
+    publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
+    shards = LocalShards(tmp_path, "m", PARTS)
+    with routed(shards, tmp_path, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
+        ids, lengths, _ = random_ids(engine.manifest, 100, np.random.default_rng(1))
+        batch = Batch(ids, lengths, None, [100], 100)
+        parted, dims = engine._parted, sum(engine.manifest.length_per_key)
+        more = parted.values_bytes(batch, engine._cache) - parted.values_bytes(batch, None)
+        assert more >= 4 * 100 * dims
