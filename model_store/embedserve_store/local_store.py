@@ -54,10 +54,19 @@ class LocalStore:
         """Returns the sorted names of the models that have a version.
 
         Raises:
-            StoreError: the store cannot be read.
+            StoreError: the store cannot be read, or is the folder of a model.
         """
         names = sorted(name for name in _listed(self.path, "store") if NAME_PATTERN.fullmatch(name))
-        return [name for name in names if (self.path / name).is_dir() and self.versions(name)]
+        models = [name for name in names if (self.path / name).is_dir() and self.versions(name)]
+        if not models and self._is_folder_of_model():
+            raise StoreError(
+                f"{self.path}: this is the folder of a model; name the store, which is its parent"
+            )
+        return models
+
+    def _is_folder_of_model(self) -> bool:
+        numbers = version_numbers(self.path)
+        return any((self.path / str(number) / "manifest.json").is_file() for number in numbers)
 
     def versions(self, model: str) -> list[int]:
         """Returns the published versions of ``model``, ascending.

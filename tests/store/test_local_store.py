@@ -87,6 +87,13 @@ def test_missing_model_or_version_is_named(
         LocalStore(version.path.parent.parent).load(model, number)
 
 
+def test_folder_of_a_model_is_no_store(version: ModelVersion) -> None:
+    store = LocalStore(version.path.parent)
+    for call in (store.models, lambda: store.versions("m"), lambda: store.load("m")):
+        with pytest.raises(StoreError, match="m: this is the folder of a model; name the store"):
+            call()
+
+
 def test_missing_store_is_named(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "none")
     for call in (store.models, lambda: store.versions("m"), lambda: store.load("m")):
