@@ -10,6 +10,7 @@ so workers listen on the same ones. Connections to them wait until a worker acce
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -173,6 +174,8 @@ def _claim(host: str, port: int, protocol: str, listens: bool) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason += f"; --{protocol.lower()}-port chooses another"
         raise OSError(
             f"cannot listen on {bracketed(host)}:{port} ({protocol}): {reason}"
         ) from error

@@ -43,14 +43,14 @@ def test_claimed_ports_cannot_be_claimed_again() -> None:
 
 def test_http_port_in_use_is_named_in_the_error(port_in_use: int) -> None:
     message = f"cannot listen on 127.0.0.1:{port_in_use} \\(HTTP\\): Address already in use"
-    with pytest.raises(OSError, match=message):
+    with pytest.raises(OSError, match=f"{message}; --http-port chooses another$"):
         claim_ports("127.0.0.1", port_in_use, 0)
 
 
 def test_grpc_port_in_use_is_named_and_the_http_port_released(port_in_use: int) -> None:
     message = f"cannot listen on 127.0.0.1:{port_in_use} \\(gRPC\\): Address already in use"
     free = free_port()
-    with pytest.raises(OSError, match=message):
+    with pytest.raises(OSError, match=f"{message}; --grpc-port chooses another$"):
         claim_ports("127.0.0.1", free, port_in_use)
     claim_ports("127.0.0.1", free, 0).close()
 
