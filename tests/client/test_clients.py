@@ -204,6 +204,7 @@ def test_missing_server_raises_unavailable(make: Any) -> None:
         client.embed({"user": [1]})
 
     assert caught.value.__cause__ is not None
+    assert "127.0.0.1:1" in caught.value.message
 
 
 @pytest.mark.parametrize("make", [AsyncEmbedClient, AsyncGrpcEmbedClient])

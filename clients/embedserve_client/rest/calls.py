@@ -84,14 +84,15 @@ class Call(Generic[T]):
 
 
 @contextmanager
-def httpx_errors() -> Iterator[None]:
-    """Translates httpx exceptions raised in the block into EmbedServeClientError."""
+def httpx_errors(address: str) -> Iterator[None]:
+    """Translates httpx exceptions raised in the block into EmbedServeClientError. The message of a
+    failed connection names ``address``."""
     try:
         yield
     except httpx.TimeoutException as error:
         raise DeadlineExceeded(f"no answer in time: {_said(error)}") from error
     except httpx.TransportError as error:
-        raise Unavailable(f"the server was not reached: {_said(error)}") from error
+        raise Unavailable(f"the server was not reached at {address}: {_said(error)}") from error
     except httpx.HTTPError as error:
         raise ServerError(f"the answer could not be read: {_said(error)}") from error
 

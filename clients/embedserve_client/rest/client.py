@@ -75,7 +75,7 @@ class EmbedClient(BaseClient):
         )
 
     def _send(self, call: Call[T]) -> T:
-        with httpx_errors():
+        with httpx_errors(self._connections.address):
             response = self._connections.http().request(**call.arguments())
         return call.result(response)
 
@@ -113,7 +113,7 @@ class AsyncEmbedClient(AsyncBaseClient):
         )
 
     async def _send(self, call: Call[T]) -> T:
-        with httpx_errors():
+        with httpx_errors(self._connections.address):
             response = await self._connections.http().request(**call.arguments())
         return call.result(response)
 
@@ -126,6 +126,9 @@ class _Connections(Generic[C]):
 
     A forked process opens its own. If two processes sent requests over one connection, each would
     read responses to the other's.
+
+    Attributes:
+        address: base URL, or address of a Unix socket, for messages.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class _Connections(Generic[C]):
             max_connections=connections_max, max_keepalive_connections=connections_max
         )
         path, url = unix_path_of(base_url), base_url_of(base_url)
+        self.address = url if path is None else base_url
         tls = tls_context(url, ca, certificate)
         self._make_client: Callable[..., C] = partial(
             make_client, base_url=url, limits=limits, headers=headers_of(token), verify=tls
