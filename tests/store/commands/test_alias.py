@@ -128,7 +128,9 @@ def test_alias_name_similar_to_another_requires_the_new_option(two_versions: Pat
     assert run("alias", two_versions, "m", "stble", "2", "--new")[2] == (
         "m: stble is version 2: a new alias beside canary, stable\n"
     )
-    assert run("alias", two_versions, "m", "stble", "1")[2] == "m: stble is version 1\n"
+    assert run("alias", two_versions, "m", "stble", "1")[2] == (
+        "m: stble is version 1: it was version 2\n"
+    )
     assert run("alias", two_versions, "m", "dark", "1")[0] == 0
 
 
@@ -136,7 +138,7 @@ def test_alias_change_reports_the_other_aliases(two_versions: Path) -> None:
     run("alias", two_versions, "m", "stable", "2")
     run("alias", two_versions, "m", "canary", "2", "--share", "10", "--shadow", "5")
     assert run("alias", two_versions, "m", "stable", "1")[2].splitlines() == [
-        "m: stable is version 1",
+        "m: stable is version 1: it was version 2",
         "m: canary still is version 2, with a share of 10 %, in the shadow of 5 %",
     ]
 
