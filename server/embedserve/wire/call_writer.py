@@ -64,14 +64,14 @@ class CallWriter(ResponseWriter, Generic[AnyStream]):
         return self._headers.get(name)
 
     @abstractmethod
-    def end(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         """Ends the stream with ``error`` and the extra ``headers``, such as the request id."""
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         self._context = None
         if isinstance(error, OverloadedError):
             self._stream.slow_next_uploads()
-        self.end(error, headers)
+        self.end_with_error(error, headers)
 
     def reset(self) -> None:
         if self._context is not None:

@@ -129,7 +129,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
             stream, HEAD_BLOCK, (prefix, *chunks), nbytes + PREFIX_BYTES, end
         )
 
-    def end(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         self._stream.send_head(error_block(error) + encode(headers), is_end=True)
 
 

@@ -89,7 +89,7 @@ class RestCall(CallWriter[HttpStream]):
         fixed = content_headers(self._options.response_codec, chunks)
         self._stream.respond(200, [*fixed, *(headers or ())], chunks, nbytes)
 
-    def end(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         encode = self._options.response_codec.encode_error
         write_error(self._stream, error, headers, encode_error=encode)
 
