@@ -79,7 +79,7 @@ class RolloutCoordinator:
         self.end: Callable[[int], None] = lambda worker: None
         self._adopt = adopt
         self._delta_versions = delta_versions or DeltaVersions(ServeSettings(store=""), {})
-        self._names = {name: ServedName(one, one.number) for name, one in served.items()}
+        self._names = {name: ServedName(found, found.number) for name, found in served.items()}
         self._generations = itertools.count(1)
         self._rollout: Rollout | None = None
         self._workers: dict[int, WorkerStatus] = {}
@@ -145,7 +145,7 @@ class RolloutCoordinator:
             self._fail_rollout(rollout, why)
         elif monotonic() > rollout.until_s:
             participants = self._participants().items()
-            slow = [one for one, has in participants if not rollout.is_prepared(has)]
+            slow = [worker for worker, status in participants if not rollout.is_prepared(status)]
             workers = ", ".join(map(str, sorted(slow)))
             who = f"workers {workers} have not loaded" if slow else "no worker has run to load"
             self._fail_rollout(rollout, f"{who} it in {ROLLOUT_S_MAX:g} s")
@@ -155,9 +155,9 @@ class RolloutCoordinator:
         """Returns whether a worker is loading a version, during which it may seem to hang."""
         if worker not in self._workers:
             return False
-        has = self._workers[worker].names
+        statuses = self._workers[worker].names
         return any(
-            _is_loading(has.get(name, NameStatus(0)), target)
+            _is_loading(statuses.get(name, NameStatus(0)), target)
             for name, target in self._sent[worker].names.items()
         )
 
@@ -167,9 +167,9 @@ class RolloutCoordinator:
             logger.warning("cannot poll the store: no worker is ready")
             return
         self._polls_requested += 1
-        for one in self._names.values():
-            if one.failure is not None and one.failure.is_final:
-                one.failure = None
+        for served in self._names.values():
+            if served.failure is not None and served.failure.is_final:
+                served.failure = None
         self._advance()
 
     def _on_status(self, worker: int, status: WorkerStatus) -> None:
@@ -178,18 +178,18 @@ class RolloutCoordinator:
             return
         self._workers[worker] = status
         self._join_if_current(worker)
-        for name, one in status.names.items():
-            has_failed = one.state is LoadState.FAILED and one != before.names.get(name)
+        for name, new in status.names.items():
+            has_failed = new.state is LoadState.FAILED and new != before.names.get(name)
             if has_failed and name in self._names:
-                self._on_failed_load(worker, name, one)
+                self._on_failed_load(worker, name, new)
 
     def _join_if_current(self, worker: int) -> None:
         """Lets a worker join if it serves what the others serve."""
         names = self._workers[worker].names
         if all(
-            names.get(name, NameStatus(0)).is_serving(one.serving_target())
-            for name, one in self._names.items()
-            if one.serving is not None
+            names.get(name, NameStatus(0)).is_serving(served.serving_target())
+            for name, served in self._names.items()
+            if served.serving is not None
         ):
             self._joined.add(worker)
 
@@ -199,7 +199,7 @@ class RolloutCoordinator:
 
     def _participants(self) -> dict[int, WorkerStatus]:
         """Returns the workers that a rollout waits for."""
-        return {one: has for one, has in self._workers.items() if not self._is_behind(one)}
+        return {one: status for one, status in self._workers.items() if not self._is_behind(one)}
 
     def _on_failed_load(self, worker: int, name: str, status: NameStatus) -> None:
         rollout, serving = self._rollout, self._names[name].serving
@@ -218,42 +218,42 @@ class RolloutCoordinator:
 
     def _on_store_entry(self, name: str, found: StoreEntry) -> None:
         """Handles the state of a name in the store."""
-        one = self._names.get(name)
-        if one is None or one.serving is None:  # unloaded, or no version serves yet
+        served = self._names.get(name)
+        if served is None or served.serving is None:  # unloaded, or no version serves yet
             return
-        one.found_alias_settings = found.alias_settings
-        one.update_alias_settings()
+        served.found_alias_settings = found.alias_settings
+        served.update_alias_settings()
         if not found.version:
             return
         self._delta_versions.set_at_seq(name, found.version, found.alias_settings.at_seq)
-        self._set_store_version(name, one, found.version)
+        self._set_store_version(name, served, found.version)
         needs_no_rollout = (
-            self._is_being_rolled_out(name, found.version) or found.version == one.number
+            self._is_being_rolled_out(name, found.version) or found.version == served.number
         )
         if found.reason and not needs_no_rollout:
             self._record_failure(name, found.version, found.reason, is_final=found.is_final)
-        has_failed = one.failure is not None and one.failure.is_final
+        has_failed = served.failure is not None and served.failure.is_final
         if found.path and not needs_no_rollout and not has_failed:
-            one.candidate = RolloutVersion(found.version, found.path)
+            served.candidate = RolloutVersion(found.version, found.path)
 
-    def _set_store_version(self, name: str, one: ServedName, number: int) -> None:
+    def _set_store_version(self, name: str, served: ServedName, number: int) -> None:
         """Sets the version that the store points to. If it is another than before, ends a rollout
         of the name to other versions, and forgets their failures."""
-        if one.store_version == number:
+        if served.store_version == number:
             return
-        one.store_version = number
-        self._cancel_others(name, one, number)
-        one.previous_failure = None
-        if one.failure is not None and one.failure.version != number:
-            one.failure = None
+        served.store_version = number
+        self._cancel_others(name, served, number)
+        served.previous_failure = None
+        if served.failure is not None and served.failure.version != number:
+            served.failure = None
 
-    def _cancel_others(self, name: str, one: ServedName, number: int) -> None:
+    def _cancel_others(self, name: str, served: ServedName, number: int) -> None:
         """Ends a rollout of ``name`` to another version than ``number``, begun or not."""
         rollout = self._rollout
         if rollout is not None and rollout.name == name and rollout.version.number != number:
             self._rollout = None
-        if one.candidate is not None and one.candidate.number != number:
-            one.candidate = None
+        if served.candidate is not None and served.candidate.number != number:
+            served.candidate = None
 
     def _on_command(self, command: AdminCommand) -> None:
         if command.operation is Operation.RELOAD:
@@ -261,17 +261,17 @@ class RolloutCoordinator:
         elif command.operation is Operation.UNLOAD:
             self._remove(command.name)
         else:
-            one = self._names.setdefault(command.name, ServedName())
-            one.failure = None
+            served = self._names.setdefault(command.name, ServedName())
+            served.failure = None
             self._delta_versions.set_at_seq(command.name, command.version, command.at_seq)
-            if one.store_version:  # the store names the version that is loaded
-                one.store_version = command.version
-            if command.version == one.number:
-                self._cancel_others(command.name, one, command.version)
+            if served.store_version:  # the store names the version that is loaded
+                served.store_version = command.version
+            if command.version == served.number:
+                self._cancel_others(command.name, served, command.version)
             elif self._is_being_rolled_out(command.name, command.version):
-                one.candidate = None
+                served.candidate = None
             else:
-                one.candidate = RolloutVersion(command.version, command.path)
+                served.candidate = RolloutVersion(command.version, command.path)
 
     def _is_being_rolled_out(self, name: str, number: int) -> bool:
         rollout = self._rollout
@@ -280,13 +280,13 @@ class RolloutCoordinator:
     def _remove(self, name: str) -> None:
         """Stops serving ``name``, unless nothing else is served; forgets a name that never served
         and has failed to load."""
-        served = [one for one, has in self._names.items() if has.serving is not None]
-        if name not in served:
-            one = self._names.get(name)
-            if one is not None and one.failure is not None and one.candidate is None:
+        serving = [other for other, one in self._names.items() if one.serving is not None]
+        if name not in serving:
+            served = self._names.get(name)
+            if served is not None and served.failure is not None and served.candidate is None:
                 del self._names[name]
             return
-        if len(served) == 1:
+        if len(serving) == 1:
             return
         del self._names[name]
         if self._rollout is not None and self._rollout.name == name:
@@ -300,17 +300,17 @@ class RolloutCoordinator:
     def _record_failure(self, name: str, number: int, reason: str, *, is_final: bool) -> None:
         """Records why a version is not served, and ends its rollout. Logs the reason unless only
         numbers in it have changed."""
-        one = self._names[name]
-        before = one.failure or one.previous_failure
+        served = self._names[name]
+        before = served.failure or served.previous_failure
         is_same = before is not None and (before.version, before.is_final) == (number, is_final)
         is_known = before is not None and is_same and (is_final or before.reason == reason)
-        if one.failure is not None and is_known:
+        if served.failure is not None and is_known:
             return
-        one.failure = Failure(
+        served.failure = Failure(
             number, reason[:REASON_CHARACTERS_MAX], is_final, next(self._generations)
         )
-        if one.candidate is not None and one.candidate.number == number:
-            one.candidate = None
+        if served.candidate is not None and served.candidate.number == number:
+            served.candidate = None
         if self._is_being_rolled_out(name, number):
             self._rollout = None
         if before is None or not is_same or _is_new_reason(reason, before.reason):
@@ -330,22 +330,22 @@ class RolloutCoordinator:
 
     def _activate(self, rollout: Rollout) -> None:
         self._rollout = None
-        one = self._names[rollout.name]
-        before, one.serving = one.number, rollout.version
-        one.update_alias_settings()
+        served = self._names[rollout.name]
+        before, served.serving = served.number, rollout.version
+        served.update_alias_settings()
         self._publish()
         logger.info(SWITCHED, rollout.name, rollout.version.number, before or "none")
         self._adopt_serving(rollout.name)
 
     def _begin_next(self) -> None:
-        for name, one in self._names.items():
-            candidate, one.candidate = one.candidate, None
+        for name, served in self._names.items():
+            candidate, served.candidate = served.candidate, None
             if candidate is None:
                 continue
             if self._delta_versions.is_held(name):
                 self._record_failure(name, candidate.number, HELD_REASON, is_final=False)
                 continue
-            one.previous_failure, one.failure = one.failure, None
+            served.previous_failure, served.failure = served.failure, None
             version = replace(candidate, generation=next(self._generations))
             try:
                 version = self._delta_versions.prepare(name, version)
@@ -359,20 +359,20 @@ class RolloutCoordinator:
 
     def _adopt_serving(self, name: str) -> None:
         """Adopts the served version if workers would start with another one."""
-        one = self._names[name]
-        if one.serving is None or one.starts_with == one.number:
+        served = self._names[name]
+        if served.serving is None or served.starts_with == served.number:
             return
         try:
-            self._adopt(name, one.serving.path)
+            self._adopt(name, served.serving.path)
         except Exception as error:  # any error: the workers keep serving
-            before = one.starts_with or "none"
+            before = served.starts_with or "none"
             logger.error("%s: workers start with version %s still: %s", name, before, error)
         else:
-            one.starts_with = one.number
+            served.starts_with = served.number
 
     def _publish(self) -> None:
         """Sends each worker the desired state, if it differs from what was sent before."""
-        serving = {name: one.serving_target() for name, one in self._names.items()}
+        serving = {name: served.serving_target() for name, served in self._names.items()}
         names, rollout = dict(serving), self._rollout
         if rollout is not None:
             names[rollout.name] = rollout.target(serving[rollout.name])
