@@ -22,6 +22,7 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.file_check import MANIFEST
+from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 from embedserve_store.writing.version_lock import VersionInUseError, exclusive_lock, remove_unused
 
 
@@ -161,7 +162,10 @@ def _remove_remote(
     path = f"{model}/{version}"
     sizes = remote.sizes(path)
     nbytes = sizes.pop(MANIFEST, None)
-    if nbytes is not None:
+    if nbytes is not None and nbytes > SMALL_FILE_BYTES_MAX:
+        # Nobody can read this manifest, so no alias is set to the version meanwhile.
+        remote.remove(f"{path}/{MANIFEST}")
+    elif nbytes is not None:
         manifest = remote.read(f"{path}/{MANIFEST}", nbytes)
         remote.remove(f"{path}/{MANIFEST}")
         try:

@@ -19,6 +19,7 @@ from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import prune, remove_version
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 from embedserve_store.verification import verify
 
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
@@ -105,6 +106,31 @@ def test_version_without_a_manifest_is_removed(tmp_path: Path) -> None:
     (tmp_path / "m" / "1" / "manifest.json").unlink()
     remove_version(tmp_path, "m", 1)
     assert remaining_versions(str(tmp_path)) == [2]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "plan.json"])
+def test_version_that_readers_reject_for_its_size_is_removed_unread(
+    store: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 3):
+        path = Path(store.removeprefix("file://")) / "m" / str(number) / name
+        path.chmod(0o600)
+        os.truncate(path, SMALL_FILE_BYTES_MAX + 1)
+    with pytest.raises(StoreError, match=f"the limit is {SMALL_FILE_BYTES_MAX}"):
+        ModelStore(store).stored("m", 1)
+    read = RemoteFolder.read
+    sizes: list[int] = []
+
+    def read_and_measure(remote: RemoteFolder, path: str, bytes_max: int) -> bytes:
+        data = read(remote, path, bytes_max)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(RemoteFolder, "read", read_and_measure)
+    remove_version(store, "m", 1)
+    assert prune(store, "m", 2) == [2, 3]
+    assert remaining_versions(store) == [4, 5]
+    assert max(sizes, default=0) < SMALL_FILE_BYTES_MAX
 
 
 def test_failed_removal_leaves_the_version_unchanged(
