@@ -87,8 +87,10 @@ def copy_versions(
             raised if a store cannot be read or written.
     """
     read, write = ModelStore(source), ModelStore(target)
-    # An alias is set after its version was published. So no listed alias misses its version.
-    changes = read.alias_changes(model) if aliases else {}
+    # Aliases are read before the versions are copied, which may take hours: later changes may name
+    # other versions. An alias is set after its version was published, so no version is missing.
+    names = sorted(read.alias_changes(model)) if aliases else []
+    histories = {name: read.alias_history(model, name) for name in names}
     numbers = read.versions(model) if version is None else [read.resolve(model, version)]
     if not numbers:
         raise StoreError(f"{read.where}/{model}: no version is published")
@@ -101,12 +103,13 @@ def copy_versions(
             record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
             copied.append(one)
     notes = [f"{one}/{n}.json" for one in numbers for n in read.note_numbers(model, one)]
-    now = {name: read.alias_history(model, name)[0].version for name in sorted(changes)}
+    now = {name: history[0].version for name, history in histories.items()}
     named = {one for one in now.values() if one is not None}
     there = {one for one in named if one in numbers or _found(write, model, one)}
     left_out = [name for name, one in now.items() if one is not None and one not in there]
     kept = [name for name in now if name not in left_out]
-    _copy_beside(read, write, model, alias.FOLDER, _last_first({n: changes[n] for n in kept}))
+    changes = {name: [one.change_number for one in histories[name]] for name in kept}
+    _copy_beside(read, write, model, alias.FOLDER, _last_first(changes))
     note_count = _copy_beside(read, write, model, note.FOLDER, notes)
     # A damaged delta prevents the copy of nothing but the deltas after it.
     by_number = [manifests[one] for one in numbers]

@@ -16,6 +16,7 @@ from server.python import run_warm_python
 from store.listing import everything_under
 
 from embedserve_store import DeltaWriter, compact_deltas
+from embedserve_store.copying.copy_versions import copy_versions
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
@@ -54,6 +55,24 @@ def test_alias_resolves_to_its_latest_version(store: Path) -> None:
     assert models.manifest("m", "canary").version == 2
     assert models.load("m", "1").manifest.version == 1
     assert (models.versions("m"), models.models()) == ([1, 2], ["m"])
+
+
+def test_alias_set_during_a_copy_is_left_out_with_its_former_version(
+    store: Path, tmp_path: Path
+) -> None:
+    set_alias(store, "m", "old", 1)
+    set_alias(store, "m", "stable", 2)
+
+    def move(file: str, bytes_done: int, bytes_total: int) -> None:
+        if ModelStore(store).alias("m", "stable").version == 2:
+            set_alias(store, "m", "stable", 1)
+
+    copied = copy_versions(store, tmp_path / "t", "m", "old", aliases=True, progress=move)
+    assert (copied.copied, copied.aliases, copied.left_out) == ([1], ["old"], ["stable"])
+    assert list(ModelStore(tmp_path / "t").aliases("m")) == ["old"]
+    again = copy_versions(store, tmp_path / "t", "m", "old", aliases=True)
+    assert (again.aliases, again.left_out) == (["old", "stable"], [])
+    assert ModelStore(tmp_path / "t").aliases("m") == ModelStore(store).aliases("m")
 
 
 @pytest.fixture
