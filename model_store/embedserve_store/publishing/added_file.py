@@ -8,7 +8,6 @@ which then takes the next number. Never imports torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import getpass
 import os
 import secrets
@@ -19,19 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from embedserve_store.errors import UnreachableError
-from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.remote_files import LOCAL, RemoteFolder
 from embedserve_store.remote.remote_store import is_url
-from embedserve_store.writing.staging import sync, write_synced
+from embedserve_store.writing.staging import ASIDE_PREFIX, NO_LINKS, write_new, write_synced
 
 ATTEMPTS = 100
 """Attempts to write the next number, which another writer may take after the listing."""
-ASIDE_PREFIX = ".new-"
 STALE_S = 3600.0
 """Seconds after which a temporary file is removed as left behind by a killed writer. A write takes
 seconds; one hour leaves a wide margin."""
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-"""Errors of ``link`` on file systems without hard links. There the file is renamed, and the later
-of two concurrent writers wins."""
 
 
 def user() -> str:
@@ -84,7 +79,7 @@ def _folder_or_remote(store: str) -> str | RemoteFolder:
     if not is_url(store):
         return store
     remote = RemoteFolder(store)
-    return remote.root if store.startswith(("file://", "local://")) else remote
+    return remote.root if store.startswith(LOCAL) else remote
 
 
 def _has_links(probe: Path) -> bool:
@@ -108,25 +103,11 @@ def _local_writer(store: str) -> Write:
     def write(name: str, data: bytes) -> bool:
         path = Path(store) / name
         try:
-            return _write_new(path, data)
+            return write_new(path, data)
         except OSError as error:
             raise UnreachableError(f"{path}: cannot be written: {error.strerror}") from error
 
     return write
-
-
-def _write_new(path: Path, data: bytes) -> bool:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
-    try:
-        write_synced(aside, data)
-        _link(aside, path)
-    except FileExistsError:
-        return False
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(path.parent)
-    return True
 
 
 def _remove_stale(folder: Path) -> None:
@@ -140,19 +121,3 @@ def _remove_stale(folder: Path) -> None:
         with contextlib.suppress(OSError):  # already gone, or owned by another user
             if aside.stat().st_mtime < oldest_s:
                 aside.unlink()
-
-
-def _link(aside: Path, path: Path) -> None:
-    """Links ``aside`` to ``path``, or renames it where the file system has no hard links.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-    """
-    try:
-        os.link(aside, path)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        if path.exists():
-            raise FileExistsError from error
-        os.rename(aside, path)

@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote.retry_log import RetryLog
 from embedserve_store.remote.store_errors import logged_waits, one_line, translated
+from embedserve_store.writing.staging import write_new
 
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8
@@ -39,6 +41,8 @@ _MODIFIED = ("LastModified", "mtime", "last_modified", "updated", "created")
 """Keys under which file systems of fsspec say when a file was written."""
 _CHECKSUMS = ("ETag", "etag")
 """Keys under which file systems of fsspec give a checksum of a file."""
+LOCAL = ("file://", "local://")
+"""Beginnings of the URLs of folders on this host."""
 EXTRA = "pip install 'embedserve[remote]'; gs:// needs gcsfs"
 
 
@@ -231,11 +235,14 @@ class RemoteFolder:
         self._call(f"{self.url}/{name}", "pipe_file", f"{self.root}/{name}", data)
 
     def write_new(self, name: str, data: bytes) -> bool:
-        """Writes a small file. Returns False if the file already exists.
+        """Writes a small file, which appears whole. Returns False if the file already exists.
 
         If the store has no conditional writes, the later of two concurrent writers wins.
         """
         with translated(f"{self.url}/{name}"):
+            # A file that fsspec writes on this host can be seen half-written.
+            if self.url.startswith(LOCAL):
+                return write_new(Path(self.root) / name, data)
             if self._files.exists(f"{self.root}/{name}"):
                 return False
             try:
@@ -369,7 +376,7 @@ def _options(url: str) -> dict[str, Any]:
     # The listings cache is off, because a cached listing is outdated when another process
     # publishes.
     options: dict[str, Any] = {"use_listings_cache": False}
-    if url.startswith(("file://", "local://")):
+    if url.startswith(LOCAL):
         options["auto_mkdir"] = True
     if url.startswith(("s3://", "s3a://")):
         # Some servers return the checksum of the whole object with a part of it, and botocore then

@@ -27,8 +27,8 @@ from embedserve_store.deltas import undo as undo_module
 from embedserve_store.deltas.append import append
 from embedserve_store.errors import UnreachableError
 from embedserve_store.format.delta_manifest import DeltaManifest, manifest_name
-from embedserve_store.publishing import added_file
 from embedserve_store.publishing.added_file import Write
+from embedserve_store.writing import staging
 
 
 def push(writer: DeltaWriter, *numbers: int) -> int:
@@ -198,7 +198,7 @@ def overwriting_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def link(aside: Path, path: Path) -> None:
         aside.replace(path)
 
-    monkeypatch.setattr(added_file, "_link", link)
+    monkeypatch.setattr(staging, "_link", link)
 
 
 def call_after_listing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:

@@ -22,10 +22,10 @@ from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
-from embedserve_store.publishing import added_file
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import roll_back, set_alias
+from embedserve_store.writing import staging
 
 STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
@@ -338,11 +338,15 @@ def test_rollback_that_fails_midway_can_be_retried(
         set_alias(store, "m", "stable", version)
     set_alias(store, "m", "canary", 2, share=10.0)
 
-    def fail(folder: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    sync = staging.sync
+
+    def fail_to_sync_folder(path: Path) -> None:
+        if path.is_dir():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(added_file, "sync", fail)
+        patched.setattr(staging, "sync", fail_to_sync_folder)
         with pytest.raises(StoreError, match="cannot be written"):
             roll_back(store, "m")
     done = roll_back(store, "m")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import s3fs
+from code_forker import CodeForker
 
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote import store_errors
@@ -96,6 +98,27 @@ def test_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert folder.read("file", 5) == b"12345"
     with pytest.raises(StoreError, match="file: more than 4 bytes, which is the limit"):
         folder.read("file", 4)
+
+
+CUT_SHORT = """
+import resource, signal, sys
+from embedserve_store.remote.remote_files import RemoteFolder
+
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3, 3))
+RemoteFolder(sys.argv[1]).write_new("m/1/file", b"12345")
+"""
+"""Is killed once it has written 3 bytes."""
+
+
+def test_new_file_of_a_killed_writer_does_not_appear(tmp_path: Path, forking: CodeForker) -> None:
+    url = f"file://{tmp_path}"
+    assert forking.run(CUT_SHORT, url) == -signal.SIGXFSZ
+    folder = RemoteFolder(url)
+    assert not folder.has("m/1/file")
+    assert folder.write_new("m/1/file", b"12345")
+    assert not folder.write_new("m/1/file", b"67890")
+    assert folder.read("m/1/file", 5) == b"12345"
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
