@@ -134,14 +134,16 @@ def send(
 
     An upload to S3 that was interrupted is continued: its parts are used if their checksums are
     right. The store copies the tables that find_unchanged finds in another version, if it can.
-    Of two concurrent uploads under one number the second fails. They may mix their files, though,
-    and every reader then rejects the version: an object store has no rename that fails for the
-    second upload. upload_next excludes that, as only uploads of the same files share a number.
+    Of two concurrent uploads under one number the second fails. On S3 it replaces nothing if the
+    first has ended before the second has sent its bytes. Otherwise they may mix their files, and
+    every reader then rejects the version: an object store has no rename that fails for the second
+    upload. upload_next excludes that, as only uploads of the same files share a number.
     """
     number = version.number if number is None else number
     target = f"{version.model}/{number}"
     _check_free(remote, target)
     finish = [_send_file(version, name, remote, target, progress) for name in version.files]
+    _check_free(remote, target)  # another upload may have ended, and its objects would be replaced
     for finish_file in finish:
         finish_file()
     for name, size in version.files.items():

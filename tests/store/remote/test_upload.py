@@ -276,6 +276,7 @@ def test_second_upload_under_the_same_number_fails(
     with pytest.raises(StoreError, match=f"{url}/m/1: exists already"):
         upload_version(folders[1], url, 1, lambda *_: upload_other())
     assert store.versions("m") == [1]
+    verify(store.load("m", 1))
 
 
 def test_retried_manifest_write_is_no_conflict(
