@@ -3,6 +3,7 @@
 Each message is one line for that person. It names the file or table, and the reason.
 """
 
+import errno
 from collections.abc import Iterable
 
 NO_ACCESS = "no access to the store"
@@ -80,9 +81,11 @@ def described(error: Exception) -> str:
 
 
 def failed_write(what: str, error: OSError) -> StoreError:
-    """Returns the error for ``what`` failed, with the reason and the file if it is known."""
+    """Returns the error for ``what`` failed, with the reason and the file if it is known. It is a
+    NoRoomError if the disk is full, as when two writers at once had room for one."""
     file = f" ({error.filename})" if error.filename else ""
-    return StoreError(f"{what}: {error.strerror or error}{file}")
+    kind = NoRoomError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+    return kind(f"{what}: {error.strerror or error}{file}")
 
 
 def unreadable(

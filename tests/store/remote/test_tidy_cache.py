@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.upload import upload_version
+from embedserve_store.transfer.receive import receive
+from embedserve_store.transfer.stored_version import StoredVersion
 
 Publish = Callable[..., Path]
 
@@ -104,6 +108,27 @@ def test_disk_with_space_for_two_versions_suffices_for_updates(
     with pytest.raises(NoRoomError, match="the disk has"):
         store.load("m", 1)
     assert (cached(served), theirs.manifest.version) == ([4, 5], 4)
+
+
+def test_disk_that_fills_up_during_a_pull_is_made_room_on(
+    five: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pull may take the room after both have looked."""
+    store = ModelStore(five, cache)
+    for number in (1, 2):
+        served = store.load("m", number)
+
+    def receive_on_small_disk(version: StoredVersion, staged: Path, progress: object) -> None:
+        if len(cached(served)) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        receive(version, staged)
+
+    monkeypatch.setattr("embedserve_store.remote.pull.receive", receive_on_small_disk)
+    later = store.load("m", 3)
+    assert (later.manifest.version, cached(later)) == (3, [2, 3])
+    with pytest.raises(NoRoomError, match="m/4: pulling failed: No space left on device"):
+        store.load("m", 4)
+    assert sorted(os.listdir(later.path.parent)) == ["2", "3"]
 
 
 def test_open_and_aliased_versions_stay_cached(five: str, cache: Path) -> None:
