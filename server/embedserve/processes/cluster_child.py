@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import IO
 
@@ -23,8 +23,6 @@ HOST = "127.0.0.1"
 SHARD_PORTS = range(20_000, 32_000)
 """Ports of shards: below those that Linux gives to outgoing connections, 32768 and above."""
 REPORT_BYTES = 4096
-_used_ports: set[int] = set()
-"""Ports of the children of this process, which may not have bound them yet."""
 
 
 class Child:
@@ -61,7 +59,7 @@ class Child:
         self._arguments, self._shard_host = arguments, shard_host
         self._is_piped, self._environment = is_piped, environment
         self._ready_s: float | None = None
-        self._ports: list[int] = []
+        self._claimed: list[socket.socket] = []  # on the ports of the process
 
     def start(self, notify_address: str) -> IO[bytes] | None:
         """Starts the process. Returns its stderr; None if that is this process's own.
@@ -77,7 +75,7 @@ class Child:
         host = self._shard_host
         if host:
             self._release_ports()
-            http_port, grpc_port = self._take_port(host), self._take_port(host)
+            http_port, grpc_port = self._claim_port(host), self._claim_port(host)
             self.address = f"{bracketed(host)}:{grpc_port}"
             arguments += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         parent = os.getpid()
@@ -110,15 +108,15 @@ class Child:
         well_s = 0.0 if self._ready_s is None else now_s - self._ready_s
         return self.restarts.schedule(now_s, well_s, was_ready=self._ready_s is not None)
 
-    def _take_port(self, host: str) -> int:
-        port = _free_port(host, _used_ports)
-        _used_ports.add(port)
-        self._ports.append(port)
+    def _claim_port(self, host: str) -> int:
+        claimed, port = _claim_free_port(host)
+        self._claimed.append(claimed)
         return port
 
     def _release_ports(self) -> None:
-        _used_ports.difference_update(self._ports)
-        self._ports.clear()
+        for claimed in self._claimed:
+            claimed.close()
+        self._claimed.clear()
 
     def signal(self, number: signal.Signals, *, only_ready: bool = False) -> None:
         """Sends a signal to the process, if there is one."""
@@ -133,19 +131,20 @@ def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in settings}
 
 
-def _free_port(host: str, used: Set[int]) -> int:
-    """Returns a port of ``host`` that nobody listens on and that is not in ``used``. Raises OSError
-    if ``host`` is no address of this host."""
+def _claim_free_port(host: str) -> tuple[socket.socket, int]:
+    """Returns a bound socket, and its port of ``host``. Until it is closed, other clusters draw
+    another port, also before the process listens on this one. Raises OSError if ``host`` is no
+    address of this host."""
     while True:
         port = random.choice(SHARD_PORTS)
-        if port in used:
-            continue
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as sock:
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    continue
-                raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
-            return port
+        claimed = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            claimed.bind((host, port))
+        except OSError as error:
+            claimed.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
+        # `serve` sets the option, too, so it may bind the port and listen.
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return claimed, port

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from server.python import environment
 from embedserve.processes.cluster_child import SHARD_PORTS, Child
 from embedserve.processes.forked import QUICK_END_S
 from embedserve.processes.local_cluster import ClusterSettings, _router_arguments, _shard
+from embedserve.processes.startup.ports import claim_ports
 
 WAIT_S_MAX = 60
 pytestmark = pytest.mark.usefixtures("warm")
@@ -240,16 +242,33 @@ def test_children_get_different_ports_until_they_end(monkeypatch: pytest.MonkeyP
         used.extend(int(str(port)) for port in (http_port, grpc_port))
         return child
 
-    children = [start() for _ in range(3)]
-    assert len(set(used)) == 6
-    for child in children:
+    def end(child: Child) -> None:
         assert child.process is not None
         child.process.wait(WAIT_S_MAX)
         child.on_end(0.0)
-    last = start().process
-    assert last is not None
-    last.wait(WAIT_S_MAX)
+
+    children = [start() for _ in range(3)]
+    assert len(set(used)) == 6
+    for child in children:
+        end(child)
+    end(start())
     assert used[-1] in used[:6]
+
+
+def test_ports_of_a_child_are_taken_before_it_listens() -> None:
+    child = Child("part 0", [sys.executable, "-S", "-c", "input()"], shard_host="127.0.0.1")
+    child.start("@nobody")
+    assert child.process is not None
+    _, http_port, _, grpc_port = child.process.args[-4:]  # type: ignore[index]
+    for port in (int(str(http_port)), int(str(grpc_port))):
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", port))  # as another cluster that draws the same port
+        claim_ports("127.0.0.1", port, 0).close()  # as the child itself
+        claim_ports("127.0.0.1", 0, port).close()
+    child.process.wait(WAIT_S_MAX)
+    child.on_end(0.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
 
 
 def test_shards_hold_versions_and_the_router_follows_aliases() -> None:
