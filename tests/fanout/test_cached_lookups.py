@@ -21,7 +21,7 @@ from embedserve.fanout import row_fetcher
 from embedserve.fanout.batch_fanout import Finish
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.lookup_types import Batch
-from embedserve.shard_client.reply import UNAVAILABLE, Reply
+from embedserve.shard_client.reply import UNAVAILABLE, Reply, lost
 from embedserve_store import ModelStore, publish
 from embedserve_store.format.table_spec import DTYPES
 from embedserve_store.goldens.goldens_file import Bags
@@ -150,10 +150,29 @@ def test_rows_are_fetched_again_after_a_failed_fetch(
     shards.replies[1] = Reply(UNAVAILABLE)
     for _ in range(5):
         batch, _ = batch_of(engine, *IDS)
-        assert batch.cached_count == 0  # a fetch that lacks a part stores nothing
+        assert batch.cached_count == 0  # a fetch that fails in a part stores nothing
     shards.replies.clear()
     cache_rows(engine, shards, IDS)
     assert_same(look_up(engine, IDS), expected(store, IDS))
+
+
+def test_a_fetch_without_a_replica_of_a_part_stores_the_rows_of_the_others(tmp_path: Path) -> None:
+    for is_pooled in (True, False):
+        store = tmp_path / str(is_pooled)
+        publish(pooled_source() if is_pooled else unpooled_source(), store, model="m", hosts=PARTS)
+        shards = LocalShards(store, "m", PARTS)
+        with routed(shards, store, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
+            ids = random_ids(engine.manifest, 6, np.random.default_rng(1))
+            shards.replies[1] = lost("part 1 has no replica")
+            for _ in range(TRIES):
+                shards.called_parts.clear()
+                batch, _ = batch_of(engine, *ids)
+                if shards.called_parts == [1, 1]:  # for the batch, and to fetch rows
+                    break
+            assert shards.called_parts == [1, 1]
+            assert 0 < batch.cached_count < ids[0].size
+            shards.replies.clear()
+            assert_same(look_up(engine, ids), expected(store, ids))
 
 
 def test_a_fetch_is_bounded_by_its_bytes(
@@ -162,13 +181,13 @@ def test_a_fetch_is_bounded_by_its_bytes(
     assert engine._fetcher is not None
     monkeypatch.setattr(engine._fetcher, "_rows_max", 2)
     fetched: list[int] = []
-    begin = engine._begin_exact
+    begin = engine._begin_fetch
 
     def begin_recorded(batch: Batch, finish: Finish) -> None:
         fetched.append(batch.ids.size)
         begin(batch, finish)
 
-    monkeypatch.setattr(engine, "_begin_exact", begin_recorded)
+    monkeypatch.setattr(engine, "_begin_fetch", begin_recorded)
     cache_rows(engine, shards, (np.arange(9), np.array([9], np.int32), None))
     assert len(fetched) >= 5
     assert max(fetched) == 2
@@ -198,16 +217,16 @@ def test_a_fetch_that_cannot_begin_is_logged_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    begin = engine._begin_exact
+    begin = engine._begin_fetch
 
     def fail(batch: Batch, finish: Finish) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(engine, "_begin_exact", fail)
+    monkeypatch.setattr(engine, "_begin_fetch", fail)
     for _ in range(4):
         look_up(engine, IDS)
     assert "rows cannot be fetched for the row cache" in caplog.text
-    monkeypatch.setattr(engine, "_begin_exact", begin)
+    monkeypatch.setattr(engine, "_begin_fetch", begin)
     cache_rows(engine, shards, IDS)
 
 

@@ -120,7 +120,6 @@ class RouterEngine:
         fails = {one.feature for one in manifest.columns if on_missing.fails(one.table.name)}
         features = range(len(manifest.features))
         self._required = np.array([feature in fails for feature in features])
-        self._all_required = np.ones_like(self._required)
         self._cache = self._parted.row_cache(row_cache_bytes)
         self._fetcher = RowFetcher(self._cache, manifest) if self._cache is not None else None
         self.fingerprint = manifest.fingerprint
@@ -137,12 +136,13 @@ class RouterEngine:
         """Begins the lookup of ``batch``; see batching.lookup_engine.RemoteLookups."""
         self._begin(batch, deadline_s, finish, self._messages, self._required, self._cache)
         if self._fetcher is not None:
-            self._fetcher.fetch_if_due(self._begin_exact)
+            self._fetcher.fetch_if_due(self._begin_fetch)
 
-    def _begin_exact(self, batch: Batch, finish: Finish, timeout_s: float = FETCH_S_MAX) -> None:
-        """Begins a lookup of ``batch`` in the shards, of all its rows and without rounding."""
-        deadline_s = perf_counter() + timeout_s
-        self._begin(batch, deadline_s, finish, self._exact, self._all_required, None)
+    def _begin_fetch(self, batch: Batch, finish: Finish) -> None:
+        """Begins a lookup of rows for the row cache, in the shards and without rounding. It may
+        lack rows of parts that have no replica."""
+        deadline_s, required = perf_counter() + FETCH_S_MAX, np.zeros_like(self._required)
+        self._begin(batch, deadline_s, finish, self._exact, required, None)
 
     def _begin(
         self,
@@ -196,7 +196,8 @@ class RouterEngine:
 
         def begin() -> None:
             try:
-                self._begin_exact(batch, end, GOLDENS_S_MAX)
+                deadline_s, required = perf_counter() + GOLDENS_S_MAX, np.ones_like(self._required)
+                self._begin(batch, deadline_s, end, self._exact, required, None)
             except Exception as error:
                 answer.set_exception(error)
 

@@ -1,6 +1,6 @@
 """Fetches rows for the row cache of a router, by lookups of its own.
 
-For a pooled model each example has one id of a feature, so that its sum is the row.
+Each example has at most one id of a feature, so the sum of a pooled model is the row.
 """
 
 from __future__ import annotations
@@ -65,22 +65,23 @@ class RowFetcher:
         features, rows = found
         count = len(self._manifest.features)
         by_feature = [rows[features == i][: self._rows_max] for i in range(count)]
-        lengths = np.array([own.size for own in by_feature], np.int32)
-        examples = 1
-        if self._manifest.is_pooled:
-            examples = int(lengths.max())
-            lengths = (np.arange(examples) < lengths[:, None]).astype(np.int32).reshape(-1)
-        batch = Batch(np.concatenate(by_feature), lengths, None, [examples], examples)
+        sizes = np.array([own.size for own in by_feature])
+        examples = int(sizes.max())
+        lengths = (np.arange(examples) < sizes[:, None]).astype(np.int32).reshape(-1)
+        # Examples are requests of their own, so that missing rows are counted for each.
+        batch = Batch(np.concatenate(by_feature), lengths, None, [1] * examples, examples)
         self._is_fetching = True
         look_up(batch, partial(self._store, batch, by_feature))
 
     def _store(
         self, batch: Batch, by_feature: list[np.ndarray], values: np.ndarray | EmbedServeError
     ) -> None:
-        """Stores the rows of a lookup. Those of one that failed are fetched once they are looked up
-        again."""
+        """Stores the rows of a lookup, without those of parts that have no replica. Rows of a
+        lookup that failed are fetched once they are looked up again."""
         self._is_fetching = False
-        if isinstance(values, EmbedServeError) or not batch.is_whole:
+        if not batch.is_whole:
+            self._next_s = monotonic() + FAILED_S
+        if isinstance(values, EmbedServeError) or batch.failures:
             self._next_s = monotonic() + FAILED_S
             return
         vectors: list[list[np.ndarray]] = [[] for _ in by_feature]
@@ -93,5 +94,9 @@ class RowFetcher:
                 own = values[start:end]
             vectors[one.feature].append(own)
         for feature, rows in enumerate(by_feature):
+            own = np.concatenate(vectors[feature], axis=1)
+            if (missing := batch.missing_counts) is not None:
+                is_there = missing[: rows.size, feature] == 0
+                rows, own = rows[is_there], own[is_there]
             if rows.size:
-                self._cache.store(feature, rows, np.concatenate(vectors[feature], axis=1))
+                self._cache.store(feature, rows, own)
