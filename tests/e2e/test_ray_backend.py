@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -17,13 +18,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from certificates import Authority
 from e2e.parts_cluster import SLOW_CALL_OPTIONS
 from e2e.test_cluster_command import DIM, publish_rows
 from ray_nodes import RayNodes, ray_nodes
 from running_servers import command, free_port, is_running, running
 
+from embedserve.commands.token import make_token
 from embedserve_client import GrpcEmbedClient
 
 WAIT_S_MAX = 300
@@ -202,9 +206,12 @@ def test_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path: 
 
 
 @contextmanager
-def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[PlacedShards]:
+def cluster(
+    nodes: RayNodes, store: Path, log: Path, grpc: int, *more: object
+) -> Iterator[PlacedShards]:
     """Runs `embedserve cluster --backend ray`, and yields it once it is ready."""
     options = (
+        *more,
         "--replicas",
         REPLICAS,
         "--name",
@@ -227,6 +234,45 @@ def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[Plac
     finally:
         process.terminate()
         process.wait(WAIT_S_MAX)
+
+
+def test_shards_in_ray_have_tls_and_tokens_of_their_configuration(
+    nodes: RayNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority()
+    (tmp_path / "ca.pem").write_bytes(authority.root)
+    for name in ("shard", "router"):
+        authority.sign(name).write(tmp_path, name)
+    make_token("router", "", "embed", "", None, None)
+    line, token = capfd.readouterr()
+    (tmp_path / "tokens").write_text(line)
+    (tmp_path / "token").write_text(token)
+    shard, router = tmp_path / "shard.toml", tmp_path / "router.toml"
+    shard.write_text(
+        f'tls_cert = "{tmp_path}/shard.pem"\ntls_key = "{tmp_path}/shard.key"\n'
+        f'tls_client_ca = "{tmp_path}/ca.pem"\ntokens = "{tmp_path}/tokens"\n'
+    )
+    router.write_text(
+        f'shard_ca = "{tmp_path}/ca.pem"\nshard_token = "{tmp_path}/token"\n'
+        f'shard_cert = "{tmp_path}/router.pem"\nshard_key = "{tmp_path}/router.key"\n'
+    )
+    publish_rows(tmp_path / "store", "m", PARTS)
+    configs = ("--shard-config", shard, "--router-config", router)
+    grpc = free_port()
+    with cluster(nodes, tmp_path / "store", tmp_path / "log", grpc, *configs) as one:
+        with GrpcEmbedClient(f"127.0.0.1:{grpc}") as client:
+            answer = np.asarray(client.embed({"user": [[3, 97]]}, timeout_s=60)["user"])
+            assert answer.tobytes() == np.full((1, DIM), 100, np.float32).tobytes()
+        ports = re.findall(r"part \d replica \d starts as .*:(\d+)$", one.log(), re.M)
+        assert len(ports) == PARTS * REPLICAS
+        context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+        for port in ports:
+            with pytest.raises(httpx.TransportError):  # the certificate of a client is missing
+                httpx.get(f"https://127.0.0.1:{port}/models", verify=context)
+        context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
+        for port in ports:
+            found = httpx.get(f"https://127.0.0.1:{port}/models", verify=context)
+            assert found.status_code == 401
 
 
 def parent_of(pid: int) -> int:

@@ -24,6 +24,16 @@ ShardTimeoutMs = Annotated[
         help="Milliseconds that the router waits for one call to a shard.", min=1, max=LIMIT_MAX
     ),
 ]
+ShardConfig = Annotated[
+    str,
+    typer.Option(
+        help="TOML file with settings of each shard, as for serve --config. With Ray it is on each "
+        "node."
+    ),
+]
+RouterConfig = Annotated[
+    str, typer.Option(help="TOML file with settings of the router, as for serve --config.")
+]
 Ca = Annotated[
     Path | None,
     typer.Option(help="PEM file of the CAs to trust with https://. Default: the system's."),
@@ -99,6 +109,8 @@ def cluster(
         typer.Option(help="Memory that each shard reserves in Ray, such as 400GB. Default: none."),
     ] = "",
     shard_timeout_ms: ShardTimeoutMs = ServeSettings.shard_timeout_ms,
+    shard_config: ShardConfig = "",
+    router_config: RouterConfig = "",
 ) -> None:
     """Serve models in parts: a router on this host, and shards here or in a Ray cluster.
 
@@ -124,6 +136,8 @@ def cluster(
                 ray_address,
                 shard_memory,
                 shard_timeout_ms,
+                shard_config,
+                router_config,
             )
         )
 

@@ -61,7 +61,12 @@ class ChildFailedError(ChildProcessError):
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Options of `embedserve cluster`; those of the same name are settings of the router."""
+    """Options of `embedserve cluster`; those of the same name are settings of the router.
+
+    Attributes:
+        shard_config: TOML file of `serve` with settings of each shard; in Ray a path on each node.
+        router_config: the same for the router.
+    """
 
     store: str
     models: tuple[str, ...] = ()
@@ -75,6 +80,8 @@ class ClusterSettings:
     ray_address: str = AUTO
     shard_memory: str = ""
     shard_timeout_ms: float = ServeSettings.shard_timeout_ms
+    shard_config: str = ""
+    router_config: str = ""
 
 
 class LocalCluster:
@@ -235,7 +242,10 @@ def run_cluster(settings: ClusterSettings) -> None:
     _check_backend(settings)
     if settings.backend == RAY:  # whose processes run in other folders
         settings = replace(
-            settings, store=_absolute(settings.store), cache=_absolute(settings.cache)
+            settings,
+            store=_absolute(settings.store),
+            cache=_absolute(settings.cache),
+            shard_config=_absolute(settings.shard_config),
         )
     parts = read_parts(settings)
     claim_ports(HOST, settings.http_port, settings.grpc_port).close()  # reports a port in use now
@@ -328,6 +338,7 @@ def _shard_arguments(settings: ClusterSettings, part: int, parts: int) -> list[s
     names = [one if split_name(one)[1].isdigit() else split_name(one)[0] for one in settings.models]
     follow = "none" if settings.follow == "none" else "latest"
     own = ["--part", f"{part}/{parts}", "--devices", "cpu", "--follow", follow]
+    own += ["--config", settings.shard_config] if settings.shard_config else []
     return _serve_arguments(settings, list(dict.fromkeys(names)), own)
 
 
@@ -335,6 +346,7 @@ def _router_arguments(settings: ClusterSettings, addresses: Path) -> list[str]:
     ports = ["--http-port", str(settings.http_port), "--grpc-port", str(settings.grpc_port)]
     timeout = ["--shard-timeout-ms", str(settings.shard_timeout_ms)]
     own = ["--shards", f"file:{addresses}", "--follow", settings.follow, *timeout, *ports]
+    own += ["--config", settings.router_config] if settings.router_config else []
     return [sys.executable, *_serve_arguments(settings, settings.models, own)]
 
 

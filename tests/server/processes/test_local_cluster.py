@@ -289,6 +289,14 @@ def test_shards_hold_versions_and_the_router_follows_aliases() -> None:
     )
 
 
+def test_shards_and_the_router_have_configurations_of_their_own() -> None:
+    settings = ClusterSettings("store", shard_config="shard.toml", router_config="router.toml")
+    assert "--config shard.toml" in " ".join(_shard(settings, 0, 1, 0)._arguments)
+    router = " ".join(_router_arguments(settings, Path("shards.json")))
+    assert "--config router.toml" in router
+    assert "shard.toml" not in router
+
+
 def test_serve_settings_in_the_environment_do_not_reach_children(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -111,7 +111,7 @@ def test_shards_in_ray_get_the_arguments_of_local_shards(tmp_path: Path) -> None
     assert '"name": "embedserve", "ray_address": "h:1"' in placed
 
 
-def test_relative_store_and_cache_become_absolute_for_ray(
+def test_relative_paths_become_absolute_for_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers Ray's processes, which run in another folder."""
@@ -126,9 +126,11 @@ def test_relative_store_and_cache_become_absolute_for_ray(
     monkeypatch.setattr(local_cluster, "read_parts", read_parts)
     for store, cache in (("store", "cache"), ("s3://bucket/store", "")):
         with pytest.raises(StoreError, match="far enough"):
-            run_cluster(ClusterSettings(store, backend="ray", cache=cache))
+            run_cluster(ClusterSettings(store, backend="ray", cache=cache, shard_config=cache))
     assert (read[0].store, read[0].cache) == (f"{tmp_path}/store", f"{tmp_path}/cache")
+    assert read[0].shard_config == f"{tmp_path}/cache"
     assert (read[1].store, read[1].cache) == ("s3://bucket/store", "")
+    assert read[1].shard_config == ""
 
 
 def test_invalid_name_in_the_shards_option_is_rejected() -> None:
