@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from reference import assert_same
 from torchrec import PoolingType
 from unpooled import unpooled_collection
 
+from embedserve.config import Limits
 from embedserve.fanout import row_fetcher
 from embedserve.fanout.batch_fanout import Finish
 from embedserve.fanout.router_engine import RouterEngine
@@ -228,6 +230,33 @@ def test_a_fetch_that_cannot_begin_is_logged_and_tried_again(
     assert "rows cannot be fetched for the row cache" in caplog.text
     monkeypatch.setattr(engine, "_begin_fetch", begin)
     cache_rows(engine, shards, IDS)
+
+
+@pytest.mark.parametrize("row_cache_bytes", [0, ENOUGH_BYTES])
+def test_sums_of_cached_rows_count_as_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_cache_bytes: int
+) -> None:
+    """20,000 ids take 0.5 ms to divide, and as cached rows of 64 columns over 2 ms to add."""
+    publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
+    shards = LocalShards(tmp_path, "m", PARTS)
+    limit = Limits().inline_bytes_max
+    options: dict[str, Any] = {"row_cache_bytes": row_cache_bytes, "inline_bytes_max": limit}
+    with routed(shards, tmp_path, "m", **options) as engine:
+        ids, features = np.zeros(20_000, np.int64), len(engine.manifest.features)
+        lengths = np.array([ids.size, *[0] * (features - 1)], np.int32)
+        threads: list[int] = []
+        divide = engine._parted.divide
+
+        def divide_recorded(*arguments: Any) -> Any:
+            threads.append(threading.get_ident())
+            return divide(*arguments)
+
+        monkeypatch.setattr(engine._parted, "divide", divide_recorded)
+        look_up(engine, (ids, lengths, None))
+        loop = engine._shards.loop
+        assert loop is not None
+        is_inline = threads == [loop._thread_id]  # type: ignore[attr-defined]
+        assert is_inline == (not row_cache_bytes)
 
 
 def test_sums_of_cached_rows_count_toward_the_bytes_of_batches(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class BatchFanout:
         self._until_s = until_s
         self._finish = finish
         self._missing: np.ndarray | None = None  # ids of missing parts, int [features, examples]
-        self._is_large = version.is_large(batch)
+        self._is_large = version.is_large(batch, has_cache=cache is not None)
         self._loop = asyncio.get_running_loop()
         self._divided: PooledBatch | UnpooledBatch  # from here on set by _divide
         self._lookups: list[PartLookup]

@@ -27,6 +27,8 @@ COST_FACTOR = 16
 """Handling one byte in a router takes as long as 16 bytes of an engine's lookup."""
 ID_BYTES = 24
 """Bytes that a router handles for an id: it is received, divided over the parts and sent."""
+CACHE_ID_BYTES = 48
+"""Further bytes for an id with a row cache: it is looked for there, and its row is added."""
 
 
 class ServedPart(NamedTuple):
@@ -109,9 +111,9 @@ class PartedVersion:
             for number in range(self.local_number)
         ]
 
-    def is_large(self, batch: Batch) -> bool:
+    def is_large(self, batch: Batch, *, has_cache: bool) -> bool:
         """Returns whether threads divide ``batch`` and add its values, not the event loop."""
-        per_id = ID_BYTES + self._row_bytes
+        per_id = ID_BYTES + self._row_bytes + (CACHE_ID_BYTES if has_cache else 0)
         work_bytes = per_id * batch.ids.size + self._example_bytes * batch.batch_size
         return work_bytes > self._work_bytes_max
 
