@@ -93,14 +93,17 @@ def sums_of(
     return sums
 
 
-def test_rows_are_not_stored_while_a_thread_reads(tmp_path: Path) -> None:
+def test_rows_are_stored_once_no_thread_reads(tmp_path: Path) -> None:
     cache, _, _, rows = make_cache(tmp_path, TABLES, 1 << 20)
     ids, lengths = np.array([7]), np.array([1, 0, 0, 0], np.int32)
     with cache._reading():
-        cache.store(0, ids, rows["large"][ids])
-    assert cache.take_cached(ids, lengths, None).sums is None
-    cache.store(0, ids, rows["large"][ids])
+        with cache._reading():
+            cache.store(0, ids, rows["large"][ids])
+        assert cache.take_cached(ids, lengths, None).sums is None
+        cache.take_cached(ids, lengths, None)
+        assert cache.candidates() is None  # further rows wait until these are stored
     assert cache.take_cached(ids, lengths, None).ids.size == 0
+    assert cache.candidates() is not None
 
 
 def test_a_full_bucket_keeps_the_rows_that_are_looked_up(tmp_path: Path) -> None:

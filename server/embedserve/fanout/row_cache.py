@@ -119,6 +119,8 @@ class RowCache:
         self._chunk_rows = torch.from_numpy(np.zeros((chunk, columns.width), np.float32))
         self._lock = Lock()
         self._readers = 0
+        # Rows that wait for readers to end, as arguments of _store.
+        self._waiting: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._candidates: list[tuple[np.ndarray, np.ndarray]] = []
         self._candidate_count = 0
         self._random = np.random.default_rng()
@@ -210,6 +212,7 @@ class RowCache:
         finally:
             with self._lock:
                 self._readers -= 1
+                self._store_waiting()
 
     def _note_misses(self, feature: np.ndarray, ids: np.ndarray, bucket: np.ndarray) -> None:
         """Queues rows that are missed for the second time."""
@@ -225,7 +228,9 @@ class RowCache:
 
     def candidates(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the features and numbers of queued rows, each row once and in random order, and
-        forgets them; None if there are none."""
+        forgets them. Returns None if there are none, or fetched rows wait for readers to end."""
+        if self._waiting:
+            return None
         found, self._candidates, self._candidate_count = self._candidates, [], 0
         if not found:
             return None
@@ -234,36 +239,45 @@ class RowCache:
         return pairs % len(self._features), pairs // len(self._features)
 
     def store(self, feature: int, ids: np.ndarray, vectors: np.ndarray) -> None:
-        """Stores rows of a feature. A bucket gets one of them at most. While a thread reads, no row
-        is stored.
+        """Stores rows of a feature. A bucket gets one of them at most. While threads read, the rows
+        wait; the last of these threads stores them.
 
         Args:
             ids: int64 [n] row numbers, each once.
             vectors: float32 [n, sum of dims], the vectors of all keys of the feature.
         """
+        with self._lock:
+            self._waiting.append((feature, ids, vectors))
+            self._store_waiting()
+
+    def _store_waiting(self) -> None:
+        """Stores the rows that wait, unless a thread reads. Called with the lock."""
+        if self._waiting and not self._readers:
+            waiting, self._waiting = self._waiting, []
+            for rows in waiting:
+                self._store(*rows)
+
+    def _store(self, feature: int, ids: np.ndarray, vectors: np.ndarray) -> None:
         layout = self._layouts[feature]
         bucket = ids % self._buckets[feature] + self._first_buckets[feature]
         bucket, first = np.unique(bucket, return_index=True)
         keys = ids[first] + 1
-        with self._lock:
-            if self._readers:
-                return
-            present, is_used = self._keys[bucket], self._is_used[bucket]
-            is_full = (present != 0).all(axis=1) & is_used.all(axis=1)
-            self._is_used[bucket[is_full]] = False
-            # The first free place, else the first without a mark.
-            way = np.where(present == 0, -1, is_used).argmin(axis=1)
-            is_new = ~is_full & ~(present == keys[:, None]).any(axis=1)
-            bucket, way, first = bucket[is_new], way[is_new], first[is_new]
-            rows = np.zeros((first.size, layout.chunks * self._width), np.float32)
-            layout.copy_padded(vectors[first], rows)
-            chunks = self._first_chunks[feature] + (bucket * WAYS + way) * layout.chunks
-            places = chunks[:, None] + np.arange(layout.chunks)
-            self._chunk_rows[torch.from_numpy(places)] = torch.from_numpy(
-                rows.reshape(*places.shape, self._width)
-            )
-            self._keys[bucket, way] = keys[is_new]
-            self._is_used[bucket, way] = True
+        present, is_used = self._keys[bucket], self._is_used[bucket]
+        is_full = (present != 0).all(axis=1) & is_used.all(axis=1)
+        self._is_used[bucket[is_full]] = False
+        # The first free place, else the first without a mark.
+        way = np.where(present == 0, -1, is_used).argmin(axis=1)
+        is_new = ~is_full & ~(present == keys[:, None]).any(axis=1)
+        bucket, way, first = bucket[is_new], way[is_new], first[is_new]
+        rows = np.zeros((first.size, layout.chunks * self._width), np.float32)
+        layout.copy_padded(vectors[first], rows)
+        chunks = self._first_chunks[feature] + (bucket * WAYS + way) * layout.chunks
+        places = chunks[:, None] + np.arange(layout.chunks)
+        self._chunk_rows[torch.from_numpy(places)] = torch.from_numpy(
+            rows.reshape(*places.shape, self._width)
+        )
+        self._keys[bucket, way] = keys[is_new]
+        self._is_used[bucket, way] = True
 
 
 def _share(needs: dict[int, tuple[int, int]], nbytes: int) -> dict[int, int]:
