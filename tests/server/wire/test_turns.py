@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 from server.live import PROTOBUF
-from server.raw_http import OurServer, get, post, read_response
+from server.raw_http import OurServer, chunked, get, post, read_response
 from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.wire.connections import LingeringClose
+from embedserve.wire.http1.connection import BODY_PIECES_MAX, Http1Connection
 from embedserve.wire.http1.connection import CHUNK_BYTES as HTTP1_CHUNK_BYTES
-from embedserve.wire.http1.connection import Http1Connection
 from embedserve.wire.http1.stream import Http1Stream
 from embedserve.wire.http2.frames import PREFACE
 
@@ -51,6 +51,35 @@ async def test_large_body_is_read_in_chunks_between_other_connections(
     assert status == 413  # of its cost, which is known once the body is whole
     assert turns.nbytes.total() >= SENT_BYTES
     assert max(turns.nbytes.values()) <= ITERATION_BYTES_MAX
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 16, 64 << 10])
+async def test_chunked_body_is_read_in_chunks_between_other_connections(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """Checks the bytes of an iteration, and its calls for each chunk of the body."""
+    nbytes, pieces = Turns(), Turns()
+    append = Http1Stream.append
+
+    def count(stream: Http1Stream, data: bytes) -> None:
+        nbytes.count(len(data))
+        pieces.count(1)
+        append(stream, data)
+
+    monkeypatch.setattr(Http1Stream, "append", count)
+    body = (b"\x08\x01" * (chunk_bytes * 16 * BODY_PIECES_MAX // 2))[:SENT_BYTES]
+    chunks = [body[start : start + chunk_bytes] for start in range(0, len(body), chunk_bytes)]
+    head = chunked(b"", f"Content-Type: {PROTOBUF}").removesuffix(b"0\r\n\r\n")
+    reader, writer = await server.open()
+    writer.write(head)
+    writer.writelines([b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks])
+    writer.write(b"0\r\n\r\n")
+    await read_response(reader)
+    writer.close()
+    assert nbytes.nbytes.total() == len(body)
+    assert max(nbytes.nbytes.values()) <= ITERATION_BYTES_MAX
+    # An iteration may have a read beside the rest of an earlier one.
+    assert max(pieces.nbytes.values()) <= 2 * (BODY_PIECES_MAX + HTTP1_CHUNK_BYTES // 6)
 
 
 async def test_immediately_rejected_requests_are_processed_in_portions(

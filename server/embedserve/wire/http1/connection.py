@@ -18,6 +18,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import (
     DRAIN_IDLE_S,
+    READ_BYTES,
     ConnectionManager,
     LingeringClose,
     ReadProgress,
@@ -36,6 +37,9 @@ HEAD_S_MAX = 10.0
 CHUNK_BYTES = 4 << 10
 """Bytes parsed before the parser checks for a pipelined request and stops. Bounds the event-loop
 time of the shortest requests sent in one segment."""
+BODY_PIECES_MAX = 1024
+"""Pieces of a body, such as the chunks of a chunked one, after which a connection yields to others:
+about a millisecond of work."""
 COPY_BYTES_MAX = 64 << 10
 """Bytes of a response body up to which it is copied behind its headers, for a single write."""
 
@@ -74,6 +78,7 @@ class Http1Connection(asyncio.Protocol):
         self._streams: deque[Http1Stream] = deque()  # being answered, then those queued
         self._is_advancing = self._has_responded = self._is_take_due = False
         self._is_draining = self._has_ended = False
+        self._body_pieces = 0  # parsed in this call of `parse`
         self._idle_since_s = 0.0
         self._unsent: UnsentMemory | None = None
         self._progress = ReadProgress()
@@ -105,12 +110,15 @@ class Http1Connection(asyncio.Protocol):
     def parse(self, data: bytes) -> None:
         """Parses requests until one must wait for an earlier response; holds the rest.
 
-        After a chunk with requests that were answered immediately, it yields to other connections.
+        It yields to other connections after a chunk with requests that were answered immediately,
+        after READ_BYTES, and after BODY_PIECES_MAX.
         """
+        self._body_pieces = 0
         for start in range(0, len(data), CHUNK_BYTES):
             if self._has_ended:
                 return
-            if self._has_responded and start:
+            is_turn_over = start >= READ_BYTES or self._body_pieces >= BODY_PIECES_MAX
+            if start and (self._has_responded or is_turn_over):
                 self.hold(data[start:])
                 self.take_held_soon()
                 return
@@ -178,6 +186,7 @@ class Http1Connection(asyncio.Protocol):
         self._queue(self._routes.resolve(request), request, is_1_0=is_1_0, is_last=is_last)
 
     def receive_body(self, data: bytes) -> None:
+        self._body_pieces += 1
         self._streams[-1].append(data)
         self._manager.record_growth(len(data))  # may abort this connection
 
