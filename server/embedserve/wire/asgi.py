@@ -12,11 +12,17 @@ from urllib.parse import unquote
 
 from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.access.client_address import PEER
-from embedserve.errors import INTERNAL, EngineError, OverloadedError, RequestTooLargeError
+from embedserve.errors import (
+    INTERNAL,
+    EmbedServeError,
+    EngineError,
+    OverloadedError,
+    RequestTooLargeError,
+)
 from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
 from embedserve.metrics.scrape_text import RECEIVED_S
 from embedserve.pipeline import UPLOAD_S_MAX, late_request
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
+from embedserve.tracing.request_id import REQUEST_ID, request_id_header
 from embedserve.wire.http_stream import HttpRequest, HttpStream
 from embedserve.wire.management_turns import ManagementTurns
 from embedserve.wire.rest.calls import write_error
@@ -70,17 +76,18 @@ class AsgiHandler:
             try:
                 self._turns.add(self._stream.connection, self._begin, self._size)
             except OverloadedError as error:
-                write_error(self._stream, error, self._extra_headers())
+                self._reject(error)
 
     def _begin(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _reject_size(self, size: str) -> None:
         said = f"body has {size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
-        write_error(self._stream, RequestTooLargeError(said, "body"), self._extra_headers())
+        self._reject(RequestTooLargeError(said, "body"))
 
-    def _extra_headers(self) -> HeaderList:
-        return request_id_header(one_header(self._request.headers, REQUEST_ID))
+    def _reject(self, error: EmbedServeError) -> None:
+        headers = request_id_header(one_header(self._request.headers, REQUEST_ID))
+        write_error(self._stream, error, headers, self._request.method)
 
     async def _run(self) -> None:
         if self._is_gone.is_set():
@@ -97,7 +104,7 @@ class AsgiHandler:
             path = self._request.target[:SHOWN_CHARACTERS_MAX].decode("latin-1")
             logger.exception("%s %a failed", scope["method"], path)
             if not self._has_started:
-                write_error(self._stream, EngineError(INTERNAL), self._extra_headers())
+                self._reject(EngineError(INTERNAL))
                 return
         if not self._has_ended:
             self._stream.abort()
@@ -138,7 +145,7 @@ class AsgiHandler:
 
     def check_time(self, now_s: float) -> None:
         if not self._stream.is_received and now_s - self._start_s > UPLOAD_S_MAX:
-            write_error(self._stream, late_request(), self._extra_headers())
+            self._reject(late_request())
 
     def drain(self) -> None:
         """Does nothing: the request is answered as soon as it is complete."""

@@ -106,6 +106,17 @@ async def test_response_to_a_head_request_has_no_body(server: OurServer, query: 
     writer.close()
 
 
+async def test_error_response_to_a_head_request_has_no_body(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(get("/none").replace(b"GET", b"HEAD") + get("/1"))
+    status_line, *lines = await read_headers(reader)
+    assert status_line == b"HTTP/1.1 500 Internal Server Error"
+    assert int(dict(line.split(b": ") for line in lines)[b"content-length"]) > 0
+    assert await read_headers(reader) == [b"HTTP/1.1 200 OK", b"transfer-encoding: chunked"]
+    assert await read_chunks(reader) == CHUNK
+    writer.close()
+
+
 async def test_application_error_within_a_body_closes_the_connection(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
