@@ -149,7 +149,9 @@ class Http1Stream:
         self._finish()
 
     def send_continue(self) -> None:
-        self.connection.transport.write(CONTINUE)
+        """Sends 100 (Continue), which a client of HTTP/1.0 would take for the response."""
+        if not self._is_1_0:
+            self.connection.transport.write(CONTINUE)
 
     def start_response(self, status: int, headers: Headers, *, is_end: bool = False) -> None:
         if self.is_sent:

@@ -176,6 +176,15 @@ async def test_expect_100_continue_is_answered_before_the_body(
     writer.close()
 
 
+async def test_http_1_0_client_gets_no_100_continue(server: OurServer) -> None:
+    """Checks that the expectation is ignored (RFC 9110, section 10.1.1)."""
+    raw_headers, end, body = post(BODY, "Expect: 100-continue", version="1.0").partition(
+        b"\r\n\r\n"
+    )
+    response, rest = await send_request(server, raw_headers + end, body)
+    assert (response[0], rest) == (200, b"")
+
+
 async def test_rejected_request_gets_no_100_continue(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
