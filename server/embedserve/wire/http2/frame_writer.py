@@ -291,7 +291,8 @@ class FrameWriter:
             self.unsent_bytes -= stream.unsent_bytes
             stream.unsent.clear()
             stream.unsent_bytes = 0
-            self.blocked_streams.pop(stream.id, None)
+            if self.blocked_streams.pop(stream.id, None) is None:
+                self.ready.remove(stream)
 
     def open_window(self, stream: Stream | None, increment: int) -> None:
         """Adds ``increment`` to the send window of ``stream``, or of the connection if None.

@@ -373,6 +373,21 @@ def test_connection_without_unsent_data_needs_no_window_updates() -> None:
     assert not peer.connection.is_over
 
 
+def test_connection_whose_waiting_stream_was_reset_stays_open() -> None:
+    """Checks that a response which the client has cancelled needs no window updates either."""
+    peer = Peer(settings={4: 1_000_000})
+    peer.open(1)
+    handler = peer.open(3)
+    respond(peer, 1, LARGE[: 2 * WINDOW])
+    peer.take()
+    now_s = perf_counter()
+    peer.connection.check_time(now_s)
+    peer.send(RstStreamFrame(1))
+    for i in range(5):
+        peer.connection.check_time(now_s + i * UNREAD_S_MAX)
+    assert (peer.connection.is_over, handler.resets) == (False, 0)
+
+
 def test_second_response_to_a_blocked_stream_is_ignored() -> None:
     peer = Peer(settings={4: 0})
     peer.open(1)
