@@ -25,6 +25,7 @@ from embedserve.wire.connections import LINGER_S_MAX, Connection, LingeringClose
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
+from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
 from embedserve_proto import embedding_pb2 as pb
 
@@ -37,11 +38,11 @@ WINDOW = 1 << 20
 LIMITS = IN_THREAD
 
 
-def requesting_client(examples: int = EXAMPLES) -> H2Connection:
+def requesting_client(examples: int = EXAMPLES, window: int = WINDOW) -> H2Connection:
     """Returns a client that requests more vectors than the sockets hold, and opens its window."""
     client = H2Connection()
     client.initiate_connection()
-    client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW})
+    client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: window})
     client.increment_flow_control_window(WINDOW)
     head = [(":method", "POST"), (":scheme", "http"), (":path", "/embed"), (":authority", "test")]
     client.send_headers(1, [*head, ("content-type", PROTOBUF)])
@@ -167,9 +168,16 @@ class UnreadTransport(asyncio.Transport):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
+    def write(self, data: Any) -> None: ...
+
     def writelines(self, list_of_data: Iterable[Any]) -> None: ...
 
+    def pause_reading(self) -> None: ...
+
     def resume_reading(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
 
     def can_write_eof(self) -> bool:
         return True
@@ -205,6 +213,58 @@ async def test_steadily_read_last_response_is_not_cut(server: OurServer) -> None
     assert server.wire.connections
     connection.check_time(now_s + UNREAD_S_MAX + 1)
     assert not server.wire.connections
+
+
+def full_http2(server: OurServer, transport: UnreadTransport) -> Http2Protocol:
+    """Returns an HTTP/2 connection that writes no more until the client has read."""
+    connection = server.wire.http2(is_local=False)
+    connection.connection_made(transport)
+    transport.set_protocol(connection)
+    connection.pause_writing()
+    return connection
+
+
+async def test_steadily_read_responses_over_http2_are_not_cut(server: OurServer) -> None:
+    """Checks a connection that stays full: it counts what the client has read meanwhile."""
+    transport = UnreadTransport(100 << 20)
+    connection = full_http2(server, transport)
+    now_s = perf_counter()
+    for _ in range(5):
+        connection.check_time(now_s)
+        now_s += UNREAD_S_MAX - 1
+        connection.check_time(now_s)
+        transport.unsent_bytes -= READ_BYTES_MIN
+        now_s += 2
+    assert server.wire.connections
+    connection.check_time(now_s)
+    transport.unsent_bytes -= READ_BYTES_MIN - 1
+    connection.check_time(now_s + UNREAD_S_MAX)
+    assert server.wire.connections
+    connection.check_time(now_s + UNREAD_S_MAX + 1)
+    assert not server.wire.connections
+
+
+async def test_streams_without_window_are_not_reset_while_the_server_reads_none(
+    server: OurServer,
+) -> None:
+    """Checks that a full connection, whose window updates are not read, resets no stream for
+    them."""
+    transport = UnreadTransport(100 << 20)
+    connection = full_http2(server, transport)
+    connection.data_received(requesting_client(window=1000).data_to_send())
+    await until(lambda: connection._connection.frame_writer.unsent_bytes)
+    connection._connection.frame_writer.pump()
+    (stream,) = connection._connection.frame_writer.blocked_streams.values()
+    now_s = perf_counter()
+    for _ in range(4):
+        connection.check_time(now_s)
+        transport.unsent_bytes -= READ_BYTES_MIN
+        now_s += UNREAD_S_MAX / 2
+    assert connection._connection.streams == {1: stream}
+    connection.resume_writing()
+    connection.check_time(now_s + UNREAD_S_MAX)
+    assert connection._connection.streams == {}
+    transport.abort()
 
 
 async def test_last_response_counts_completely_until_it_is_read(server: OurServer) -> None:

@@ -285,6 +285,12 @@ class FrameWriter:
             self._given_bytes = 0
         return now_s - self._stuck_since_s
 
+    def restart_timeouts(self, now_s: float) -> None:
+        """Begins the time limits of missing window anew, because window updates are not read."""
+        self._stuck_since_s = now_s
+        for stream in self.blocked_streams.values():
+            stream.blocked_since_s = now_s
+
     def forget(self, stream: Stream) -> None:
         """Drops the unsent data of a stream that has ended."""
         if stream.unsent:

@@ -17,12 +17,16 @@ from typing import cast
 from embedserve.access.authenticator import CERTIFICATE
 from embedserve.access.client_address import peer_address
 from embedserve.pipeline import RequestPipeline
-from embedserve.wire.connections import FIRST_BYTES_S_MAX, ConnectionManager, LingeringClose
+from embedserve.wire.connections import (
+    FIRST_BYTES_S_MAX,
+    ConnectionManager,
+    LingeringClose,
+    ReadProgress,
+)
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.request_headers import ResolveRoute
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.http_stream import UNREAD_S_MAX
 from embedserve.wire.unsent_memory import owners_of
 
 IDLE_S_MAX = 600.0
@@ -46,10 +50,11 @@ class Http2Protocol(asyncio.Protocol):
         "_has_ended",
         "_idle_since_s",
         "_is_flush_due",
+        "_is_write_paused",
         "_loop",
         "_manager",
-        "_paused_s",
         "_pipeline",
+        "_progress",
         "_start_s",
         "_transport",
     )
@@ -66,8 +71,8 @@ class Http2Protocol(asyncio.Protocol):
         self._connection = Http2Connection(resolve_route, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._has_ended = self._is_flush_due = False
-        self._paused_s = 0.0
+        self._has_ended = self._is_flush_due = self._is_write_paused = False
+        self._progress = ReadProgress()
         self._start_s = self._idle_since_s = perf_counter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -100,7 +105,7 @@ class Http2Protocol(asyncio.Protocol):
     def _continue_reading(self) -> None:
         if self._has_ended or self._transport.is_closing():
             return
-        if self._paused_s:
+        if self._is_write_paused:
             return  # resume_writing continues
         self._transport.resume_reading()
         try:
@@ -117,7 +122,7 @@ class Http2Protocol(asyncio.Protocol):
     def flush(self) -> None:
         """Writes pending output until the transport is full."""
         self._is_flush_due = False
-        if self._paused_s or self._has_ended or self._transport.is_closing():
+        if self._is_write_paused or self._has_ended or self._transport.is_closing():
             return
         writer = self._connection.frame_writer
         out = writer.out
@@ -135,7 +140,7 @@ class Http2Protocol(asyncio.Protocol):
             else:
                 self._transport.writelines(list(out))
             out.clear()
-            if self._paused_s or not writer.ready:
+            if self._is_write_paused or not writer.ready:
                 break
         if writer.fresh:
             writer.detach_small_bodies()
@@ -147,15 +152,15 @@ class Http2Protocol(asyncio.Protocol):
         LingeringClose(self._transport, self, self._manager)
 
     def pause_writing(self) -> None:
-        self._paused_s = perf_counter()
+        self._is_write_paused = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._paused_s = 0.0
+        self._is_write_paused = False
         if self._transport.is_closing():
             return
         self.flush()
-        if self._paused_s:
+        if self._is_write_paused:
             return
         if self._connection.has_more:
             self._loop.call_soon(self._continue_reading)
@@ -202,11 +207,13 @@ class Http2Protocol(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection
-        if self._transport.is_closing() and not self._paused_s:
-            self._paused_s = now_s  # the client may not read the remaining output
-        if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
-            self._transport.abort()
-            return
+        if self._is_write_paused or self._transport.is_closing():
+            if self._progress.has_stalled(self._transport.get_write_buffer_size(), now_s):
+                self._transport.abort()
+                return
+            connection.frame_writer.restart_timeouts(now_s)
+        else:
+            self._progress.restart()
         if not connection.is_begun and now_s - self._start_s > FIRST_BYTES_S_MAX:
             connection.end(ErrorCode.SETTINGS_TIMEOUT, "no settings have come")
         connection.check_time(now_s)
