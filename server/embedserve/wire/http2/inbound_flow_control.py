@@ -69,7 +69,7 @@ class InboundFlowControl:
         Args:
             out: output list for frames.
             uploads: budget for large request bodies, shared by the process.
-            on_output: called when a window update is added outside of ``receive``.
+            on_output: called when a frame is added outside of ``receive``.
         """
         self.out = out
         self._on_output = on_output
@@ -91,7 +91,7 @@ class InboundFlowControl:
         self._announce(NARROW_STREAM_WINDOW)
 
     def check_time(self, now_s: float) -> None:
-        """Restores the initial stream window after NARROW_S; sent with the next output."""
+        """Restores the initial stream window after NARROW_S."""
         if now_s > self._narrow_until_s:
             self._announce(STREAM_WINDOW)
 
@@ -100,6 +100,7 @@ class InboundFlowControl:
         if last != stream_window and len(self._announced) < UNACKNOWLEDGED_MAX:
             self._announced.append(stream_window)
             self.out.append(frames.settings((SETTINGS_INITIAL_WINDOW_SIZE, stream_window)))
+            self._on_output()
 
     def acknowledged(self, streams: Iterable[Stream]) -> None:
         """Applies the oldest unacknowledged initial window, also to the open ``streams``."""

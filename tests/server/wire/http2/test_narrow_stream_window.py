@@ -136,6 +136,21 @@ def test_narrow_window_is_announced_once_and_widened_after_a_while() -> None:
     assert resets(send_body(peer, 5, STREAM_WINDOW)) == []
 
 
+def test_widened_window_is_sent_to_a_client_that_waits_for_it() -> None:
+    """Checks a body whose handler expects no grant, as of a management request: nothing else is
+    sent on its connection."""
+    peer = narrowed_client()
+    peer.send(settings_ack())
+    peer.open(3, is_end=False)
+    send_body(peer, 3, NARROW_STREAM_WINDOW)
+    outputs = peer.outputs
+    peer.connection.check_time(perf_counter() + NARROW_S)
+    assert peer.outputs == outputs + 1
+    assert announced_windows(peer.take()) == [STREAM_WINDOW]
+    peer.send(settings_ack())
+    assert resets(send_body(peer, 3, STREAM_WINDOW - NARROW_STREAM_WINDOW)) == []
+
+
 def test_surplus_settings_acks_are_ignored() -> None:
     peer = narrowed_client()
     peer.send(*[settings_ack()] * 5)
