@@ -26,6 +26,10 @@ DECOMPRESSED_BYTES_PER_WORK = 16
 """Bytes of a decompressed message for each further work unit."""
 INLINE_BYTES_MAX = 64 << 10
 """Bytes to which a message is decompressed on the event loop; a larger one is a LargeMessage."""
+STEP_BYTES = 64 << 10
+"""Bytes that a larger message is decompressed by at a time. zlib copies its output while it holds
+the interpreter lock, so that a whole message would stop the event loop for 60 ms and more. With
+steps of 256 KiB rejected messages left more memory in the process."""
 PLAIN_BYTES_MAX = INLINE_BYTES_MAX
 """Bytes of a message to a method without a lookup, such as health, reflection and management."""
 BODY_LIMIT = "--body-bytes-max"
@@ -113,11 +117,21 @@ class LargeMessage:
             WireError: the message is too large, or its compression is malformed.
         """
         stream = zlib.decompressobj(WINDOW_BITS[self._encoding])
-        whole = _decompressed(stream, self._message, self._bytes_max + 1)
-        if len(whole) > self._bytes_max:
-            raise _too_large(f"over {self._bytes_max} decompressed", self._bytes_max, self._limit)
+        chunks, nbytes = [], 0
+        for start in range(0, len(self._message), STEP_BYTES):
+            if stream.eof:
+                raise _wrong_length()
+            chunk = _decompressed(stream, self._message[start : start + STEP_BYTES], STEP_BYTES)
+            while chunk:
+                nbytes += len(chunk)
+                if nbytes > self._bytes_max:
+                    said = f"over {self._bytes_max} decompressed"
+                    raise _too_large(said, self._bytes_max, self._limit)
+                chunks.append(chunk)
+                # More may follow even if the tail is empty: zlib holds what found no room.
+                chunk = _decompressed(stream, stream.unconsumed_tail, STEP_BYTES)
         _check_whole(stream)
-        return whole
+        return b"".join(chunks)
 
 
 class Deframer:
@@ -237,4 +251,8 @@ def _decompressed(stream: zlib._Decompress, message: bytes, bytes_max: int) -> b
 def _check_whole(stream: zlib._Decompress) -> None:
     """Raises WireError (INTERNAL) unless ``stream`` has ended with its input."""
     if not stream.eof or stream.unused_data:
-        raise WireError("INTERNAL", "a message cannot be decompressed: it has another length")
+        raise _wrong_length()
+
+
+def _wrong_length() -> WireError:
+    return WireError("INTERNAL", "a message cannot be decompressed: it has another length")

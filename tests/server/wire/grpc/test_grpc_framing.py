@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embedserve.wire.grpc import grpc_framing
 from embedserve.wire.grpc.grpc_framing import (
     INLINE_BYTES_MAX,
     Deframer,
@@ -123,6 +124,39 @@ def test_large_message_counts_by_its_compressed_bytes(encoding: bytes) -> None:
     message = deframer.next_message()
     assert isinstance(message, LargeMessage)
     assert message.nbytes == len(body) < 300
+
+
+@given(
+    st.lists(st.tuples(st.binary(max_size=20), st.integers(1, 50))),
+    st.integers(1, 100),
+    st.sampled_from((b"gzip", b"deflate")),
+    st.booleans(),
+)
+def test_large_message_is_decompressed_in_bounded_steps(
+    runs: list[tuple[bytes, int]], step_bytes: int, encoding: bytes, is_stored: bool
+) -> None:
+    """Checks steps that end anywhere in the input and in the output."""
+    data = b"".join(part * count for part, count in runs)
+    compress = gzip.compress if encoding == b"gzip" else zlib.compress
+    body = compress(data, 0 if is_stored else 9)
+    decompress, sizes = grpc_framing._decompressed, [0]
+
+    def measured(stream: zlib._Decompress, message: bytes, bytes_max: int) -> bytes:
+        chunk = decompress(stream, message, bytes_max)
+        sizes.append(max(len(message), len(chunk)))
+        return chunk
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpc_framing, "STEP_BYTES", step_bytes)
+        patch.setattr(grpc_framing, "_decompressed", measured)
+        assert LargeMessage(body, encoding, len(data), "limit").whole() == data
+        assert max(sizes) <= step_bytes
+        if data:
+            with pytest.raises(WireError, match="over"):
+                LargeMessage(body, encoding, len(data) - 1, "limit").whole()
+        for wrong in (body[:-1], body + b"x", body + bytes(2 * step_bytes)):
+            with pytest.raises(WireError, match="another length"):
+                LargeMessage(wrong, encoding, len(data), "limit").whole()
 
 
 def test_unknown_encoding_is_rejected() -> None:
