@@ -46,6 +46,18 @@ class RecordingWriter(ResponseWriter):
         self.responses.append(error)
 
 
+class OriginWriter(RecordingWriter):
+    """A writer of a request from ``origin``."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__()
+        self._origin = origin
+
+    @property
+    def origin(self) -> object:
+        return self._origin
+
+
 class RecordingCall(RequestContext):
     """A request whose responses are kept."""
 

@@ -18,8 +18,8 @@ from server.gate import Gate
 from server.live import make_pipeline
 from server.recording_call import (
     BODY,
+    OriginWriter,
     RecordingCall,
-    RecordingWriter,
     expect_internal,
     fail,
     make_options,
@@ -144,18 +144,6 @@ async def test_requests_waiting_to_be_decoded_are_limited_by_bytes(
     again = submit_large(pipeline, gated_codec(gate))
     await until(lambda: again.responses)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 4}
-
-
-class OriginWriter(RecordingWriter):
-    """A writer of a request from ``origin``."""
-
-    def __init__(self, origin: str) -> None:
-        super().__init__()
-        self._origin = origin
-
-    @property
-    def origin(self) -> object:
-        return self._origin
 
 
 async def test_decoding_thread_is_shared_fairly_between_callers(

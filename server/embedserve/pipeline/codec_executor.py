@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from embedserve.pipeline.request_context import RequestContext
 
 T = TypeVar("T")
+WaitingCalls = dict[object, deque[Callable[[], None]]]
+"""Calls that wait for their turn, by source."""
 WAITING_BYTES_MAX = 256 << 20
 """Maximum bytes of large request bodies and responses that wait for the codec thread, in total. It
 bounds the memory that they hold. A single call is accepted at any size while no other waits."""
@@ -26,15 +28,17 @@ class CodecExecutor:
     """A single codec thread with a byte budget for queued work.
 
     Sources (`PendingRequest.source`) take turns, one call each, and each has at most its share of
-    the budget. The thread competes with the event loop for the interpreter lock. All methods are
-    called on the event loop.
+    the budget. While other calls wait, every second turn at most is of a call that decompresses:
+    many connections could otherwise keep the thread busy with a few bytes each. The thread competes
+    with the event loop for the interpreter lock. All methods are called on the event loop.
     """
 
     def __init__(self) -> None:
         self._thread = _new_thread()
         self._bytes: Counter[object] = Counter()  # by source, of work that is not done
-        self._waiting: dict[object, deque[Callable[[], None]]] = {}  # in the order of their turns
-        self._is_busy = False
+        # By whether they decompress; each in the order of its sources' turns.
+        self._waiting: tuple[WaitingCalls, WaitingCalls] = ({}, {})
+        self._is_compressed_next = self._is_busy = False
 
     def submit(
         self,
@@ -43,6 +47,8 @@ class CodecExecutor:
         nbytes: int,
         work: Callable[[], T],
         then: Callable[[T], None],
+        *,
+        is_compressed: bool = False,
     ) -> None:
         """Runs ``work`` in the codec thread, then calls ``then`` with its result on the event
         loop.
@@ -54,6 +60,7 @@ class CodecExecutor:
         Args:
             what: name of the data in error messages, "body" or "answer".
             nbytes: bytes of that data, which count against the budget until the work is done.
+            is_compressed: whether ``work`` decompresses the data first.
 
         Raises:
             OverloadedError: the budget is exhausted, or the share of its source.
@@ -99,7 +106,7 @@ class CodecExecutor:
                 future.set_exception(error)
             future.add_done_callback(done)
 
-        self._waiting.setdefault(source, deque()).append(start)
+        self._waiting[is_compressed].setdefault(source, deque()).append(start)
         self._start_next()
 
     def _check_room(self, source: object, what: str, nbytes: int) -> None:
@@ -119,13 +126,17 @@ class CodecExecutor:
 
     def _start_next(self) -> None:
         """Starts the call whose turn it is, if the thread is idle."""
-        if self._is_busy or not self._waiting:
+        plain, compressed = self._waiting
+        is_compressed = bool(compressed) and (self._is_compressed_next or not plain)
+        waiting = compressed if is_compressed else plain
+        if self._is_busy or not waiting:
             return
-        source = next(iter(self._waiting))
-        calls = self._waiting.pop(source)
+        self._is_compressed_next = not is_compressed
+        source = next(iter(waiting))
+        calls = waiting.pop(source)
         start = calls.popleft()
         if calls:
-            self._waiting[source] = calls
+            waiting[source] = calls
         self._is_busy = True
         start()
 

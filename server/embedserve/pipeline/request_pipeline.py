@@ -112,14 +112,19 @@ class RequestPipeline:
         try:
             if context.deadline_s != NEVER:
                 _check_deadline(context)
-            self._decode_later(context, nbytes, decompress)
+            self._decode_later(context, nbytes, decompress, is_compressed=True)
         except EmbedServeError as error:
             context.reject(error)
         except Exception:
             context.fail()
 
     def _decode_later(
-        self, context: RequestContext, nbytes: int, read_body: Callable[[], bytes]
+        self,
+        context: RequestContext,
+        nbytes: int,
+        read_body: Callable[[], bytes],
+        *,
+        is_compressed: bool = False,
     ) -> None:
         options = context.options
         _, decode_whole = self._decoders(context)
@@ -136,7 +141,9 @@ class RequestPipeline:
             self.models.enqueue(request, context)
             context.writer.on_enqueued()
 
-        self._codec_executor.submit(context, "body", nbytes, decode, enqueue)
+        self._codec_executor.submit(
+            context, "body", nbytes, decode, enqueue, is_compressed=is_compressed
+        )
 
     def _decoders(self, context: RequestContext) -> tuple[TryDecodeInline, Decode]:
         """Returns (inline decoder, full decoder) for the body.

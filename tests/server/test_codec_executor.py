@@ -1,0 +1,44 @@
+"""Tests of the turns at the codec thread; test_pipeline_decoding has those of callers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from server.codecs import JSON
+from server.fake_engine import FakeEngine
+from server.gate import Gate
+from server.live import make_pipeline
+from server.recording_call import BODY, OriginWriter, RecordingCall, make_options
+from server.waiting import until
+
+from embedserve.lookup_types import LookupRequest
+
+
+async def test_compressed_bodies_have_every_second_turn_however_many_callers_send_them(
+    engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor)
+    decoded: list[str] = []
+
+    def submit(origin: str, *, is_compressed: bool) -> RecordingCall:
+        def decode(*args: Any) -> LookupRequest:
+            decoded.append(origin)
+            return JSON.decode(*args)
+
+        codec = replace(JSON, decode=gate.before(decode), try_decode_inline=lambda *args: None)
+        options = make_options(pipeline, codec)
+        call = RecordingCall(pipeline, options, writer=OriginWriter(origin))
+        if is_compressed:
+            pipeline.submit_compressed(call, 1, lambda: BODY)
+        else:
+            pipeline.submit(call, BODY)
+        return call
+
+    calls = [submit(origin, is_compressed=True) for origin in ("A", "A", "B", "B", "C")]
+    await until(lambda: gate.threads)
+    calls += [submit(origin, is_compressed=False) for origin in ("D", "D", "E")]
+    gate.opened.set()
+    await until(lambda: all(call.responses for call in calls))
+    assert "".join(decoded) == "ADAEBDCB"
