@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
+from hyperframe.frame import PingFrame, SettingsFrame
 from server.live import PROTOBUF
 from server.raw_http import OurServer, chunked, get, post, read_response
 from server.waiting import until
@@ -15,7 +16,9 @@ from embedserve.wire.connections import LingeringClose
 from embedserve.wire.http1.connection import BODY_PIECES_MAX, Http1Connection
 from embedserve.wire.http1.connection import CHUNK_BYTES as HTTP1_CHUNK_BYTES
 from embedserve.wire.http1.stream import Http1Stream
+from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import PREFACE
+from embedserve.wire.http2.protocol import Http2Protocol
 
 SENT_BYTES = 16 << 20
 ITERATION_BYTES_MAX = 256 << 10
@@ -124,4 +127,32 @@ async def test_discarded_input_is_processed_in_portions(
     writer.write(bytes(SENT_BYTES))
     await until(lambda: turns.nbytes.total() >= SENT_BYTES)
     assert max(turns.nbytes.values()) <= ITERATION_BYTES_MAX
+    writer.close()
+
+
+async def test_connection_that_fills_and_drains_has_one_turn_per_iteration(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks a connection with frames left to read whose output is taken at once."""
+    turns = Turns()
+    receive = Http2Connection.receive
+
+    def count(connection: Http2Connection, data: bytes) -> None:
+        turns.count(1)
+        receive(connection, data)
+
+    monkeypatch.setattr(Http2Connection, "receive", count)
+    reader, writer = await server.open()
+    writer.write(PREFACE + SettingsFrame(0).serialize() + PingFrame(0, b"12345678").serialize())
+    await reader.readexactly(1)
+    (connection,) = server.wire.connections
+    assert isinstance(connection, Http2Protocol)
+    connection.data_received(PingFrame(0, b"12345678").serialize() * 500)
+    while connection._connection.has_more:
+        for _ in range(3):
+            connection.pause_writing()
+            connection.resume_writing()
+        await asyncio.sleep(0)
+    assert turns.nbytes.total() > 10
+    assert max(turns.nbytes.values()) <= 2  # that of the frames, and the first of the rest
     writer.close()

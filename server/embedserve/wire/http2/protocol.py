@@ -49,6 +49,7 @@ class Http2Protocol(asyncio.Protocol):
         "_connection",
         "_has_ended",
         "_idle_since_s",
+        "_is_continue_due",
         "_is_flush_due",
         "_is_write_paused",
         "_loop",
@@ -71,7 +72,8 @@ class Http2Protocol(asyncio.Protocol):
         self._connection = Http2Connection(resolve_route, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._has_ended = self._is_flush_due = self._is_write_paused = False
+        self._has_ended = self._is_write_paused = False
+        self._is_flush_due = self._is_continue_due = False
         self._progress = ReadProgress()
         self._start_s = self._idle_since_s = perf_counter()
 
@@ -90,7 +92,7 @@ class Http2Protocol(asyncio.Protocol):
             # Yields to other connections before the rest is read.
             self._manager.record_growth(len(data))
             self._transport.pause_reading()
-            self._loop.call_soon(self._continue_reading)
+            self._continue_soon()
         elif connection.flow_control.held_bytes:
             self._manager.record_growth(len(data))
         writer = connection.frame_writer
@@ -102,7 +104,13 @@ class Http2Protocol(asyncio.Protocol):
         else:
             self.flush()
 
+    def _continue_soon(self) -> None:
+        if not self._is_continue_due:
+            self._is_continue_due = True
+            self._loop.call_soon(self._continue_reading)
+
     def _continue_reading(self) -> None:
+        self._is_continue_due = False
         if self._has_ended or self._transport.is_closing():
             return
         if self._is_write_paused:
@@ -163,7 +171,7 @@ class Http2Protocol(asyncio.Protocol):
         if self._is_write_paused:
             return
         if self._connection.has_more:
-            self._loop.call_soon(self._continue_reading)
+            self._continue_soon()
         else:
             self._transport.resume_reading()
 
