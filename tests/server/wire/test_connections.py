@@ -22,6 +22,7 @@ from server.wire.http2.peer import body_of, frames_of, has_ended
 
 from embedserve.wire import connections
 from embedserve.wire.connections import LINGER_S_MAX, Connection, LingeringClose
+from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
@@ -316,6 +317,31 @@ async def test_unexpected_error_in_a_later_iteration_ends_the_connection(
         client.ping(b"%08d" % number)
     reader, writer = await server.open()
     writer.write(client.data_to_send())
+    with contextlib.suppress(ConnectionResetError):
+        await reader.read()
+    await until(lambda: not server.wire.connections)
+    assert isinstance(loop_errors[0]["exception"], ZeroDivisionError)
+    writer.close()
+
+
+async def test_unexpected_error_in_held_requests_ends_the_connection(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers a pipelined request, which is parsed after the response to the one before it."""
+    loop_errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
+    take_held = FastPathConnection.take_held
+
+    def fail(connection: FastPathConnection, data: bytes) -> None:
+        raise ZeroDivisionError("nobody foresaw this")
+
+    def take_and_fail(connection: FastPathConnection) -> None:
+        monkeypatch.setattr(FastPathConnection, "data_received", fail)
+        take_held(connection)
+
+    monkeypatch.setattr(FastPathConnection, "take_held", take_and_fail)
+    reader, writer = await server.open()
+    writer.write(post(b'{"features": {"user": [[1]]}}') * 2)
     with contextlib.suppress(ConnectionResetError):
         await reader.read()
     await until(lambda: not server.wire.connections)

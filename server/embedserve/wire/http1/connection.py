@@ -158,7 +158,11 @@ class Http1Connection(asyncio.Protocol):
         self._held.clear()
         self.is_read_paused = False
         self.transport.resume_reading()
-        self.data_received(data)
+        try:
+            self.data_received(data)
+        except Exception:
+            self.transport.abort()  # as the transport does if data_received raises
+            raise
 
     def may_take(self) -> bool:
         """Returns whether held data may be processed now."""
