@@ -169,9 +169,12 @@ class InboundFlowControl:
         if stream.has_pending_grant or stream.receive_window >= min(missing_bytes, step // 2):
             return
 
+        def is_needed() -> bool:
+            return not (stream.is_received or stream.is_sent or self._is_over)
+
         def grant(nbytes: int) -> bool:
             stream.has_pending_grant = False
-            if stream.is_received or stream.is_sent or self._is_over:
+            if not is_needed():
                 return False
             stream.granted_bytes += nbytes
             self._granted_bytes += nbytes
@@ -181,7 +184,7 @@ class InboundFlowControl:
             return True
 
         stream.has_pending_grant = True
-        self._uploads.request(min(missing_bytes - stream.receive_window, step), grant)
+        self._uploads.request(min(missing_bytes - stream.receive_window, step), grant, is_needed)
 
     def top_up(self) -> None:
         """Sends a connection window update if it adds at least WINDOW_LOW bytes.
@@ -191,7 +194,7 @@ class InboundFlowControl:
         if not self._widen() and self.window < STREAM_WINDOW and not self._wants_spare:
             # Otherwise unfinished bodies that fill the connection window would deadlock.
             self._wants_spare = True
-            self._uploads.request(CONNECTION_WINDOW, self._spare)
+            self._uploads.request(CONNECTION_WINDOW, self._spare, lambda: not self._is_over)
 
     def _widen(self) -> bool:
         """Sends a connection window update, unless it would add less than WINDOW_LOW bytes.

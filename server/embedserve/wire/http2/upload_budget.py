@@ -13,6 +13,10 @@ from collections.abc import Callable
 
 Grant = Callable[[int], bool]
 """Callback that takes the granted bytes. Returns False if they are no longer needed."""
+IsNeeded = Callable[[], bool]
+"""Returns whether a request that waits is still needed: its stream may have ended meanwhile."""
+WAITING_MIN = 128
+"""Requests that wait, from which those that are no longer needed are dropped."""
 
 
 class UploadBudget:
@@ -27,11 +31,18 @@ class UploadBudget:
         """
         self._left = self._bytes_max = bytes_max
         self._is_open = is_open
-        self._waiting: deque[tuple[int, Grant]] = deque()
+        self._waiting: deque[tuple[int, Grant, IsNeeded]] = deque()
+        self._waiting_max = WAITING_MIN
 
-    def request(self, nbytes: int, grant: Grant) -> None:
-        """Queues a request for ``nbytes``; calls ``grant`` with it, now or later in FIFO order."""
-        self._waiting.append((nbytes, grant))
+    def request(self, nbytes: int, grant: Grant, is_needed: IsNeeded) -> None:
+        """Queues a request for ``nbytes``; calls ``grant`` with it, now or later in FIFO order.
+
+        It is dropped without a call at any time once ``is_needed`` returns False.
+        """
+        self._waiting.append((nbytes, grant, is_needed))
+        if len(self._waiting) > self._waiting_max:
+            self._waiting = deque([one for one in self._waiting if one[2]()])
+            self._waiting_max = max(WAITING_MIN, 2 * len(self._waiting))
         self.retry()
 
     def give_back(self, nbytes: int) -> None:
@@ -42,7 +53,7 @@ class UploadBudget:
     def retry(self) -> None:
         """Grants pending requests as far as the budget reaches."""
         while self._waiting and self._is_open():
-            nbytes, grant = self._waiting[0]
+            nbytes, grant, _ = self._waiting[0]
             if nbytes > self._left and self._left < self._bytes_max:
                 return
             self._waiting.popleft()

@@ -16,7 +16,7 @@ from server.wire.http2.uploads import (
 
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.inbound_flow_control import CONNECTION_WINDOW, STREAM_WINDOW
-from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http2.upload_budget import WAITING_MIN, UploadBudget
 
 
 def test_large_body_is_granted_exactly_its_missing_bytes() -> None:
@@ -162,3 +162,20 @@ def test_connection_keeps_no_budget_granted_after_its_bodies_are_consumed() -> N
     uploads.retry()
     assert window_increments(peer.take(), 0) == CONNECTION_WINDOW
     assert is_budget_free(uploads, 8 << 20)
+
+
+def test_ended_streams_and_connections_leave_few_requests_in_the_budget() -> None:
+    """Checks streams that end while nothing is granted, and so wait for it."""
+    uploads = UploadBudget(1 << 20, lambda: False)
+    for _ in range(3):
+        peer = Peer(uploads=uploads)
+        peer.holds_bodies = True
+        for number in range(1, 2 * WAITING_MIN, 2):
+            stream = peer.open(number, is_end=False).stream
+            send_body(peer, number, STREAM_WINDOW // 2 + 1)
+            stream.expect(1 << 20)
+            assert stream.has_pending_grant
+            stream.cancel(ErrorCode.CANCEL)
+            peer.take()
+        peer.connection.close()
+    assert len(uploads._waiting) <= WAITING_MIN

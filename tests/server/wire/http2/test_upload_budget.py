@@ -24,7 +24,7 @@ class Client:
 def request_grants(uploads: UploadBudget, *sizes: int) -> list[Client]:
     clients = [Client() for _ in sizes]
     for client, size in zip(clients, sizes, strict=True):
-        uploads.request(size, client.grant)
+        uploads.request(size, client.grant, lambda: True)
     return clients
 
 
@@ -92,7 +92,7 @@ def test_all_requests_are_granted_in_order_and_the_budget_is_restored(
         return grant
 
     for number, size in enumerate(sizes):
-        uploads.request(size, grant_of(number))
+        uploads.request(size, grant_of(number), lambda: True)
         assert len(held) <= 1 or sum(held) <= bytes_max
     while held:
         uploads.give_back(held.pop(0))
