@@ -19,6 +19,7 @@ from pathlib import Path
 from forkserver import PYTHON, WarmPopen, run_warm
 
 READY_S_MAX = 300
+READY_POLL_S = 0.03
 STOPPED_S_MAX = 60
 COMMAND_S_MAX = 600
 COMMANDS_AT_ONCE = 4
@@ -128,7 +129,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> N
             with urllib.request.urlopen(f"{url}/health/ready", timeout=2):
                 return
         except (OSError, urllib.error.URLError):
-            time.sleep(0.1)
+            time.sleep(READY_POLL_S)
     raise AssertionError(f"not ready: {log.read_text()}")
 
 
