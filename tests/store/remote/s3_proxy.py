@@ -18,6 +18,7 @@ class S3Proxy(BaseHTTPRequestHandler):
     """Forwards requests. Subclasses respond to some requests themselves."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body would wait for an ACK, up to 40 ms
     upstream: ClassVar[str]
 
     def respond(self, body: bytes) -> Response:
