@@ -22,6 +22,8 @@ from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.lookup_types import Batch
+from embedserve.on_missing import MissingPolicy
+from embedserve.shard_client.reply import lost
 from embedserve_store import publish
 
 PARTS = 4
@@ -71,6 +73,42 @@ def test_large_batches_are_divided_and_merged_in_threads(
             used.append([thread == loop_thread.result(60) for thread in threads.values()])
     assert np.array_equal(found[0], found[1])
     assert used == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_ids_of_a_failed_part_are_counted_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pooled: bool
+) -> None:
+    publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
+    threads: list[int] = []
+    kind = PooledBatch if is_pooled else UnpooledBatch
+    count_ids_on = kind.count_ids_on
+
+    def record_thread(batch: PooledBatch | UnpooledBatch, part: int) -> np.ndarray:
+        threads.append(threading.get_ident())
+        return count_ids_on(batch, part)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kind, "count_ids_on", record_thread)
+    found = []
+    for inline_bytes_max in (1 << 30, 0):
+        shards = LocalShards(tmp_path, "m", PARTS)
+        shards.replies = dict.fromkeys([0, 2], lost("no replica"))
+        zeros = MissingPolicy("zeros")
+        with routed(
+            shards, tmp_path, "m", on_missing=zeros, inline_bytes_max=inline_bytes_max
+        ) as engine:
+            assert shards.loop is not None
+            loop_thread: Future[int] = Future()
+            shards.loop.call_soon_threadsafe(set_thread, loop_thread)
+            batch, values = batch_of(engine, *ids_of(engine))
+            assert batch.missing_counts is not None
+            counts = batch.missing_counts.tolist()
+            found.append((array(values).tolist(), counts, sorted(batch.missing_parts)))
+            is_on_loop = [thread == loop_thread.result(60) for thread in threads]
+            assert is_on_loop == [inline_bytes_max > 0] * 2
+            threads.clear()
+    assert found[0] == found[1]
+    assert found[0][2] == [0, 2]
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ class BatchFanout:
         self._cache = cache
         self._until_s = until_s
         self._finish = finish
-        self._missing: np.ndarray | None = None  # ids of missing parts, int [features, examples]
+        self._missing: list[np.ndarray] = []  # ids of missing parts, each [features, examples]
         self._is_large = version.is_large(batch, has_cache=cache is not None)
         self._loop = asyncio.get_running_loop()
         self._divided: PooledBatch | UnpooledBatch  # from here on set by _divide
@@ -170,8 +170,8 @@ class BatchFanout:
         part = self._lookups[index].part
         try:
             if isinstance(values, EmbedServeError):
-                self._fail(part, values)
-                self._end_if_last()
+                find = partial(self._lacking, part, isinstance(values, MissingPartError))
+                self._run(find, partial(self._fail, part, values))
             else:
                 add = partial(self._divided.add, part, values)
                 self._run(add, lambda _: self._end_if_last())
@@ -183,24 +183,36 @@ class BatchFanout:
         if not self._left:
             self._end()
 
-    def _fail(self, part: int, error: EmbedServeError) -> None:
-        """Notes which examples fail without ``part``, and what the others lack."""
+    def _lacking(self, part: int, is_missing: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the examples that fail without ``part``, and the numbers of its ids if others
+        lack some, int [features, examples]."""
         counts = self._divided.count_ids_on(part)
-        is_missing = isinstance(error, MissingPartError)
         fails = (counts[self._required] if is_missing else counts).any(axis=0)
-        if fails.any():
-            failed = (np.flatnonzero(fails), error)
-            self._batch.failures = [*self._batch.failures, failed]
-        if counts[:, ~fails].any():
-            self._missing = counts if self._missing is None else self._missing + counts
+        lacks = counts.any(axis=0) & ~fails
+        return np.flatnonzero(fails), counts if lacks.any() else None
+
+    def _fail(
+        self,
+        part: int,
+        error: EmbedServeError,
+        lacking: tuple[np.ndarray, np.ndarray | None],
+    ) -> None:
+        """Notes which examples fail without ``part``, and what the others lack."""
+        failed, counts = lacking
+        if failed.size:
+            self._batch.failures = [*self._batch.failures, (failed, error)]
+        if counts is not None:
+            self._missing.append(counts)
             self._batch.missing_parts = [*self._batch.missing_parts, part]
+        self._end_if_last()
 
     def _found_lengths(self) -> np.ndarray:
         """Returns the lengths of the batch without the ids of missing parts, which are counted by
         request."""
-        batch, missing = self._batch, self._missing
-        if missing is None:
+        batch = self._batch
+        if not self._missing:
             return batch.lengths
+        missing = np.add.reduce(self._missing)
         starts = np.cumsum([0, *batch.sizes[:-1]])
         batch.missing_counts = np.add.reduceat(missing, starts, axis=1, dtype=np.int64).T
         lengths: np.ndarray = batch.lengths - missing.reshape(-1)
