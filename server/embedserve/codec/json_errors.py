@@ -6,6 +6,7 @@ Slow and thorough. It runs on invalid input only and never decides whether a req
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections.abc import Callable
 from itertools import chain
@@ -37,8 +38,10 @@ def explain_invalid_json(body: bytes) -> InvalidRequestError | None:
         parsed = json.loads(body.decode())
     except RecursionError:
         return _wrong("body", "is nested too deeply")
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         return _wrong("body", f"is not JSON: {error}")
+    except ValueError:  # Python parses no longer integers
+        return _wrong("body", f"has an integer of more than {sys.get_int_max_str_digits()} digits")
     if not isinstance(parsed, dict):
         return _wrong("body", f"is {_quote(parsed)}, expected an object with the field 'features'")
     for name in parsed:

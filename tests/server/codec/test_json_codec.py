@@ -201,6 +201,8 @@ INVALID_BODIES = [
     ('{"features": {"user": ["a"]}, "output_dtype": "x"}', "output_dtype", 'or "float16"'),
     ('{"features": {"user": [1]}, "output_dtype": ' + DEEP + "}", "body", "nested too deep"),
     ('{"features": {"user": [1]}, "dtype": 1}', "dtype", "features, weights, output_dtype"),
+    ('{"features": {"user": [%s]}}' % ("1" * 5000), "body", "has an integer of more than 4300 dig"),
+    ('{"features": {"user": [1]}, "version": %s}' % ("1" * 5000), "body", "more than 4300 digits"),
 ]
 
 
