@@ -89,6 +89,15 @@ def test_published_checkpoint_is_served(server: Running, weight: torch.Tensor) -
     np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_integers_of_more_than_640_digits_are_not_parsed(server: Running) -> None:
+    """Checks the process: Python parses 4300 digits by default, in a quadratic time."""
+    body = b'{"features": {"user": [[%b]]}}' % (b"1" * 641)
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"{server.http}/embed", body, timeout=ANSWER_S_MAX)
+    assert error.value.code == 400
+    assert b"body has an integer of more than 640 digits" in error.value.read()
+
+
 @contextmanager
 def waiting_server(log: Path, *arguments: object, is_warm: bool) -> Iterator[Running]:
     """Runs a server that waits for a model in its store."""
