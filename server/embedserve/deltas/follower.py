@@ -68,9 +68,6 @@ class DeltaFollower:
             name: name that the model is served by, for the log.
             memory_bytes: room for changed rows; no step reads more, unless one delta has more.
             check_on_device: raises StoreError for rows that the device of the lookups cannot serve.
-
-        Raises:
-            StoreError: lookups still read rows that the follower before has undone.
         """
         self._name = name
         self._line = line

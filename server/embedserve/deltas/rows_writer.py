@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,8 +31,8 @@ view reads them."""
 WAIT_S = 0.001
 """Interval of the check whether the lookups have ended that must end first."""
 LOOKUP_S_MAX = 5.0
-"""Longest wait for these lookups. They take milliseconds, unless a worker, a disk or a GPU hangs.
-Meanwhile no model gets a delta, and the supervisor no heartbeat."""
+"""Longest wait for these lookups, once after an undo. They take milliseconds, unless a worker, a
+disk or a GPU hangs. Meanwhile no model gets a delta, and the supervisor no heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ class RowsWriter:
 
         Raises:
             OSError: this host does not support membarrier(2).
-            StoreError: as ``finish_undo``.
         """
         self._live = live
         self._free = [FreeSpares(group, index) for index, group in enumerate(live.groups)]
@@ -61,11 +61,12 @@ class RowsWriter:
         self._kept: deque[View] = deque(maxlen=live.undo + 1)
         self._replaced: _Replaced = deque()
         self._taken_out: _Replaced = deque()  # rows that no kept state has
-        self._has_undone_rows = False
-        self._take_out_later_rows()
-        self._taken_out.append((live.committed.number, self._unused()))
+        self._has_undone_rows = True  # a killed writer may have left some
+        self._await_until_s = time.monotonic() + LOOKUP_S_MAX
         self._count_changed()
         live.ids.count_again()
+        with suppress(StoreError):  # the next change raises it
+            self.finish_undo()
 
     @property
     def rows_changed(self) -> int:
@@ -158,18 +159,21 @@ class RowsWriter:
         while self._replaced and self._replaced[-1][0] > view:
             self._replaced.pop()  # they are the last spares of their rows again
         self._has_undone_rows = True
+        self._await_until_s = time.monotonic() + LOOKUP_S_MAX
         return True
 
     def finish_undo(self) -> None:
         """Frees the rows of undone deltas, once the lookups that began before the undo have ended.
 
         Raises:
-            StoreError: they have not ended within LOOKUP_S_MAX. Nothing has changed.
+            StoreError: they have not ended LOOKUP_S_MAX after the undo. Nothing has changed.
         """
         if not self._has_undone_rows:
             return
+        is_start = not self._kept
         undone = self._take_out_later_rows()
-        self._taken_out.append((self._live.committed.number, self._split(undone)))
+        unread = self._unused() if is_start else self._split(undone)
+        self._taken_out.append((self._live.committed.number, unread))
         self._count_changed()
         self._has_undone_rows = False
 
@@ -354,9 +358,8 @@ class RowsWriter:
     def _await_lookups_after(self, view: int) -> None:
         """Waits for lookups that began before an undo. Raises StoreError as ``finish_undo``."""
         membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
-        end_s = time.monotonic() + LOOKUP_S_MAX
         while self._live.highest_view_read() > view:
-            if time.monotonic() >= end_s:
+            if time.monotonic() >= self._await_until_s:
                 raise StoreError(f"lookups still read undone rows after {LOOKUP_S_MAX:g} s")
             time.sleep(WAIT_S)
 

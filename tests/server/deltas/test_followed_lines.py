@@ -237,6 +237,7 @@ def test_applier_follows_other_lines_while_a_lookup_of_undone_rows_hangs(
     rollout: DeltaRollout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Covers an applier that was killed meanwhile."""
+    reason = "lookups still read undone rows after 0.01 s"
     monkeypatch.setattr(rows_writer, "LOOKUP_S_MAX", 0.01)
     for row in (1, 2):
         rollout.training.push(row)
@@ -247,12 +248,13 @@ def test_applier_follows_other_lines_while_a_lookup_of_undone_rows_hangs(
     undo_deltas(rollout.store, "m", to=1, why="CTR fell")
     rollout.lines.poll_due()
     rollout.lines = rollout.started()
-    caplog.clear()
     other = replace(rollout.version(1, 2), name="n")
     rollout.lines.follow([rollout.served, other])
     rollout.poll_repeatedly()
     assert rollout.models[1].live.seq == 3  # of the other name
-    assert caplog.messages == ["m: is not followed: lookups still read undone rows after 0.01 s"]
+    now = served.status.read()
+    assert (now.state, now.reason, now.is_ready) == ("stalled", reason, True)
+    assert [one for one in caplog.messages if reason in one] == [f"m: no delta after 3: {reason}"]
     hanging.end(view)
     rollout.training.writer.resume()
     rollout.training.push(4)

@@ -115,7 +115,7 @@ def test_writer_does_not_wait_forever_for_a_lookup_of_undone_rows(
         writer.finish_undo,
         lambda: writer.apply(4, [rows_of(SPECS[0], 1, value=4)]),
         lambda: writer.revert(0, 4),
-        lambda: RowsWriter(live),
+        lambda: RowsWriter(live).finish_undo(),
     ):
         with pytest.raises(StoreError, match=r"lookups still read undone rows after 0\.01 s"):
             change()
@@ -125,3 +125,40 @@ def test_writer_does_not_wait_forever_for_a_lookup_of_undone_rows(
     writer.finish_undo()
     writer.apply(4, [rows_of(SPECS[0], 1, value=4)])
     assert RowsWriter(live).rows_changed == 1
+
+
+def test_writer_waits_once_for_a_lookup_of_undone_rows(
+    live: LiveRows, reader: RowsReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers its successors: each waits once. The lines of other models wait as long."""
+    clock = Clock()
+    monkeypatch.setattr(rows_writer, "time", clock)
+    live.undo = 8
+    writer = RowsWriter(live)
+    for seq in (1, 2):
+        writer.apply(seq, [rows_of(SPECS[0], 1, value=seq)])
+    view, _ = reader.begin()
+    assert writer.revert(1, 3)
+    for waited_s in (5, 10):
+        for _ in range(3):
+            with pytest.raises(StoreError, match="lookups still read undone rows after 5 s"):
+                writer.finish_undo()
+        assert clock.slept_s == pytest.approx(waited_s, abs=0.01)
+        writer = RowsWriter(live)
+    assert clock.slept_s == pytest.approx(15, abs=0.01)
+    reader.end(view)
+    for seq in range(4, 60):  # memory of undone rows is free again
+        writer.apply(seq, [rows_of(SPECS[0], *range(200))])
+
+
+class Clock:
+    """A clock that advances only while its thread sleeps."""
+
+    def __init__(self) -> None:
+        self.slept_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.slept_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
