@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from brokers import KINDS, WAIT_S_MAX, Broker, running, tls_files, until
+from nats.errors import SecureConnRequiredError
 from server.python import environment
 from store.deltas.conftest import rows
 from store.deltas.test_delta_writer import deltas_in
@@ -206,6 +207,31 @@ def test_tls_certificate_of_the_broker_is_verified(
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
             writer.push_rows({})
         assert stored_seqs(broker.url) == [2]
+
+
+def test_password_is_not_sent_to_a_nats_broker_without_tls() -> None:
+    """Covers someone between writer and broker who takes the offer of TLS out."""
+    received = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"auth_required": true, "max_payload": 1048576}\r\n')
+        while data := await reader.read(4096):
+            received.extend(data)
+            writer.write(b"PONG\r\n")
+        writer.close()
+
+    async def connect() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            channel = open_channel(read_channel_url(f"tls://trainer:sesame@127.0.0.1:{port}"))
+            try:
+                with pytest.raises(SecureConnRequiredError):
+                    await channel.connect()
+            finally:
+                await channel.close()
+
+    asyncio.run(connect())
+    assert received == b""
 
 
 def fail_to_start(self: threading.Thread) -> None:

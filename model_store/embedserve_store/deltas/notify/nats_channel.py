@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any
 
 from nats.aio.client import Client
-from nats.errors import ProtocolError
+from nats.errors import ProtocolError, SecureConnRequiredError
 from nats.js.api import DiscardPolicy, StreamConfig
 from nats.js.errors import NotFoundError
 from nats.protocol.parser import Parser
@@ -58,12 +58,21 @@ class _BoundedParser(Parser):
             raise ProtocolError from error
 
 
+class _TlsClient(Client):
+    """nats-py's client, which would log in without TLS if the broker does not ask for TLS."""
+
+    def _connect_command(self) -> bytes:
+        if not self._server_info.get("tls_required"):
+            raise SecureConnRequiredError
+        return super()._connect_command()
+
+
 class NatsChannel:
     """A connection to NATS."""
 
     def __init__(self, url: ChannelUrl) -> None:
         self._url = url
-        self._client = Client()
+        self._client = _TlsClient() if url.is_tls else Client()
         self._client._ps = _BoundedParser(self._client)
         self._is_connecting = self._is_ended = False
         self._limit: asyncio.Timeout | None = None
