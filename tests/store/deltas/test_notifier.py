@@ -44,13 +44,6 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(channel, "CONNECT_S_MAX", WAIT_S_MAX)
 
 
-@pytest.fixture
-def short_connect_timeout(long_timeouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits the time to connect, because a NATS client that never connected takes all of it to
-    close."""
-    monkeypatch.setattr(nats_channel, "CONNECT_S_MAX", 5.0)
-
-
 def stored_seqs(url: str) -> list[int]:
     """Returns the seqs that a broker keeps for TOPIC, in order."""
     return asyncio.run(_stored_seqs(url))
@@ -132,7 +125,6 @@ def test_broker_discards_old_notifications(broker: Broker) -> None:
     assert NOTIFICATIONS_MAX <= len(seqs) < 1.2 * NOTIFICATIONS_MAX
 
 
-@pytest.mark.usefixtures("short_connect_timeout")
 def test_push_succeeds_while_the_broker_is_down(
     store: Path,
     broker: Broker,
@@ -188,7 +180,6 @@ def test_broker_with_a_password_rejects_other_credentials(
         assert stored_seqs(broker.url) == [3]
 
 
-@pytest.mark.usefixtures("short_connect_timeout")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tls_certificate_of_the_broker_is_verified(
     store: Path,
@@ -209,9 +200,24 @@ def test_tls_certificate_of_the_broker_is_verified(
         assert stored_seqs(broker.url) == [2]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_connection_whose_tls_handshake_failed_is_closed_at_once(tmp_path: Path, kind: str) -> None:
+    """Covers a command that ends after its only notification: it has to log why that failed."""
+
+    async def fail_to_connect(url: str) -> None:
+        channel = open_channel(read_channel_url(url))
+        with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
+            await channel.connect()
+        async with asyncio.timeout(WAIT_S_MAX / 4):
+            await channel.close()
+
+    with running(Broker(kind, tmp_path, authority=tls_files(tmp_path / "files"))) as broker:
+        asyncio.run(fail_to_connect(broker.url))
+
+
 def test_password_is_not_sent_to_a_nats_broker_without_tls() -> None:
     """Covers someone between writer and broker who takes the offer of TLS out."""
-    received = bytearray()
+    received, is_closed = bytearray(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"auth_required": true, "max_payload": 1048576}\r\n')
@@ -219,6 +225,8 @@ def test_password_is_not_sent_to_a_nats_broker_without_tls() -> None:
             received.extend(data)
             writer.write(b"PONG\r\n")
         writer.close()
+        await writer.wait_closed()
+        is_closed.set()
 
     async def connect() -> None:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
@@ -229,6 +237,7 @@ def test_password_is_not_sent_to_a_nats_broker_without_tls() -> None:
                     await channel.connect()
             finally:
                 await channel.close()
+            await is_closed.wait()
 
     asyncio.run(connect())
     assert received == b""

@@ -140,6 +140,10 @@ class NatsChannel:
         return self._again
 
     async def close(self) -> None:
+        transport: Any = self._client._transport
+        if self._is_connecting and transport is not None:
+            transport.close()  # nats-py would wait for a TLS handshake that has failed
+            return
         with suppress(Exception):
             async with asyncio.timeout(CONNECT_S_MAX):
                 await self._client.close()
