@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from embedserve_store.errors import StoreError
@@ -380,8 +380,10 @@ def _matching(
 def _time(data: dict[str, Any], key: str, where: str) -> str:
     time: str = typed(data, key, str, where)
     try:
-        is_utc = datetime.fromisoformat(time).utcoffset() == timedelta(0)
-    except ValueError:
+        parsed = datetime.fromisoformat(time)
+        is_utc = parsed.utcoffset() == timedelta(0)
+        datetime.fromtimestamp(parsed.timestamp(), UTC)  # rounds the last times of the year 9999 up
+    except (ValueError, OverflowError):
         is_utc = False
     if not is_utc:
         raise StoreError(f"{where}: {key} is {time!r:.80}, expected a time in UTC by ISO 8601")

@@ -92,6 +92,7 @@ def edited_file(**fields: Any) -> bytes:
         (edited(lambda data: data.update(step="4")), "step is '4', expected int"),
         (edited(lambda data: data.update(as_of="now")), "as_of is 'now', expected a time in UTC"),
         (edited(lambda data: data.update(as_of="2026-01-02T03:04:05+01:00")), "a time in UTC"),
+        (edited(lambda data: data.update(as_of="9999-12-31T23:59:59.999999Z")), "a time in UTC"),
         (edited(lambda data: data.update(files={})), "files is {}, expected list"),
         (edited(lambda data: data.update(files=[3])), "files[0]: expected a JSON object"),
         (
