@@ -74,8 +74,19 @@ def _parameter(
 def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """Uses the keys of the TOML file as defaults; flags and EMBEDSERVE_* variables override
     them."""
-    if path is None:
-        return None
+    if path is not None:
+        ctx.default_map = {**(ctx.default_map or {}), **_config_values(path)}
+    return path
+
+
+def check_config(path: str) -> str:
+    """Returns ``path``, which names a TOML file of settings, or "" for none."""
+    if path:
+        _config_values(Path(path))
+    return path
+
+
+def _config_values(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:
@@ -88,5 +99,4 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
             raise typer.BadParameter(
                 f"{path}: unknown key {key!r}; there are {', '.join(sorted(known))}"
             )
-    ctx.default_map = {**(ctx.default_map or {}), **values}
-    return path
+    return values

@@ -13,7 +13,7 @@ import typer
 
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine
-from embedserve.commands.serve_options import REPEATABLE
+from embedserve.commands.serve_options import REPEATABLE, check_config
 from embedserve.commands.store_commands import CACHE, Store
 from embedserve.commands.switch import switch
 from embedserve.config import LIMIT_MAX, Limits, ServeSettings
@@ -32,7 +32,10 @@ ShardConfig = Annotated[
     ),
 ]
 RouterConfig = Annotated[
-    str, typer.Option(help="TOML file with settings of the router, as for serve --config.")
+    str,
+    typer.Option(
+        help="TOML file with settings of the router, as for serve --config.", callback=check_config
+    ),
 ]
 Ca = Annotated[
     Path | None,

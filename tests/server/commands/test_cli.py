@@ -168,6 +168,18 @@ def test_missing_config_file_stops_the_start(served: list[ServeSettings]) -> Non
     assert served == []
 
 
+def test_router_config_of_a_cluster_is_checked_before_it_starts(tmp_path: Path) -> None:
+    config = tmp_path / "router.toml"
+    for text, words in (
+        ("workers: 2", "router.toml: Expected '=' after a key"),
+        ("worker = 2", "unknown key 'worker'"),
+    ):
+        config.write_text(text)
+        result = run("cluster", "store", "--router-config", config)
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
 def check_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None:
     """Checks for exit status 1, one line on stderr that contains ``parts``, and no stdout."""
     assert done.returncode == 1
