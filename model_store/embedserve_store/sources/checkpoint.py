@@ -162,6 +162,8 @@ def find_tables(
     """
     keys = (*checkpoint.tensors, *checkpoint.others)
     found = table_keys(keys, prefix)
+    if not found:
+        raise InvalidModelError(no_tables(keys, prefix))
     chosen = {}
     for table in tables:
         one = _key_of(table, found, prefix)
@@ -214,6 +216,17 @@ def shown_prefixes(found: Sequence[TableKey]) -> str:
     prefixes = shown(one.prefix for one in found)
     more = len(prefixes) - _PREFIXES_SHOWN
     return ", ".join(prefixes[:_PREFIXES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def no_tables(keys: Collection[str], prefix: str) -> str:
+    """Returns the error that no key under ``prefix`` is that of a table."""
+    under = f" under {prefix!r}" if prefix else ""
+    elsewhere = table_keys(keys) if prefix else ()
+    return (
+        f"no key{under} ends in embedding_bags.<table>.weight or embeddings.<table>.weight, "
+        f"of {len(keys)} entries"
+        + (f"; there are tables under {shown_prefixes(elsewhere)}" if elsewhere else "")
+    )
 
 
 def _missing(table: TableSpec, found: Sequence[TableKey], prefix: str) -> str:

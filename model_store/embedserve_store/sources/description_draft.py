@@ -18,6 +18,7 @@ from embedserve_store.sources.checkpoint import (
     TableKey,
     check_lookups_unchanged,
     check_rows,
+    no_tables,
     shown_prefixes,
     table_keys,
 )
@@ -42,11 +43,7 @@ def draft_description(
     keys = (*checkpoint.tensors, *checkpoint.others)
     found = table_keys(keys, prefix)
     if not found:
-        under = f" under {prefix!r}" if prefix else ""
-        raise InvalidModelError(
-            f"{checkpoint.path}: no key{under} ends in embedding_bags.<table>.weight or "
-            f"embeddings.<table>.weight, of {len(keys)} entries"
-        )
+        raise InvalidModelError(f"{checkpoint.path}: {no_tables(keys, prefix)}")
     _check_one_model(found, checkpoint)
     good, bad = _read(checkpoint, found, keys)
     if not good:

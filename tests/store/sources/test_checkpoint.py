@@ -155,8 +155,13 @@ def test_prefix_chooses_among_collections() -> None:
     rows, _ = find_tables(checkpoint, [USER], ".")
     assert torch.equal(rows["user"].read(0, 10), WEIGHT * 3)
     for prefix in ("em", "ebc", "ema.ebc.embedding_bags.user"):
-        with pytest.raises(InvalidModelError, match=f"no key under '{prefix}' ends in"):
+        with pytest.raises(
+            InvalidModelError,
+            match=rf"no key under '{prefix}' ends in .* tables under model\.ebc, ema\.ebc, \.$",
+        ):
             find_tables(checkpoint, [USER], prefix)
+    with pytest.raises(InvalidModelError, match=r"^no key ends in .*weight, of 1 entries$"):
+        find_tables(from_state_dict({"user": WEIGHT}), [USER])
 
 
 def test_collection_at_the_prefix_takes_precedence_over_nested_collections() -> None:
