@@ -3,7 +3,9 @@ those that parsers read, with the same result."""
 
 from __future__ import annotations
 
+import sys
 from random import Random
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from server.strategies import bags_of_ids
 from embedserve.codec.open_inference import message_template
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
-from embedserve.codec.template_cache import TEMPLATES_MAX
+from embedserve.codec.template_cache import TEMPLATES_MAX, TemplateCache
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import LookupRequest
@@ -161,6 +163,29 @@ def test_template_cache_is_bounded() -> None:
     long = message(InferRequest(jagged({"f" * message_template.TEMPLATE_BYTES_MAX: [[1]]})))
     cache.remember(long, template_of(long), LIMITS)
     assert cache.read(long, LIMITS) is None
+
+
+def test_template_cache_counts_its_bytes_while_two_threads_add() -> None:
+    """Checks the count that bounds the cache. Above the bound for good, it would fail every
+    request without a cached template."""
+    cache = TemplateCache[bytes]()
+    templates = [bytes(Random(at).choice((1, 8192))) for at in range(40_000)]
+
+    def add() -> None:
+        for template in templates:
+            cache.add(template, len(template))
+
+    threads = [Thread(target=add) for _ in range(2)]
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert cache.nbytes == sum(map(len, cache.templates))
 
 
 def test_template_does_not_match_requests_over_a_limit() -> None:
