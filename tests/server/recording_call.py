@@ -27,11 +27,15 @@ class RecordingWriter(ResponseWriter):
     Attributes:
         responses: responses and errors, in order.
         failure: exception that the next response raises; None for none.
+        error_failure: exception that the next error raises; None for none.
+        is_aborted: whether the connection has been ended without a response.
     """
 
     def __init__(self) -> None:
         self.responses: list[bytes | EmbedServeError] = []
         self.failure: Exception | None = None
+        self.error_failure: Exception | None = None
+        self.is_aborted = False
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
@@ -43,7 +47,12 @@ class RecordingWriter(ResponseWriter):
         self.responses.append(body)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        if self.error_failure is not None:
+            raise self.error_failure
         self.responses.append(error)
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
 
 class OriginWriter(RecordingWriter):

@@ -320,6 +320,24 @@ async def test_write_error_fails_only_its_own_request(
     assert outcomes(pipeline) == {"OK": 1, "INTERNAL": 1}
 
 
+@pytest.mark.parametrize("body", [BODY, BAD])
+async def test_request_whose_error_cannot_be_written_fails_alone(
+    engine: FakeEngine, executor: ThreadPoolExecutor, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Covers a response that cannot be written, and a rejection of the batcher."""
+    pipeline = make_pipeline(engine, executor=executor)
+    first, second = (RecordingCall(pipeline, make_options(pipeline)) for _ in range(2))
+    first.writer.failure = first.writer.error_failure = ZeroDivisionError(SECRET)
+    pipeline.submit(first, body)
+    pipeline.submit(second, BODY)
+    await until(lambda: second.responses)
+    assert isinstance(second.responses[0], bytes)
+    assert first.writer.is_aborted
+    assert not first.is_waiting
+    assert "an error could not be written" in caplog.text
+    assert sum(outcomes(pipeline).values()) == 2
+
+
 class Output:
     """Collects the written responses, and how many of them each flush has."""
 

@@ -186,7 +186,12 @@ class RequestContext(PendingRequest):
 
     def reject(self, error: EmbedServeError) -> None:
         write = partial(self.writer.write_error, error)
-        self.reject_with(error.code, error.message, write, error.model)
+        try:
+            self.reject_with(error.code, error.message, write, error.model)
+        except Exception:  # the other requests of its batch are answered nevertheless
+            log = self.options.metrics.log
+            log.log(logging.ERROR, "an error could not be written", with_traceback=True)
+            self.writer.abort()
 
     def reject_with(
         self,

@@ -63,6 +63,9 @@ class ResponseWriter(ABC):
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         """Writes ``error`` in the protocol's format, with the telemetry ``headers``."""
 
+    def abort(self) -> None:  # noqa: B027  # a writer without a connection has nothing to end
+        """Ends the connection or stream of a request whose error could not be written."""
+
     def on_enqueued(self) -> None:  # noqa: B027  # most writers do nothing then
         """Called when a request that was decoded off the event loop has been enqueued. A request
         decoded inline is already enqueued when `submit` returns."""

@@ -73,6 +73,9 @@ class CallWriter(ResponseWriter, Generic[AnyStream]):
             self._stream.slow_next_uploads()
         self.end_with_error(error, headers)
 
+    def abort(self) -> None:
+        self._stream.abort()
+
     def reset(self) -> None:
         if self._context is not None:
             self._context.cancel()

@@ -20,6 +20,7 @@ from server.raw_http import OurServer, post
 from server.waiting import WAIT_S_MAX, until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
+from embedserve.pipeline import RequestContext, RequestPipeline
 from embedserve.wire import connections
 from embedserve.wire.connections import LINGER_S_MAX, Connection, LingeringClose
 from embedserve.wire.http1.fast_path import FastPathConnection
@@ -347,6 +348,39 @@ async def test_unexpected_error_in_held_requests_ends_the_connection(
     await until(lambda: not server.wire.connections)
     assert isinstance(loop_errors[0]["exception"], ZeroDivisionError)
     writer.close()
+
+
+async def test_response_that_cannot_be_written_ends_only_its_own_connection(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers two requests of one batch: the second is answered although the first fails twice, in
+    writing its response and then its error."""
+    submit, write = RequestPipeline.submit, FastPathConnection.write
+    waiting: list[tuple[RequestContext, bytes]] = []
+    failing: list[FastPathConnection] = []
+
+    def submit_both(pipeline: RequestPipeline, context: RequestContext, body: bytes) -> None:
+        waiting.append((context, body))
+        if len(waiting) == 2:
+            for one in waiting:
+                submit(pipeline, *one)
+
+    def fail_first(connection: FastPathConnection, *args: Any) -> None:
+        failing.append(connection)
+        if connection is failing[0]:
+            raise MemoryError
+        write(connection, *args)
+
+    monkeypatch.setattr(RequestPipeline, "submit", submit_both)
+    monkeypatch.setattr(FastPathConnection, "write", fail_first)
+    opened = [await server.open() for _ in range(2)]
+    for _, writer in opened:
+        writer.write(post(b'{"features": {"user": [[1]]}}'))
+    heads = [asyncio.ensure_future(reader.read(12)) for reader, _ in opened]
+    done = await asyncio.wait_for(asyncio.gather(*heads, return_exceptions=True), WAIT_S_MAX)
+    assert done.count(b"HTTP/1.1 200") == 1
+    for _, writer in opened:
+        writer.close()
 
 
 async def test_tests_run_on_uvloop() -> None:
