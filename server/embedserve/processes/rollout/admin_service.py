@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 from embedserve.errors import ConflictError
@@ -34,6 +35,7 @@ class AdminService:
         self._resolver = resolver
         self._version_manager = version_manager
         self._send = send
+        self._serials = itertools.count(1)
 
     async def load(self, name: str) -> int:
         """Serves the version that ``name`` (NAME, NAME@VERSION or NAME@ALIAS) points to now, and
@@ -49,28 +51,22 @@ class AdminService:
             version = await run_in_daemon_thread("load", lambda: self._resolver.open_current(name))
         except (StoreError, ValueError) as error:
             raise ConflictError(str(error), "model") from error
-        number, before = version.manifest.version, self._version_manager.target(name)
-        path, at_seq = str(version.path), version.at_seq
-        self._send(AdminCommand(Operation.LOAD, name, number, path, at_seq))
-        was_known = before is not None
+        number = version.manifest.version
+        serial = self._send_command(Operation.LOAD, name, number, str(version.path), version.at_seq)
+        begun: Target | None = None  # the last state that named the version to load
         try:
             async with asyncio.timeout(ROLLOUT_S_MAX):
+                while self._version_manager.command_handled < serial:
+                    await self._version_manager.wait_for_change()
                 while self._version_manager.number(name) != number:
-                    now = self._version_manager.target(name)
-                    if now is None and was_known:
-                        raise ConflictError(f"{name} was unloaded meanwhile", "model")
-                    if now is not None:
-                        was_known = True
-                        _check_load(name, number, before, now)
-                        if number in (now.version, now.queued):  # the load has begun
-                            before = now
+                    begun = _check_load(name, number, begun, self._version_manager.target(name))
                     await self._version_manager.wait_for_change()
         except TimeoutError:
             raise ConflictError(f"{name} version {number} is not loaded yet", "model") from None
         finally:
             self._resolver.forget(name)
             if self._version_manager.number(name) is None:  # forgets a new name that failed
-                self._send(AdminCommand(Operation.UNLOAD, name))
+                self._send_command(Operation.UNLOAD, name)
         return number
 
     async def unload(self, name: str) -> None:
@@ -84,7 +80,7 @@ class AdminService:
             raise ConflictError(f"model is {name!r}: this server has {served}", "model")
         if len(self._version_manager.versions) == 1:
             raise ConflictError(f"model is {name!r}, and nothing else is served", "model")
-        self._send(AdminCommand(Operation.UNLOAD, name))
+        self._send_command(Operation.UNLOAD, name)
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
                 while self._version_manager.number(name) is not None:
@@ -95,26 +91,42 @@ class AdminService:
     def reload(self) -> None:
         """Polls the store immediately, regardless of the ``follow`` setting. Versions with a final
         failure are retried."""
-        self._send(AdminCommand(Operation.RELOAD))
+        self._send_command(Operation.RELOAD)
+
+    def _send_command(
+        self,
+        operation: Operation,
+        name: str = "",
+        version: int = 0,
+        path: str = "",
+        at_seq: int | None = None,
+    ) -> int:
+        """Sends a command to the coordinator, and returns its serial number."""
+        serial = next(self._serials)
+        self._send(AdminCommand(operation, name, version, path, at_seq, serial))
+        return serial
 
 
-def _check_load(name: str, number: int, before: Target | None, now: Target) -> None:
-    """Raises ConflictError if the load of a version has failed, or was called off.
+def _check_load(name: str, number: int, begun: Target | None, now: Target | None) -> Target:
+    """Returns the desired state ``now`` of a load that the coordinator has handled.
 
     Args:
-        before: desired state when the load was requested; once it has begun, the last one that
-            named its version.
+        begun: desired state at the check before; None at the first one.
+
+    Raises:
+        ConflictError: the load has failed, or was called off.
     """
+    if now is None:
+        raise ConflictError(f"{name} was unloaded meanwhile", "model")
     failure = now.failure
-    if failure is not None and failure.version == number and failure != (before and before.failure):
+    if failure is not None and failure.version == number:
         raise ConflictError(f"{name} version {number} stays out: {failure.reason}", "model")
-    has_begun = before is not None and number in (before.version, before.queued)
-    if now.store_version not in (0, number, 0 if before is None else before.store_version):
+    if now.store_version not in (0, number):
         why = f"the store names {now.store_version} meanwhile"
-    elif now.version not in (0, number, 0 if before is None else before.version):
+    elif number in (now.version, now.queued):
+        return now
+    elif begun is not None and now.version != begun.version:
         why = f"{now.version} was requested meanwhile"
-    elif has_begun and number not in (now.version, now.queued):
-        why = "it was called off meanwhile"
     else:
-        return
+        why = "it was called off meanwhile"
     raise ConflictError(f"{name} version {number} is not loaded: {why}", "model")

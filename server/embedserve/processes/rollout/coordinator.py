@@ -45,6 +45,7 @@ ROLLOUT_S_MAX = 1800.0
 SWITCHED = "%s: switched to version %d (before: %s)"
 REMOVED = "%s is no longer served"
 NOT_SERVED = "%s: version %d stays out: %s"
+CANNOT_FOLLOW = "worker %d cannot follow the others to %s version %d: %s"
 _DIGITS = re.compile(r"[\d.,]+")
 
 
@@ -85,6 +86,7 @@ class RolloutCoordinator:
         self._workers: dict[int, WorkerStatus] = {}
         self._joined: set[int] = set()
         self._sent: dict[int, Desired] = {}
+        self._commands_handled: dict[int, int] = {}
         self._watcher: int | None = None
         self._polls_requested = self._polls_completed = 0
 
@@ -96,6 +98,7 @@ class RolloutCoordinator:
     def on_worker_start(self, worker: int, status: WorkerStatus) -> None:
         """Sends a worker the desired state, once it has loaded what it was forked with."""
         self._workers[worker] = status
+        self._commands_handled[worker] = 0
         self._join_if_current(worker)
         if self._watcher is None:
             self._watcher = worker
@@ -130,6 +133,7 @@ class RolloutCoordinator:
             self._polls_completed = max(self._polls_completed, report.poll_completed)
         else:
             self._on_command(report)
+            self._commands_handled[worker] = report.serial
         self._advance()
 
     def advance_rollout(self) -> None:
@@ -207,13 +211,7 @@ class RolloutCoordinator:
             number, is_final = rollout.version.number, status.is_final
             self._record_failure(name, number, status.reason, is_final=is_final)
         elif serving is not None and status.generation == serving.generation:
-            logger.error(
-                "worker %d cannot follow the others to %s version %d: %s",
-                worker,
-                name,
-                serving.number,
-                status.reason,
-            )
+            logger.error(CANNOT_FOLLOW, worker, name, serving.number, status.reason)
             self.end(worker)
 
     def _on_store_entry(self, name: str, found: StoreEntry) -> None:
@@ -306,9 +304,7 @@ class RolloutCoordinator:
         is_known = before is not None and is_same and (is_final or before.reason == reason)
         if served.failure is not None and is_known:
             return
-        served.failure = Failure(
-            number, reason[:REASON_CHARACTERS_MAX], is_final, next(self._generations)
-        )
+        served.failure = Failure(number, reason[:REASON_CHARACTERS_MAX], is_final)
         if served.candidate is not None and served.candidate.number == number:
             served.candidate = None
         if self._is_being_rolled_out(name, number):
@@ -383,6 +379,7 @@ class RolloutCoordinator:
                 watches_store=worker == self._watcher,
                 polls_requested=self._polls_requested,
                 may_listen=not is_behind,
+                command_handled=self._commands_handled[worker],
             )
             if self._sent.get(worker) != desired:
                 self._sent[worker] = desired

@@ -80,14 +80,11 @@ class Failure:
     Attributes:
         is_final: False if each poll of the store retries the version. A final failure is retried
             after a reload or a load, or once the store has named another version.
-        serial: number that no other failure has, so that a repeated attempt fails anew. It comes
-            from the counter of `Target.generation`.
     """
 
     version: int
     reason: str
     is_final: bool
-    serial: int
 
 
 @dataclass(frozen=True)
@@ -130,6 +127,8 @@ class Desired:
         may_accept: whether this worker listens and the startup server has ended, so that it may
             accept connections.
         logs_ready: whether this process logs that the server is ready.
+        command_handled: `AdminCommand.serial` of this process's last command that is handled: what
+            ``names`` says comes after it. 0 for none.
     """
 
     names: Mapping[str, Target] = field(default_factory=dict)
@@ -138,6 +137,7 @@ class Desired:
     may_listen: bool = False
     may_accept: bool = False
     logs_ready: bool = False
+    command_handled: int = 0
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,18 @@ class StoreReport:
 @dataclass(frozen=True)
 class AdminCommand:
     """Process to coordinator: operation of an administrator. LOAD has a version, its folder, and
-    the last delta that it may have."""
+    the last delta that it may have.
+
+    Attributes:
+        serial: number of the command in its process, larger than that of all before.
+    """
 
     operation: Operation
     name: str = ""
     version: int = 0
     path: str = ""
     at_seq: int | None = None
+    serial: int = 0
 
 
 Report = WorkerStatus | StoreReport | AdminCommand

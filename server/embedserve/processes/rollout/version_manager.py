@@ -143,6 +143,11 @@ class VersionManager:
         """Returns the desired state of ``name``, or None."""
         return None if self._desired is None else self._desired.names.get(name)
 
+    @property
+    def command_handled(self) -> int:
+        """Serial number of this process's last command that the desired state accounts for."""
+        return 0 if self._desired is None else self._desired.command_handled
+
     async def wait_for_change(self) -> None:
         """Waits for another desired state, or for progress towards it."""
         await self._changed.wait()

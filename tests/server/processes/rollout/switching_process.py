@@ -97,7 +97,7 @@ class SwitchingProcess:
         self.desire(name, phase=TargetPhase.SERVE)
 
     def fail(self, number: int, reason: str, serving: int = 7) -> None:
-        failure = Failure(number, reason, True, 0)
+        failure = Failure(number, reason, True)
         self.desire(version=serving, generation=0, phase=TargetPhase.SERVE, failure=failure)
 
     def remove(self, name: str) -> dict[str, Target]:

@@ -106,6 +106,32 @@ async def test_load_of_unservable_version_is_rejected_and_may_be_retried(
     assert await process.admin.load("shop") == 2
 
 
+async def test_load_ignores_failure_of_the_load_before(
+    store: Path,
+    unpublished: Path,
+    executor: ThreadPoolExecutor,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks a command that the coordinator receives after that failure."""
+    process = AdministeredProcess(store, executor)
+    add_version(unpublished, store, 2)
+    process.failures[2] = StoreError("no room")
+    process.before_restore = gate.before(lambda: None)
+    first = asyncio.create_task(process.admin.load("shop"))
+    await until(lambda: gate.threads)
+    commands, send = list[AdminCommand](), process.admin._send
+    monkeypatch.setattr(process.admin, "_send", commands.append)
+    second = asyncio.create_task(process.admin.load("shop"))
+    await until(lambda: commands)
+    gate.opened.set()
+    with pytest.raises(ConflictError, match=r"^shop version 2 stays out: no room$"):
+        await first
+    del process.failures[2]
+    send(commands[0])
+    assert await second == 2
+
+
 async def test_failed_load_of_new_name_leaves_no_state(
     store: Path, unpublished: Path, executor: ThreadPoolExecutor
 ) -> None:
@@ -244,7 +270,7 @@ async def test_load_ends_if_its_name_is_unloaded_meanwhile(
     loading = asyncio.create_task(process.admin.load(name))
     await until(lambda: gate.threads)
     if is_new:  # it was activated and removed between two polls
-        process.rollout.apply(Desired({}))
+        process.rollout.apply(Desired({}, command_handled=2))
     else:
         await process.admin.unload(name)
     with pytest.raises(ConflictError, match=f"^{name} was unloaded meanwhile$"):

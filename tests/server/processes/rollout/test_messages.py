@@ -28,12 +28,12 @@ from embedserve.processes.rollout.messages import (
 
 
 def test_messages_survive_encoding_and_decoding() -> None:
-    failure = Failure(2**31, "é\n" * 500, is_final=True, serial=3)
+    failure = Failure(2**31, "é\n" * 500, is_final=True)
     target = Target(
         8, "/" + "ö" * 2000, 2, TargetPhase.PREPARE, 9, failure, AliasSettings(8, 10.0, 5.0)
     )
     names = {"shop": target, "films@1": Target(1, "", 0, TargetPhase.SERVE)}
-    desired = Desired(names, True, 2, True, True, True)
+    desired = Desired(names, True, 2, True, True, True, 4)
     statuses = {
         "m": NameStatus(1, 2, LoadState.FAILED, "no\nroom"),
         "n": NameStatus(1, 2, LoadState.FAILED, "a part is overloaded", is_final=False),
@@ -42,7 +42,7 @@ def test_messages_survive_encoding_and_decoding() -> None:
         WorkerStatus(statuses),
         StartReport(WorkerStage.WARM, statuses, "why"),
         StoreReport({"m": EIGHT, "n": StoreEntry(0, AliasSettings(0)), "o": UNOPENED}, 2),
-        AdminCommand(Operation.LOAD, "m@x", 8, PATH),
+        AdminCommand(Operation.LOAD, "m@x", 8, PATH, 5, 6),
     ]
     messages = [desired_to_bytes(desired), *map(report_to_bytes, reports)]
     assert desired_from_bytes(messages[0]) == desired

@@ -240,7 +240,7 @@ async def test_served_version_is_reloaded_for_new_memory_of_changed_rows(
     process.desire(version=7, generation=2, memory="/memory/2")
     await until(lambda: process.reports and process.state() == NameStatus(7, rows_generation=2))
     assert process.restored_numbers == [7]
-    process.desire(failure=Failure(8, "damaged", True, 1))  # the same memory
+    process.desire(failure=Failure(8, "damaged", True))  # the same memory
     assert process.pending_version() == (8, "failed", "damaged")
     assert process.restored_numbers == [7]
 

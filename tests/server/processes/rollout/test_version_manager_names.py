@@ -122,7 +122,7 @@ async def test_share_of_unloadable_version_goes_to_no_other_version(
     loaded."""
     set_share(canary, 8, 0.0)
     set_share(canary, 9, 50.0)
-    canary.desire("shop@canary", store_version=9, failure=Failure(9, "it cannot be read", True, 0))
+    canary.desire("shop@canary", store_version=9, failure=Failure(9, "it cannot be read", True))
     for _ in range(50):
         await canary.check_served(7)
     set_share(canary, 8, 5.0)  # the alias is set back
