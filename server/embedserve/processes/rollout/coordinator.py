@@ -166,10 +166,8 @@ class RolloutCoordinator:
         )
 
     def reload(self) -> None:
-        """Requests an immediate poll of the store. Versions with a final failure are retried."""
-        if self._watcher is None:
-            logger.warning("cannot poll the store: no worker is ready")
-            return
+        """Requests an immediate poll of the store, by the next worker if none is ready. Versions
+        with a final failure are retried."""
         self._polls_requested += 1
         for served in self._names.values():
             if served.failure is not None and served.failure.is_final:

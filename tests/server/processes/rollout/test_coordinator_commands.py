@@ -141,9 +141,7 @@ def test_requested_poll_is_passed_on_when_the_watcher_ends(workers: Workers) -> 
     assert workers.workers[0].desired.polls_requested == 0
 
 
-def test_reload_requests_a_poll_and_retries_failed_versions(
-    workers: Workers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reload_requests_a_poll_and_retries_failed_versions(workers: Workers) -> None:
     workers.report_store(EIGHT)
     workers.load(0, reason="damaged")
     workers.command(Operation.RELOAD, "")
@@ -152,7 +150,13 @@ def test_reload_requests_a_poll_and_retries_failed_versions(
     workers.take_target_changes()
     workers.report_store(EIGHT)
     assert workers.take_target_changes() == prepare(0, 1)
-    caplog.clear()
-    no_workers = Workers()
-    no_workers.coordinator.reload()
-    assert caplog.messages == ["cannot poll the store: no worker is ready"]
+
+
+def test_reload_without_a_ready_worker_is_left_to_the_next_one(workers: Workers) -> None:
+    workers.report_store(EIGHT)
+    workers.load(0, reason="damaged")
+    workers.kill(0, 1)
+    workers.coordinator.reload()
+    workers.start(1)
+    assert workers.workers[1].desired.polls_requested == 1
+    assert workers.failures() == [None]
