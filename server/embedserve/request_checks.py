@@ -10,6 +10,10 @@ from embedserve.errors import InvalidRequestError, RequestTooLargeError
 SEQ_MAX = 2**63 - 1
 SEQ_DIGITS_MAX = 19
 """Decimal digits of SEQ_MAX."""
+INTEGER_DIGITS_MAX = 640
+"""Digits of the longest integer that Python parses, the lowest limit that it allows. It parses in a
+time quadratic in the digits, and holds the interpreter lock: with its default of 4300, 32 MiB of
+JSON stopped the event loop for a second."""
 
 
 def check_feature_count(field: str, count: int, limits: Limits) -> None:

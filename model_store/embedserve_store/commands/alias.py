@@ -61,18 +61,14 @@ def change_alias(
         store, model, name, version, why=why, share=share, shadow=shadow, at_seq=at_seq
     )
     now = f"version {change.version}{settings_of(change)}"
-    was = (
-        f"it was version {before[name].version}{settings_of(before[name])}"
-        if name in before
-        else ""
-    )
     if change.version is None:
         say(f"{model}: {name} is no alias any more")
     elif is_new:
         beside = f" beside {others}" if others else ""
         say(f"{model}: {name} is {now}: a new alias{beside}")
     else:
-        say(f"{model}: {name} is {now}: {was}")
+        was = f"version {before[name].version}{settings_of(before[name])}"
+        say(f"{model}: {name} is {now}: it was {was}")
     for one in models.aliases(model).values():
         if one.name != name and (one.share or one.shadow):
             say(f"{model}: {one.name} still is version {one.version}{settings_of(one)}")

@@ -79,10 +79,9 @@ class RowFetcher:
         """Stores the rows of a lookup, without those of parts that have no replica. Rows of a
         lookup that failed are fetched once they are looked up again."""
         self._is_fetching = False
-        if not batch.is_whole:
+        if isinstance(values, EmbedServeError) or not batch.is_whole:
             self._next_s = monotonic() + FAILED_S
         if isinstance(values, EmbedServeError) or batch.failures:
-            self._next_s = monotonic() + FAILED_S
             return
         vectors: list[list[np.ndarray]] = [[] for _ in by_feature]
         end = 0

@@ -62,6 +62,7 @@ from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
 from embedserve.processes.startup.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
+from embedserve.request_checks import INTEGER_DIGITS_MAX
 from embedserve.shard_client.discovery import RayShards, parse_shards
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
@@ -82,10 +83,6 @@ Deltas = dict[str, "SharedDeltaState"]
 """State of the versions whose deltas are followed, by served name."""
 Notify = Callable[[str], None]
 """Reports a state of service_manager.py."""
-INTEGER_DIGITS_MAX = 640
-"""Digits of the longest integer that Python parses, the lowest limit that it allows. It parses in a
-time quadratic in the digits, and holds the interpreter lock: with its default of 4300, 32 MiB of
-JSON stopped the event loop for a second."""
 
 
 def serve(settings: ServeSettings) -> None:
