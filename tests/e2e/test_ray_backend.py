@@ -24,6 +24,7 @@ import pytest
 from certificates import Authority
 from e2e.parts_cluster import SLOW_CALL_OPTIONS
 from e2e.test_cluster_command import DIM, publish_rows
+from processes import descendants
 from ray_nodes import RayNodes, ray_nodes
 from running_servers import command, free_port, is_running, running
 
@@ -295,21 +296,6 @@ def listening(pids: set[int]) -> list[str]:
     return found
 
 
-def descendants(pids: list[int]) -> set[int]:
-    """Returns the processes ``pids`` and all their descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit():
-                children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
-    found: set[int] = set()
-    pending = list(pids)
-    while pending:
-        found.add(pid := pending.pop())
-        pending += children.get(pid, [])
-    return found
-
-
 def is_follower(pid: int) -> bool:
     """Returns whether a process polls Ray for the addresses of a router."""
     return b"follow-once" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -374,7 +360,8 @@ def test_killed_shards_actors_and_nodes_are_replaced_without_lost_batches(
         shards = one.shards()
         assert len(shards) == PARTS * REPLICAS
         check_nodes_of(shards)
-        found = listening(descendants([os.getpid(), one.process.pid, parent_of(nodes.gcs)]))
+        roots = (os.getpid(), one.process.pid, parent_of(nodes.gcs))
+        found = listening({pid for root in roots for pid in descendants(root)})
         assert len(found) > PARTS * REPLICAS * 2
         assert set(found) <= LOOPBACK
 
@@ -389,7 +376,7 @@ def test_killed_shards_actors_and_nodes_are_replaced_without_lost_batches(
         raylets = [parent_of(worker) for worker, _ in shards.values()]
         victim = next(pid for pid in nodes.raylets[1:] if pid in raylets)
         lost = [label for label, host in zip(shards, raylets, strict=True) if host == victim]
-        [follower] = [pid for pid in descendants([router.process.pid]) if is_follower(pid)]
+        [follower] = [pid for pid in descendants(router.process.pid) if is_follower(pid)]
         kill_and_request_until_replaced(len(lost), follower, victim)
         servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
         wait_until(lambda: not any(is_running(servers[label]) for label in lost), one.log)
