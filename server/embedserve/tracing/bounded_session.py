@@ -25,8 +25,8 @@ RESPONSE_BYTES_MAX = 1 << 16
 
 
 class BoundedSession(requests.Session):
-    """Session that rejects a response over RESPONSE_BYTES_MAX, or one that has not arrived whole
-    within the timeout of its request. Its responses have no content."""
+    """Session that rejects a response over RESPONSE_BYTES_MAX, one that has not arrived whole
+    within the timeout of its request, and a redirect. Its responses have no content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +34,13 @@ class BoundedSession(requests.Session):
             self.mount(scheme, _BoundedAdapter())
 
     def request(self, *args: Any, **kwargs: Any) -> requests.Response:
-        response = super().request(*args, **kwargs | {"stream": True})
+        response = super().request(*args, **kwargs | {"stream": True, "allow_redirects": False})
         # Read for the connection to be used again. Decoded, the bytes could be a thousand times as
         # many.
         response.raw.read(RESPONSE_BYTES_MAX, decode_content=False)
+        if 300 <= response.status_code < 400:  # the exporter would take it for a success
+            location = response.headers.get("location", "")
+            raise requests.RequestException(f"{response.status_code}, redirected to {location!r}")
         return response
 
 

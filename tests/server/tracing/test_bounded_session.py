@@ -133,6 +133,19 @@ def test_oversized_response_is_rejected(where: str) -> None:
         session.post(server.url, BODY, timeout=WAIT_S_MAX)
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirect_is_an_error_and_is_not_followed(status: int) -> None:
+    with serving_response([HEAD + b"content-length: 0\r\n\r\n"]) as other:
+        head = b"HTTP/1.1 %d x\r\nlocation: %s/\r\n" % (status, other.url.encode())
+        with (
+            serving_response([head + b"content-length: 0\r\n\r\n"]) as server,
+            BoundedSession() as session,
+            pytest.raises(RequestException, match=f"{status}, redirected to '{other.url}/'"),
+        ):
+            session.post(server.url, BODY, timeout=WAIT_S_MAX)
+        assert (server.requests, other.connections) == (1, 0)
+
+
 def test_response_limits_apply_over_tls(tmp_path: Path) -> None:
     authority = Authority()
     (tmp_path / "root.pem").write_bytes(authority.root)

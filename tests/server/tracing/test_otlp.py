@@ -60,6 +60,7 @@ def long_stop_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 ERROR_BY_FAULT = {
     "hangs": "timeout",
     "fails": "400",
+    "redirects": "308, redirected to ''",
     "is not there": "Connection refused",
     "does not end": "the response exceeds 65536 bytes",
 }
@@ -196,6 +197,8 @@ async def test_unavailable_collector_is_logged_once_and_delays_no_request(
         collector.may_answer.clear()
     elif fault == "fails":
         collector.status = 400
+    elif fault == "redirects":
+        collector.status = 308
     elif fault == "does not end":
         collector.is_endless = True
     else:
