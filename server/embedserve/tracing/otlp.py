@@ -8,6 +8,7 @@ absent blocks only that thread. The traces are then dropped, and the log has one
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -24,7 +25,11 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from embedserve import __version__
 from embedserve.call_trace import TracedCall
-from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.metrics.rate_limited_logger import (
+    PERIOD_S,
+    SHOWN_CHARACTERS_MAX,
+    RateLimitedLogger,
+)
 from embedserve.tracing.bounded_session import BoundedSession
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.trace_context import TraceContext, read_traceparent
@@ -71,7 +76,8 @@ class OtlpTraces:
         self._stopping = threading.Event()
         self._is_over = False  # once set, queued requests are no longer sent
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        self._is_failing = False
+        self._is_failing = False  # whether the last line in the log says so
+        self._warned_s = -math.inf  # monotonic seconds of the last such line
         self._reason = _Reason()
         self._exporters_log = logging.getLogger(trace_exporter.__name__)
         self._exporters_log.addFilter(self._reason)
@@ -135,15 +141,18 @@ class OtlpTraces:
         except Exception as error:  # from the library; later exports may succeed
             is_sent, self._reason.line = False, repr(error)
         if is_sent == self._is_failing:
-            self._say(is_sent)
+            self._log_change(is_sent)
 
-    def _say(self, is_sent: bool) -> None:
-        self._is_failing = not is_sent
+    def _log_change(self, is_sent: bool) -> None:
+        """Logs that exports succeed again or fail; failures at most once in PERIOD_S, as those of a
+        collector may come and go with every export."""
         if is_sent:
+            self._is_failing = False
             logger.info("traces reach %s again", self._endpoint)
-        else:
-            said = self._reason.line or "the exporter gives no reason"
-            logger.warning("traces do not reach %s, and are left out: %s", self._endpoint, said)
+        elif time.monotonic() - self._warned_s >= PERIOD_S:
+            self._is_failing, self._warned_s = True, time.monotonic()
+            reason = self._reason.line[:SHOWN_CHARACTERS_MAX] or "the exporter gives no reason"
+            logger.warning("traces do not reach %s, and are left out: %s", self._endpoint, reason)
 
 
 class _Reason(logging.Filter):

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler
 
 import grpc
 import pytest
@@ -228,6 +229,33 @@ async def test_unavailable_collector_is_logged_once_and_delays_no_request(
     (line,) = logged_lines("traces do not reach")
     assert ERROR_BY_FAULT[fault] in line
     assert not any(one.name.startswith("opentelemetry") for one in caplog.records)
+
+
+def test_collector_that_fails_now_and_then_is_logged_once_in_a_period(
+    collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp, "PERIOD_S", 3600.0)  # more than a test may take
+    monkeypatch.setitem(BaseHTTPRequestHandler.responses, 400, ("x" * 60_000, ""))
+    caplog.set_level(logging.INFO, otlp.__name__)
+    traces = OtlpTraces(collector.url, 0)
+
+    def send(status: int) -> None:
+        collector.status = status
+        traces.add(record())
+        traces._send()
+
+    for status in (400, 200) * 5:
+        send(status)
+    failure, recovery = caplog.messages
+    assert "code: 400, reason: xxx" in failure
+    assert len(failure) < 400
+    assert "again" in recovery
+    send(400)
+    assert len(caplog.messages) == 2
+    monkeypatch.setattr(otlp, "PERIOD_S", 0.0)
+    send(400)
+    assert "traces do not reach" in caplog.messages[-1]
+    assert len(caplog.messages) == 3
 
 
 def test_exporter_filters_only_log_records_of_its_own_thread() -> None:
