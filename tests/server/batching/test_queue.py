@@ -16,6 +16,7 @@ from server.waiting import WAIT_S_MAX, until
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN
+from embedserve.batching.request_queue import BATCH_REQUESTS_MAX
 from embedserve.config import Limits
 from embedserve.errors import (
     DeadlineExceededError,
@@ -60,6 +61,33 @@ async def busy_batcher(
     running = submit(batcher, engine.request(ONE))
     await until(lambda: engine.lookups)
     return batcher, running
+
+
+async def test_batch_has_a_bounded_number_of_requests(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    requests = [engine.request(ONE) for _ in range(2 * BATCH_REQUESTS_MAX + 1)]
+    waiting = [submit(batcher, request) for request in requests]
+    engine.release()
+    await asyncio.gather(running, *waiting)
+    sizes = [lookup.batch_size for lookup in engine.lookups]
+    assert sizes == [1, BATCH_REQUESTS_MAX, BATCH_REQUESTS_MAX, 1]
+
+
+async def test_expired_requests_are_rejected_over_several_event_loop_iterations(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits())
+    count = 2 * BATCH_REQUESTS_MAX + 1
+    late = [submit(batcher, engine.request(ONE), deadline_s=0.0) for _ in range(count)]
+    rejected = [0]
+    async with asyncio.timeout(WAIT_S_MAX):
+        while rejected[-1] < count:
+            await asyncio.sleep(0)
+            rejected.append(sum(one.done() for one in late))
+    assert rejected == [0, BATCH_REQUESTS_MAX, 2 * BATCH_REQUESTS_MAX, count]
+    assert all(isinstance(one.exception(), DeadlineExceededError) for one in late)
 
 
 async def test_abandoned_requests_are_no_longer_counted(
