@@ -129,10 +129,12 @@ class LogHandler(logging.StreamHandler[TextIO]):
         before = dropped_lines()
         super().emit(record)
         if self._told_dropped < before == dropped_lines():
-            count, self._told_dropped = before - self._told_dropped, before
+            count = (before - self._told_dropped,)
             super().emit(
-                logging.LogRecord(__name__, logging.WARNING, __file__, 0, DROPPED, (count,), None)
+                logging.LogRecord(__name__, logging.WARNING, __file__, 0, DROPPED, count, None)
             )
+            if dropped_lines() == before:
+                self._told_dropped = before
 
 
 def dropped_lines() -> int:

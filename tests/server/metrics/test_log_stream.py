@@ -138,3 +138,32 @@ def test_number_of_dropped_lines_is_logged_with_the_next_line(
         finally:
             logger.removeHandler(handler)
     assert lines_read[-2:] == ["out", "2 lines of the log were dropped: its reader did not keep up"]
+
+
+def test_number_of_dropped_lines_is_logged_again_if_its_line_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    pipe_bytes = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+    logger = logging.getLogger("almost stalled")
+    logger.propagate = False
+    with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb", 0) as reader:
+        stream = LogStream(file)
+        monkeypatch.setattr(sys, "stderr", stream)
+        logger.addHandler(handler := LogHandler(cast(TextIO, stream)))
+        try:
+            while stream.dropped_lines < 5:
+                logger.warning("x" * 1000)
+            reader.read(pipe_bytes)
+            # Another process leaves room for one more line.
+            os.write(writing, b"y" * (pipe_bytes - len("out\n")))
+            logger.warning("out")
+            assert reader.read(pipe_bytes).endswith(b"yout\n")
+            logger.warning("and out")
+            lines_read = reader.read(pipe_bytes).decode().splitlines()
+        finally:
+            logger.removeHandler(handler)
+    assert lines_read == [
+        "and out",
+        "6 lines of the log were dropped: its reader did not keep up",
+    ]
