@@ -6,8 +6,8 @@ each of them requests. The requests of one source are taken in order of arrival.
 A virtual clock counts work. The next request of a source starts where its last taken request ends,
 but not before the current virtual time. The request with the earliest start is taken next. See
 Goyal, Vin and Cheng, "Start-time Fair Queueing" (SIGCOMM 1996). Unlike there, a start is set when a
-request becomes the first of its source, not on arrival. An abandoned or expired request therefore
-costs its source nothing.
+request becomes the first of its source, not on arrival. An abandoned request therefore costs its
+source nothing, and an expired one no more than its rejection.
 """
 
 from __future__ import annotations

@@ -90,6 +90,32 @@ async def test_expired_requests_are_rejected_over_several_event_loop_iterations(
     assert all(isinstance(one.exception(), DeadlineExceededError) for one in late)
 
 
+async def test_tiny_requests_of_one_source_do_not_delay_larger_ones_of_another(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    limits = Limits(inline_bytes_max=0, batch_ids_max=1000)
+    batcher, running = await busy_batcher(engine, make_batcher, limits)
+    tiny = [submit(batcher, engine.request(ONE), source="tiny") for _ in range(1000)]
+    larger: Bags = {"user": [[1]] * 400}
+    larger_ones = [submit(batcher, engine.request(larger), source="larger") for _ in range(2)]
+    engine.release()
+    await asyncio.gather(running, *tiny, *larger_ones)
+    assert {one.pending.ticket for one in larger_ones} == {tiny[0].pending.ticket}
+
+
+async def test_expired_requests_of_one_source_do_not_delay_another(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits())
+    count = 2 * BATCH_REQUESTS_MAX
+    late = [submit(batcher, engine.request(ONE), 0.0, "late") for _ in range(count)]
+    others = [submit(batcher, engine.request(ONE), source="other") for _ in range(2)]
+    await asyncio.sleep(0)
+    assert all(one.done() for one in others)
+    assert sum(one.done() for one in late) == BATCH_REQUESTS_MAX - 2
+    await asyncio.gather(*late, return_exceptions=True)
+
+
 async def test_abandoned_requests_are_no_longer_counted(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
