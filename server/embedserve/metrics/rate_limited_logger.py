@@ -18,7 +18,8 @@ Fields = Mapping[str, object]
 
 
 class Quota:
-    """Counts lines by kind and allows a limited number of each kind in PERIOD_S."""
+    """Counts lines by kind and allows a limited number of each kind in PERIOD_S. Threads may share
+    it; lines of the same moment may be counted as one."""
 
     def __init__(self, lines: int) -> None:
         self._lines = lines
@@ -35,9 +36,9 @@ class Quota:
         now_s = monotonic()
         left_out = 0
         if now_s >= self._end_s.get(kind, 0.0):
-            self._end_s[kind] = now_s + PERIOD_S
             left_out = max(0, self._wanted.get(kind, 0) - self._lines)
             self._wanted[kind] = 0
+            self._end_s[kind] = now_s + PERIOD_S  # last: from here on other threads only count
         self._wanted[kind] += 1
         return None if self._wanted[kind] > self._lines else left_out
 

@@ -4,6 +4,7 @@ the line."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Hashable
 from itertools import count
 from time import monotonic
 
@@ -14,6 +15,7 @@ from embedserve.metrics.rate_limited_logger import (
     PERIOD_S,
     SHOWN_CHARACTERS_MAX,
     TRACEBACKS_MAX,
+    Quota,
     RateLimitedLogger,
     RateLimitedTracebacks,
 )
@@ -125,3 +127,30 @@ def test_tracebacks_of_one_code_location_are_limited_and_counted(
         caplog.handler.removeFilter(quiet)
     left_out = 1000 - TRACEBACKS_MAX
     assert caplog.messages[-1] == f"/last failed ({left_out} more like it since the last line)"
+
+
+class Interrupted(dict[Hashable, float]):
+    """Dictionary that calls ``interrupt`` once, after its first change, as another thread may."""
+
+    interrupt: Callable[[], object] | None = None
+
+    def __setitem__(self, key: Hashable, value: float) -> None:
+        super().__setitem__(key, value)
+        if self.interrupt is not None:
+            interrupt, self.interrupt = self.interrupt, None
+            interrupt()
+
+
+@pytest.mark.parametrize("name", ["_end_s", "_wanted"])
+def test_two_threads_may_log_the_first_line_of_a_kind(name: str) -> None:
+    """Covers the threads of a large batch, which fail together. An error of the log would replace
+    theirs, and the batch would never end."""
+    quota = Quota(1)
+    changed = Interrupted()
+    setattr(quota, name, changed)
+    taken: list[int | None] = []
+    changed.interrupt = lambda: taken.append(quota.take("kind"))
+    taken.append(quota.take("kind"))
+    assert 0 in taken
+    assert len(taken) == 2
+    assert quota.take("kind") is None
