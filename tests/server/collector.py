@@ -20,6 +20,7 @@ class Collector(ThreadingHTTPServer):
     Attributes:
         spans: all spans so far.
         posts: number of requests so far.
+        authorization: Authorization header of the last request; "" without one.
         status: status of the responses.
         may_answer: while it is cleared, no request gets a response.
         is_endless: whether responses have more bytes than any client reads.
@@ -31,6 +32,7 @@ class Collector(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.spans: list[Span] = []
         self.posts = 0
+        self.authorization = ""
         self.status = 200
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -47,6 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.posts += 1
+        self.server.authorization = self.headers.get("Authorization", "")
         self.server.may_answer.wait(HANG_S_MAX)
         if self.path == "/v1/traces" and self.server.status == 200:
             for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:

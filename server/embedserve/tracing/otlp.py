@@ -15,6 +15,7 @@ import time
 from collections import deque
 from random import getrandbits, random
 from time import perf_counter
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -70,6 +71,9 @@ class OtlpTraces:
             share_percent: sampling rate, in percent, for requests without a usable traceparent.
         """
         self._endpoint = endpoint.rstrip("/") + "/v1/traces"
+        url = urlsplit(self._endpoint)
+        # Without a user and password, which the exporter sends.
+        self._logged_url = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
         self._share = share_percent / 100
         self._log = RateLimitedLogger(logger)
         self._waiting: deque[tuple[RequestRecord, int]] = deque()
@@ -148,11 +152,11 @@ class OtlpTraces:
         collector may come and go with every export."""
         if is_sent:
             self._is_failing = False
-            logger.info("traces reach %s again", self._endpoint)
+            logger.info("traces reach %s again", self._logged_url)
         elif time.monotonic() - self._warned_s >= PERIOD_S:
             self._is_failing, self._warned_s = True, time.monotonic()
             reason = self._reason.line[:SHOWN_CHARACTERS_MAX] or "the exporter gives no reason"
-            logger.warning("traces do not reach %s, and are left out: %s", self._endpoint, reason)
+            logger.warning("traces do not reach %s, and are left out: %s", self._logged_url, reason)
 
 
 class _Reason(logging.Filter):

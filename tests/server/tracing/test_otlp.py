@@ -258,6 +258,21 @@ def test_collector_that_fails_now_and_then_is_logged_once_in_a_period(
     assert len(caplog.messages) == 3
 
 
+def test_password_of_the_collector_is_sent_but_not_logged(
+    collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp, "PERIOD_S", 0.0)
+    caplog.set_level(logging.INFO)
+    traces = OtlpTraces(collector.url.replace("//", "//name:secret@"), 0)
+    for status in (400, 200):
+        collector.status = status
+        traces.add(record())
+        traces._send()
+    assert [f"{collector.url}/v1/traces" in line for line in caplog.messages] == [True, True]
+    assert "secret" not in caplog.text
+    assert collector.authorization == "Basic bmFtZTpzZWNyZXQ="
+
+
 def test_exporter_filters_only_log_records_of_its_own_thread() -> None:
     """Checks that an exporter that is still stopping does not take the reason of the next one's
     outage."""
