@@ -37,11 +37,12 @@ def fork(
 
     Raises:
         OSError: there is no process, memory or descriptor left.
+        Any error of a signal handler. Then no process is left.
     """
     ours, theirs = socket.socketpair()
     try:
         pid = _forked(main, ours, theirs, close_inherited)
-    except OSError:
+    except BaseException:
         ours.close()
         raise
     finally:
@@ -60,14 +61,21 @@ def _forked(
     sys.stderr.flush()
     # A signal that arrives before the child has reset our handlers would run them in the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    pid = 0
     try:
-        pid = os.fork()
-        if not pid:
-            ours.close()
-            _run_child(main, theirs, close_inherited)
-        return pid
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        try:
+            pid = os.fork()
+            if not pid:
+                ours.close()
+                _run_child(main, theirs, close_inherited)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    except BaseException:  # of a handler, for a signal that arrived meanwhile
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        raise
+    return pid
 
 
 def _run_child(

@@ -7,11 +7,11 @@ import json
 import logging
 import os
 import signal
-import sys
+import socket
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
 from embedserve.on_missing import MissingPolicy
-from embedserve.processes.forked import described, end_with
+from embedserve.processes.forked import described, end_with, fork
 from embedserve.processes.model_loading import check_names, load_named, restore_one
 from embedserve.processes.open_store import desired_versions, open_folder, row_selection
 from embedserve_store import ModelStore, ModelVersion, StoreError
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 _PULL_ERRORS = (StoreError, OSError, ValueError)
 """Errors of open_versions that a child process reports to its parent."""
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 WAIT_S = 2.0
 """Seconds between two polls of a store that does not have the models yet."""
 
@@ -203,24 +202,10 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     """
     if not is_url(settings.store):
         return open_versions(settings)
-    reading, writing = os.pipe()
-    sys.stderr.flush()
-    parent = os.getpid()
+    child, channel = fork(partial(_report_pulled, settings, os.getpid()), lambda: None)
     try:
-        # A signal that arrives right after the fork would be handled by neither, or twice. There
-        # are no other threads, which could take it meanwhile.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        child = os.fork()
-    except BaseException:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-        raise
-    if not child:
-        _report_pulled(settings, writing, parent)
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            report = pipe.read()
+        with channel, channel.makefile("rb") as stream:
+            report = stream.read()
     except BaseException:  # by SIGTERM; the next pull continues with what the child leaves
         os.kill(child, signal.SIGKILL)
         raise
@@ -239,29 +224,20 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     }
 
 
-def _report_pulled(settings: ServeSettings, pipe: int, parent: int) -> None:
-    """Writes folder and at_seq of each version to ``pipe``, or the error; ends the process, also
-    when ``parent`` does."""
-    status = 1
+def _report_pulled(settings: ServeSettings, parent: int, channel: socket.socket) -> int:
+    """Writes folder and at_seq of each version to ``channel``, or the error; returns the exit code.
+    The process ends when ``parent`` does."""
+    end_with(parent)
     folders: dict[str, tuple[str, int | None]] = {}
     errors: dict[str, str] = {}
     try:
-        end_with(parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-        try:
-            for name, one in open_versions(settings).items():
-                folders[name] = str(one.path), one.at_seq
-        except _PULL_ERRORS as error:
-            kind = next(one for one in _PULL_ERRORS if isinstance(error, one))
-            errors[kind.__name__] = str(error)
-        except Exception:
-            traceback.print_exc()
-            return
-        os.write(pipe, json.dumps({"folders": folders, "errors": errors}).encode())
-        status = 0
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+        for name, one in open_versions(settings).items():
+            folders[name] = str(one.path), one.at_seq
+    except _PULL_ERRORS as error:
+        kind = next(one for one in _PULL_ERRORS if isinstance(error, one))
+        errors[kind.__name__] = str(error)
+    channel.sendall(json.dumps({"folders": folders, "errors": errors}).encode())
+    return 0
 
 
 def on_devices(

@@ -14,15 +14,14 @@ import os
 import select
 import signal
 import socket
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NoReturn
+from functools import partial
 
 from embedserve.config import ServeSettings
 from embedserve.errors import LOADING
+from embedserve.processes.forked import fork
 from embedserve.processes.startup.ports import Ports, SharedPorts
 
 END_S_MAX = 2.0
@@ -37,14 +36,7 @@ def serve_health_while_loading(
 ) -> Iterator[Callable[[], None]]:
     """Runs a startup server on ``ports`` except gRPC, in a child process, until the yielded
     function is called or the block ends. Must be entered before this process has threads."""
-    ours, theirs = socket.socketpair()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if not pid:
-        ours.close()
-        _run_child(settings, ports, theirs)
-    theirs.close()
+    pid, ours = fork(partial(_run_child, settings, ports), lambda: None)
     is_there = True
 
     def end() -> None:
@@ -72,22 +64,13 @@ def _reap(pid: int) -> None:
         os.close(watched)
 
 
-def _run_child(
-    settings: ServeSettings, ports: Ports | SharedPorts, channel: socket.socket
-) -> NoReturn:
-    """Serves in the forked process, and ends that process."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        logging.getLogger("embedserve").setLevel(logging.ERROR)  # hides its drain messages
-        import uvloop
+def _run_child(settings: ServeSettings, ports: Ports | SharedPorts, channel: socket.socket) -> int:
+    """Serves in the forked process; returns its exit code."""
+    logging.getLogger("embedserve").setLevel(logging.ERROR)  # hides its drain messages
+    import uvloop
 
-        uvloop.run(_serve(settings, ports, channel))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+    uvloop.run(_serve(settings, ports, channel))
+    return 0
 
 
 async def _serve(
