@@ -6,6 +6,7 @@ The first bytes of a connection tell HTTP/2 from HTTP/1.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from time import perf_counter
 from typing import Protocol, cast
 
@@ -26,14 +27,20 @@ DRAIN_IDLE_S = 1.0
 """Seconds a draining connection waits for a request that may be in flight."""
 
 
-class Connection(Protocol):
-    """Interface of every connection of the server."""
+class Connection(asyncio.Protocol, ABC):
+    """Base class of every connection of the server."""
+
+    __slots__ = ()
+
+    _transport: asyncio.Transport
 
     @property
     def peer(self) -> str:
         """Address of the client."""
+        return peer_address(self._transport)
 
     @property
+    @abstractmethod
     def held_bytes(self) -> int:
         """Bytes of incomplete requests, cached header blocks and small unsent responses."""
 
@@ -42,10 +49,9 @@ class Connection(Protocol):
 
         The owner is a batch's output array, which several connections may share.
         """
+        return {}
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Releases what the connection holds, after it is lost."""
-
+    @abstractmethod
     def check_time(self, now_s: float) -> None:
         """Ends work past its time limits; called every CHECK_S with perf_counter seconds."""
 
@@ -53,14 +59,16 @@ class Connection(Protocol):
         """Requests the client to reconnect.
 
         Requests received or in flight are answered, and streams continue until the client ends
-        them.
+        them. Connections that are about to end, or have no protocol yet, do nothing.
         """
 
     def drain(self) -> None:
-        """Answers the requests received, rejects new ones, and closes."""
+        """Answers the requests received, rejects new ones, and closes. Connections that are ending
+        already do nothing."""
 
     def abort(self) -> None:
         """Closes the connection immediately and releases received data."""
+        self._transport.abort()
 
 
 class ConnectionManager(Protocol):
@@ -85,7 +93,7 @@ class ConnectionManager(Protocol):
         """Unregisters a connection."""
 
 
-class ProtocolDetector(asyncio.Protocol):
+class ProtocolDetector(Connection):
     """A new connection, until its first bytes show which protocol it speaks."""
 
     def __init__(self, manager: ConnectionManager, *, is_local: bool = False) -> None:
@@ -98,7 +106,6 @@ class ProtocolDetector(asyncio.Protocol):
         self._is_local = is_local
         self._data = b""
         self._start_s = perf_counter()
-        self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
@@ -128,22 +135,12 @@ class ProtocolDetector(asyncio.Protocol):
         self._manager.discard(self)
 
     @property
-    def peer(self) -> str:
-        return peer_address(self._transport)
-
-    @property
     def held_bytes(self) -> int:
         return len(self._data)
-
-    def unsent_memory(self) -> dict[int, int]:
-        return {}
 
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > FIRST_BYTES_S_MAX:
             self._transport.close()
-
-    def retire(self) -> None:
-        """Does nothing: the connection is about to switch to its protocol, or close."""
 
     def drain(self) -> None:
         asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)
@@ -151,9 +148,6 @@ class ProtocolDetector(asyncio.Protocol):
     def _close_if_new(self) -> None:
         if self._transport.get_protocol() is self:
             self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
 
 
 def yield_to_others(transport: asyncio.Transport) -> None:
@@ -193,7 +187,7 @@ class ReadProgress:
         self._unsent_bytes = 0
 
 
-class LingeringClose(asyncio.Protocol):
+class LingeringClose(Connection):
     """A connection whose last response is written; the server's side closes after it is sent.
 
     Data that the client still sends is discarded for a while. If it were left unread, the kernel
@@ -231,10 +225,6 @@ class LingeringClose(asyncio.Protocol):
         self._connection.connection_lost(exc)
 
     @property
-    def peer(self) -> str:
-        return peer_address(self._transport)
-
-    @property
     def held_bytes(self) -> int:
         return self._connection.held_bytes
 
@@ -250,15 +240,6 @@ class LingeringClose(asyncio.Protocol):
             is_over = now_s - self._unread_s > LINGER_S_MAX
         if is_over:
             self._transport.abort()
-
-    def retire(self) -> None:
-        """Does nothing: the connection is already ending."""
-
-    def drain(self) -> None:
-        """Does nothing: the connection is already ending."""
-
-    def abort(self) -> None:
-        self._transport.abort()
 
 
 def _may_be_http1(data: bytes) -> bool:

@@ -19,6 +19,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import (
     DRAIN_IDLE_S,
     READ_BYTES,
+    Connection,
     ConnectionManager,
     LingeringClose,
     ReadProgress,
@@ -44,7 +45,7 @@ COPY_BYTES_MAX = 64 << 10
 """Bytes of a response body up to which it is copied behind its headers, for a single write."""
 
 
-class Http1Connection(asyncio.Protocol):
+class Http1Connection(Connection):
     """An HTTP/1 connection over an asyncio transport.
 
     Attributes:

@@ -19,6 +19,7 @@ from embedserve.access.client_address import peer_address
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import (
     FIRST_BYTES_S_MAX,
+    Connection,
     ConnectionManager,
     LingeringClose,
     ReadProgress,
@@ -42,7 +43,7 @@ JOINED_BYTES_MAX = 64 << 10
 """Bytes of output up to which chunks are joined into one write."""
 
 
-class Http2Protocol(asyncio.Protocol):
+class Http2Protocol(Connection):
     """An HTTP/2 connection over an asyncio transport."""
 
     __slots__ = (
@@ -71,7 +72,6 @@ class Http2Protocol(asyncio.Protocol):
         self._manager = manager
         self._connection = Http2Connection(resolve_route, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport
         self._has_ended = self._is_write_paused = False
         self._is_flush_due = self._is_continue_due = False
         self._progress = ReadProgress()
@@ -184,10 +184,6 @@ class Http2Protocol(asyncio.Protocol):
         self._connection.close()
 
     @property
-    def peer(self) -> str:
-        return peer_address(self._transport)
-
-    @property
     def held_bytes(self) -> int:
         connection = self._connection
         return (
@@ -237,6 +233,3 @@ class Http2Protocol(asyncio.Protocol):
     def drain(self) -> None:
         self._connection.shutdown.start_drain()
         self._loop.call_later(DRAIN_PING_S_MAX, self._connection.shutdown.finish)
-
-    def abort(self) -> None:
-        self._transport.abort()

@@ -14,12 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import cast
 
-from embedserve.access.client_address import peer_address
 from embedserve.codec.json_codec import encode_error
 from embedserve.errors import InvalidRequestError
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.tls import TlsMetrics
-from embedserve.wire.connections import DRAIN_IDLE_S, ConnectionManager, LingeringClose
+from embedserve.wire.connections import (
+    DRAIN_IDLE_S,
+    Connection,
+    ConnectionManager,
+    LingeringClose,
+)
 from embedserve.wire.tls.transport import TlsTransport
 
 HANDSHAKE_S_MAX = 10.0
@@ -48,7 +52,7 @@ class Handshakes:
         self.log = RateLimitedLogger(logger)
 
 
-class Handshake(asyncio.Protocol):
+class Handshake(Connection):
     """A connection in its handshake, as protocol of the raw transport.
 
     After the handshake a TlsTransport replaces it, with a protocol made by ``make_protocol``.
@@ -71,7 +75,6 @@ class Handshake(asyncio.Protocol):
         self._came_bytes = 0
         self._is_at_work = self._is_over = False
         self._start_s = perf_counter()
-        self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
@@ -178,23 +181,13 @@ class Handshake(asyncio.Protocol):
         self._manager.discard(self)
 
     @property
-    def peer(self) -> str:
-        return peer_address(self._transport)
-
-    @property
     def held_bytes(self) -> int:
         return HANDSHAKE_BYTES + self._came_bytes + len(self._pending)
-
-    def unsent_memory(self) -> dict[int, int]:
-        return {}
 
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > HANDSHAKE_S_MAX:
             self._fail("too_late", f"it took over {HANDSHAKE_S_MAX:g} s")
             self._transport.abort()
-
-    def retire(self) -> None:
-        """Does nothing: the connection is about to switch to a TlsTransport, or close."""
 
     def drain(self) -> None:
         asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)
