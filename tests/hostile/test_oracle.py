@@ -24,6 +24,7 @@ from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http_stream import Handler
 
 OUR_SETTINGS: Settings = [
     (f.MAX_CONCURRENT_STREAMS, 128),
@@ -37,7 +38,7 @@ LIBRARY = nghttp2.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no libnghttp2.so.14")
 
 
-class Recorder:
+class Recorder(Handler):
     """The handler of one stream: records its events, and responds if ``responds`` is set."""
 
     def __init__(self, trace: Trace, request: Request, stream: Stream, responds: bool) -> None:
@@ -59,12 +60,6 @@ class Recorder:
         """
         if not self._stream.connection.is_over:
             self._request.was_reset = True
-
-    def resume(self) -> None: ...
-
-    def check_time(self, now_s: float) -> None: ...
-
-    def drain(self) -> None: ...
 
 
 class Ours:

@@ -16,7 +16,7 @@ from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.http_stream import UNREAD_S_MAX, NullHandler
+from embedserve.wire.http_stream import NULL_HANDLER, UNREAD_S_MAX, Handler
 
 RESPONSE_BODY = bytes(200_000)
 RESPONSE_HEADERS = encode([(b":status", b"200")])
@@ -61,9 +61,9 @@ class SlowClient:
         return len(data)
 
 
-def _respond(stream: Stream) -> NullHandler:
+def _respond(stream: Stream) -> Handler:
     stream.send_response(RESPONSE_HEADERS, (RESPONSE_BODY,), len(RESPONSE_BODY), b"")
-    return NullHandler()
+    return NULL_HANDLER
 
 
 def settings(window: int) -> bytes:

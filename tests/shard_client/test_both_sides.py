@@ -17,12 +17,12 @@ from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.http_stream import Headers, HttpRequest
+from embedserve.wire.http_stream import Handler, Headers, HttpRequest
 
 LIMIT = 1 << 20
 
 
-class RepeatHandler:
+class RepeatHandler(Handler):
     """A request handler that responds with the request message, repeated ``times`` times."""
 
     def __init__(self, times: int, stream: Stream) -> None:
@@ -35,14 +35,6 @@ class RepeatHandler:
         if is_end:
             body = framed(self.body[5:] * self.times)
             self.stream.send_response(HEAD_BLOCK, (body,), len(body), OK_BLOCK)
-
-    def reset(self) -> None:
-        """Does nothing: the handler holds nothing."""
-
-    resume = drain = reset
-
-    def check_time(self, now_s: float) -> None:
-        """Does nothing: the handler has no timeout."""
 
 
 class ConnectedPair:

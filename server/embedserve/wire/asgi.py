@@ -23,7 +23,7 @@ from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
 from embedserve.metrics.scrape_text import RECEIVED_S
 from embedserve.pipeline import UPLOAD_S_MAX, late_request
 from embedserve.tracing.request_id import REQUEST_ID, request_id_header
-from embedserve.wire.http_stream import HttpRequest, HttpStream
+from embedserve.wire.http_stream import Handler, HttpRequest, HttpStream
 from embedserve.wire.management_turns import ManagementTurns
 from embedserve.wire.rest.calls import write_error
 
@@ -43,7 +43,7 @@ class ClientGoneError(Exception):
     """The client closed its connection, so no response is possible."""
 
 
-class AsgiHandler:
+class AsgiHandler(Handler):
     """Stream handler that runs the management application in a task, once the request is read and
     has its turn."""
 
@@ -146,9 +146,6 @@ class AsgiHandler:
     def check_time(self, now_s: float) -> None:
         if not self._stream.is_received and now_s - self._start_s > UPLOAD_S_MAX:
             self._reject(late_request())
-
-    def drain(self) -> None:
-        """Does nothing: the request is answered as soon as it is complete."""
 
 
 def _scope(request: HttpRequest, http_version: str) -> Scope:

@@ -15,12 +15,12 @@ from embedserve.pipeline import (
     late_request,
 )
 from embedserve.tracing.request_id import HeaderList
-from embedserve.wire.http_stream import HttpStream
+from embedserve.wire.http_stream import Handler, HttpStream
 
 AnyStream = TypeVar("AnyStream", bound=HttpStream)
 
 
-class CallWriter(ResponseWriter, Generic[AnyStream]):
+class CallWriter(ResponseWriter, Handler, Generic[AnyStream]):
     """Stream handler of one embed request, and its response writer. Subclasses read the body and
     encode the response for their protocol.
 
@@ -81,13 +81,7 @@ class CallWriter(ResponseWriter, Generic[AnyStream]):
             self._context.cancel()
             self._context = None
 
-    def resume(self) -> None:
-        """Does nothing: the complete response is written in one call."""
-
     def check_time(self, now_s: float) -> None:
         context = self._context
         if context and not self._stream.is_received and now_s - context.start_s > UPLOAD_S_MAX:
             context.reject(late_request())
-
-    def drain(self) -> None:
-        """Does nothing: the request was accepted and is answered."""

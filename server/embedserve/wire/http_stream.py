@@ -44,8 +44,11 @@ class HttpRequest:
     content_length: int | None = None
 
 
-class Handler(Protocol):
-    """Receiver of a stream's request, which writes the response to the stream."""
+class Handler:
+    """Receiver of a stream's request, which writes the response to the stream. This base class is
+    the handler of a closed stream, which does nothing."""
+
+    __slots__ = ()
 
     def receive(self, data: bytes, is_end: bool) -> None:
         """Takes the next chunk of the request body; ``is_end`` marks the last chunk."""
@@ -54,30 +57,18 @@ class Handler(Protocol):
         """Handles a stream that was reset or whose connection ended; no response is possible."""
 
     def resume(self) -> None:
-        """Continues writing: the response data written so far has been sent."""
+        """Continues writing: the response data written so far has been sent. Handlers that write a
+        complete response in one call need not do anything."""
 
     def check_time(self, now_s: float) -> None:
         """Ends a request past its time limits; called every CHECK_S with perf_counter seconds."""
 
     def drain(self) -> None:
-        """Answers accepted requests, then ends the stream, because the server stops."""
+        """Answers accepted requests, then ends the stream, because the server stops. Handlers of
+        one request, which is answered once it is complete, need not do anything."""
 
 
-class NullHandler:
-    """The handler of a closed stream, which does nothing."""
-
-    def receive(self, data: bytes, is_end: bool) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def check_time(self, now_s: float) -> None: ...
-
-    def drain(self) -> None: ...
-
-
-NULL_HANDLER = NullHandler()
+NULL_HANDLER = Handler()
 
 
 class StreamConnection(Protocol):

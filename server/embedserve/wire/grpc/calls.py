@@ -51,7 +51,7 @@ from embedserve.wire.grpc.unary_body import UnaryBody
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.turns import WORK_PER_TURN
-from embedserve.wire.http_stream import Headers
+from embedserve.wire.http_stream import Handler, Headers
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
         self._stream.send_head(error_block(error) + encode(headers), is_end=True)
 
 
-class GrpcUnaryCall:
+class GrpcUnaryCall(Handler):
     """A unary call that a plain function answers without a lookup.
 
     Its message has at most PLAIN_BYTES_MAX.
@@ -182,21 +182,12 @@ class GrpcUnaryCall:
         extra_trailers = request_id_header(self._headers.get(REQUEST_ID))
         self._stream.send_head(only_trailers([*trailers, *extra_trailers]), is_end=True)
 
-    def reset(self) -> None:
-        """Does nothing: no work is pending."""
-
-    def resume(self) -> None:
-        """Does nothing: the complete response is written in one call."""
-
     def check_time(self, now_s: float) -> None:
         if not self._stream.is_received and now_s - self._start_s > UPLOAD_S_MAX:
             self._end(error_trailers(late_request()))
 
-    def drain(self) -> None:
-        """Does nothing: the call is answered as soon as its message is complete."""
 
-
-class BidiCall:
+class BidiCall(Handler):
     """A bidirectional streaming call. Subclasses process the messages in ``take``.
 
     Attributes:

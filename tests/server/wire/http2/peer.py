@@ -34,7 +34,7 @@ POST: Headers = [
 ]
 
 
-class RecordingHandler:
+class RecordingHandler(Handler):
     """Records the events of its stream; consumes the received bytes, unless it ``holds_bodies``."""
 
     def __init__(self, stream: Stream, *, holds_bodies: bool = False) -> None:
