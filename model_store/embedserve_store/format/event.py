@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.json_fields import typed
@@ -25,7 +25,7 @@ FILE_PATTERN = re.compile(r"[0-9]{8}T[0-9]{12}Z-[0-9a-f]{8}\.json")
 
 @dataclass(frozen=True)
 class Event:
-    """A change of a store."""
+    """A change of a store, with the names and the order of the fields in its file."""
 
     what: str
     """Kind of the change: publish, alias, note, copy, compact, undo, prune,
@@ -44,19 +44,7 @@ class Event:
     """Name of the alias, text of the note, or deltas that were copied; else empty."""
 
     def to_bytes(self) -> bytes:
-        return sealed_json(
-            {
-                "format_version": FORMAT_VERSION,
-                "what": self.what,
-                "model": self.model,
-                "versions": list(self.versions),
-                "who": self.who,
-                "when": self.when,
-                "host": self.host,
-                "source": self.source,
-                "detail": self.detail,
-            }
-        )
+        return sealed_json({"format_version": FORMAT_VERSION, **asdict(self)})
 
 
 def parse_event(text: bytes, where: str) -> Event:

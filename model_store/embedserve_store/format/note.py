@@ -7,7 +7,7 @@ STORE/MODEL/notes/VERSION/NUMBER.json. Files are added and never changed.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.json_fields import typed
@@ -17,11 +17,15 @@ from embedserve_store.format.version_folder import VERSION_PATTERN
 FORMAT_VERSION = 2
 """Format version of note files, the same as that of alias files: both have a seal."""
 FOLDER = "notes"
+_KINDS = {"model": str, "version": int, "number": int, "who": str, "when": str, "text": str}
+"""Types of the fields in a file."""
 _PATH_PATTERN = re.compile(rf"({VERSION_PATTERN.pattern})/({VERSION_PATTERN.pattern})\.json")
 
 
 @dataclass(frozen=True)
 class Note:
+    """A note, with the names and the order of the fields in its file."""
+
     model: str
     version: int
     number: int
@@ -32,17 +36,7 @@ class Note:
     text: str
 
     def to_bytes(self) -> bytes:
-        return sealed_json(
-            {
-                "format_version": FORMAT_VERSION,
-                "model": self.model,
-                "version": self.version,
-                "number": self.number,
-                "who": self.who,
-                "when": self.when,
-                "text": self.text,
-            }
-        )
+        return sealed_json({"format_version": FORMAT_VERSION, **asdict(self)})
 
 
 def file_name(version: int, number: int) -> str:
@@ -70,14 +64,7 @@ def parse_note(text: bytes, model: str, version: int, number: int, where: str) -
         StoreError: the file is damaged, or belongs to another model, version or number.
     """
     data = parse_sealed(text, where, FORMAT_VERSION)
-    note = Note(
-        model=typed(data, "model", str, where),
-        version=typed(data, "version", int, where),
-        number=typed(data, "number", int, where),
-        who=typed(data, "who", str, where),
-        when=typed(data, "when", str, where),
-        text=typed(data, "text", str, where),
-    )
+    note = Note(**{name: typed(data, name, kind, where) for name, kind in _KINDS.items()})
     if (note.model, note.version, note.number) != (model, version, number):
         raise StoreError(
             f"{where}: is note {note.number} of model {note.model!r} version {note.version}, "
