@@ -4,83 +4,45 @@ reports."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 from embedserve_store import PublishedVersion, publish, read_description
 from embedserve_store.commands.inspect import compared_lines
-from embedserve_store.commands.per_table_option import parse_per_table_option, parse_sharding
 from embedserve_store.commands.plan_view import count_ranks
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS
-from embedserve_store.plans.constraints import read_constraints
+from embedserve_store.publishing.options import PublishOptions
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.terminal.console import hush_torch, say, table_progress, transfer_progress
 from embedserve_store.terminal.sigterm import sigterm_interrupts
-from embedserve_store.terminal.sizes import human_bytes, parse_bytes
+from embedserve_store.terminal.sizes import human_bytes
 
 SKIPPED_SHOWN = 10
 
 
-@dataclass(frozen=True)
-class PublishFlags:
-    """Command line flags of `embedserve publish`, not parsed yet; besides --model."""
-
-    prefix: str = ""
-    dtype: str | None = None
-    sharding: str | None = None
-    world_size: int | None = None
-    hosts: int | None = None
-    constraints: Path | None = None
-    device_memory: str | None = None
-    max_error: float | None = None
-    expected: Path | None = None
-    accept_unchecked: bool = False
-    accept_draft: bool = False
-    layout_changed: bool = False
-    if_changed: bool = False
-    meta: tuple[str, ...] = ()
-    """Entries of the form KEY=VALUE."""
-
-
 def publish_checkpoint(
-    checkpoint: Path, description: Path, store: str, model: str, flags: PublishFlags
+    checkpoint: Path,
+    description: Path,
+    store: str,
+    model: str,
+    **options: Unpack[PublishOptions],
 ) -> None:
     """Publishes a version, and reports what was published and which checkpoint entries were
     skipped.
 
     Raises:
         StoreError: the checkpoint, the description or the store cannot be used.
-        ValueError: an option cannot be parsed.
     """
     hush_torch()
-    memory = flags.device_memory
     with sigterm_interrupts(), table_progress() as progress, transfer_progress() as uploading:
-        published = publish(
-            checkpoint,
-            store,
-            model=model,
-            tables=read_description(description),
-            prefix=flags.prefix,
-            dtype=parse_per_table_option(flags.dtype) if flags.dtype else None,
-            sharding=parse_sharding(flags.sharding) if flags.sharding else None,
-            world_size=flags.world_size,
-            hosts=flags.hosts,
-            constraints=read_constraints(flags.constraints) if flags.constraints else None,
-            device_memory_bytes=parse_bytes(memory) if memory else None,
-            max_error=flags.max_error,
-            expected=flags.expected,
-            accept_unchecked=flags.accept_unchecked,
-            accept_draft=flags.accept_draft,
-            layout_changed=flags.layout_changed,
-            if_changed=flags.if_changed,
-            meta=_parse_meta(flags.meta),
-            progress=progress,
-            upload_progress=uploading,
-        )
+        options["progress"], options["upload_progress"] = progress, uploading
+        tables = read_description(description)
+        published = publish(checkpoint, store, model=model, tables=tables, **options)
     report(published)
 
 
-def _parse_meta(given: Sequence[str]) -> dict[str, str]:
+def parse_meta(given: Sequence[str]) -> dict[str, str]:
+    """Parses entries KEY=VALUE. Raises ValueError."""
     meta: dict[str, str] = {}
     for one in given:
         key, equals, value = one.partition("=")

@@ -209,25 +209,34 @@ def publish(
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     with cli_errors():
         check_engine()
-        from embedserve_store.commands.publish import PublishFlags, publish_checkpoint
+        from embedserve_store.commands.per_table_option import (
+            parse_per_table_option,
+            parse_sharding,
+        )
+        from embedserve_store.commands.publish import parse_meta, publish_checkpoint
+        from embedserve_store.plans.constraints import read_constraints
+        from embedserve_store.terminal.sizes import parse_bytes
 
-        flags = PublishFlags(
+        publish_checkpoint(
+            checkpoint,
+            tables,
+            store,
+            model,
             prefix=prefix,
-            dtype=dtype,
-            sharding=sharding,
+            dtype=parse_per_table_option(dtype) if dtype else None,
+            sharding=parse_sharding(sharding) if sharding else None,
             world_size=world_size,
             hosts=hosts,
-            constraints=constraints,
-            device_memory=device_memory,
+            constraints=read_constraints(constraints) if constraints else None,
+            device_memory_bytes=parse_bytes(device_memory) if device_memory else None,
             max_error=max_error,
             expected=expected,
             accept_unchecked=accept_unchecked,
             accept_draft=accept_draft,
             layout_changed=layout_changed,
             if_changed=if_changed,
-            meta=tuple(meta or ()),
+            meta=parse_meta(meta or ()),
         )
-        publish_checkpoint(checkpoint, tables, store, model, flags)
 
 
 def describe(
