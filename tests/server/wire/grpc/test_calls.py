@@ -115,6 +115,7 @@ async def test_supported_encodings_are_accepted_and_unknown_encodings_rejected(
     await peer.wait_for_end(1)
     assert peer.status(1)[0] == code
     if code:
+        assert "'br'" in peer.status(1)[1]
         assert peer.trailers[1][b"grpc-accept-encoding"] == b"identity,deflate,gzip"
 
 
