@@ -1,9 +1,8 @@
-"""Tests of raw ids, strings, unknown ids and rows: REST equals gRPC, and so do the clients."""
+"""Tests of raw ids, strings, unknown ids and rows with the clients of REST and gRPC."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import numpy as np
@@ -18,7 +17,6 @@ from embedserve_client import (
     AsyncEmbedClient,
     AsyncGrpcEmbedClient,
     EmbedResult,
-    EmbedServeClientError,
     StreamRequest,
 )
 
@@ -42,14 +40,6 @@ CASES = [(RULED, RULED_BAGS, RULED_UNKNOWN), (UNPOOLED, UNPOOLED_BAGS, UNPOOLED_
 async def live() -> AsyncIterator[Live]:
     async with live_server(RULED, UNPOOLED) as live:
         yield live
-
-
-def json_values(response: dict[str, Any]) -> np.ndarray:
-    """Returns the values in protobuf's order: key after key if the model is unpooled."""
-    values = response["values"]
-    if isinstance(values, dict):
-        values = [row for key in response["keys"] for row in values[key]]
-    return np.array(values, np.float32)
 
 
 @pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
@@ -77,55 +67,6 @@ def check(result: EmbedResult, engine: FakeEngine, bags: Bags, unknown: dict[str
         lengths = [result[key].lengths.tolist() for key in result.keys]
         assert lengths == engine.expected_lengths(bags)
         assert [len(result[key].values) for key in result.keys] == [sum(row) for row in lengths]
-
-
-BAD = [
-    (
-        {"user": [["7", "abc"]]},
-        "features.user[0][1] is 'abc': ids of 'user' are integers of 64 bits",
-    ),
-    ({"tag": [[], [7]]}, "features.tag[1][0] is 7: ids of 'tag' are strings"),
-    ({"shelf": [[100, -1]]}, "features.shelf[0][1] is -1: not one of the 3 ids of 'shelf'"),
-]
-
-
-@pytest.mark.parametrize(("bags", "message"), BAD)
-async def test_invalid_id_is_rejected_equally_over_every_protocol(
-    live: Live, bags: Bags, message: str
-) -> None:
-    field = message.split(" ")[0]
-    response = await live.http.post("/embed", json={"features": bags})
-    assert response.status_code == 400
-    expected = {"code": "INVALID_ARGUMENT", "message": message, "field": field}
-    assert response.json()["error"] == expected
-    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}", timeout_s=WAIT_S_MAX)
-    grpc = AsyncGrpcEmbedClient(live.grpc_target, timeout_s=WAIT_S_MAX)
-    async with rest, grpc:
-        streamed = [response async for response in grpc.embed_stream([bags])]
-        assert [str(error) for error in streamed] == [message]
-        for client in (rest, grpc):
-            with pytest.raises(EmbedServeClientError) as caught:
-                await client.embed(bags)
-            assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
-async def test_integers_may_be_sent_as_strings_by_every_client(
-    live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
-) -> None:
-    """Sends ids as strings, because JavaScript has no other 64-bit integers."""
-    name = engine.model.name
-    as_strings: Bags = {
-        feature: [list(map(str, bag)) for bag in feature_bags]
-        for feature, feature_bags in bags.items()
-    }
-    response = await live.http.post(f"/models/{name}/embed", json={"features": as_strings})
-    assert np.array_equal(json_values(response.json()), engine.expected(bags))
-    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}", timeout_s=WAIT_S_MAX)
-    grpc = AsyncGrpcEmbedClient(live.grpc_target, timeout_s=WAIT_S_MAX)
-    async with rest, grpc:
-        for client in (rest, grpc):
-            check(await client.embed(as_strings, model=name), engine, bags, unknown)
 
 
 async def test_openapi_describes_strings_unknown_ids_and_rows(live: Live) -> None:
