@@ -11,7 +11,7 @@ from protocols.requests import Request, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
 from server.fake_deltas import at_seq
 from server.fake_engine import Bags
-from server.fake_models import model_info, ruled_info, unpooled_info
+from server.fake_models import model_info
 
 from embedserve.lookup_types import LookupResult
 from embedserve.pipeline import RequestContext
@@ -21,15 +21,8 @@ pytestmark = MATRIX
 BAGS: Bags = {"user": [[4], [], [6]], "movie": [[], [10, 10], []], "tag": [[1], [2, 3], []]}
 SEQS = (0, 1, 127, 128, 1234, 10**12, 2**63 - 1)
 AT_SEQ = 1235
-SHOP, SEQUENCE = Setup(), Setup([unpooled_info()])
+SHOP = Setup()
 LIVE = Setup([at_seq(model_info(), AT_SEQ)])
-RULED = Setup([ruled_info()])
-UNKNOWN: Bags = {
-    "user": [[12], [14]],
-    "movie": [[1], [99, -1]],
-    "day": [[0], [1]],
-    "shelf": [[], []],
-}
 WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3, 256)})])
 
 
@@ -63,35 +56,6 @@ async def test_response_has_the_seq_of_its_rows(
             for request in (some, one):
                 response = await driver.request(request, connection)
                 check_vectors(response, driver.engine, request, seq)
-
-
-async def test_response_with_selected_keys_and_float16_has_its_seq(
-    servers: Servers, protocol: str, set_seq: SetSeq
-) -> None:
-    driver = await servers.driver(protocol, SHOP)
-    if not driver.can("dtype", "keys"):
-        pytest.skip("requests select no outputs")
-    set_seq(1234)
-    request = Request(BAGS, output_dtype="float16", output_keys=("tag", "user"))
-    check_vectors(await driver.request(request), driver.engine, request, 1234)
-
-
-async def test_unpooled_response_has_its_seq(
-    servers: Servers, protocol: str, set_seq: SetSeq
-) -> None:
-    driver = await servers.driver(protocol, SEQUENCE)
-    request = Request({"last": [[0], [8, 8]], "tag": [[], []], "item": [[9, 3], []]})
-    set_seq(1234)
-    check_vectors(await driver.request(request), driver.engine, request, 1234)
-
-
-async def test_response_with_unknown_ids_has_its_seq(
-    servers: Servers, protocol: str, set_seq: SetSeq
-) -> None:
-    driver = await servers.driver(protocol, RULED)
-    request = Request(UNKNOWN)
-    set_seq(1234)
-    check_vectors(await driver.request(request), driver.engine, request, 1234)
 
 
 async def test_large_response_has_its_seq(servers: Servers, protocol: str, set_seq: SetSeq) -> None:
@@ -146,16 +110,6 @@ async def test_min_seq_of_a_request_is_decoded(
                 one = replace(request, min_seq=seq)
                 check_vectors(await driver.request(one, connection), driver.engine, one)
             assert min_seqs == requested
-
-
-async def test_negative_min_seq_is_rejected(servers: Servers, protocol: str) -> None:
-    driver = await servers.driver(protocol, SHOP)
-    response = await driver.request(replace(Request(BAGS), min_seq=-1))
-    assert response.code == "INVALID_ARGUMENT"
-    assert f"expected an integer from 0 to {2**63 - 1}" in response.message
-    assert "min" in response.message.partition(" is ")[0]
-    if response.field:
-        assert response.message.startswith(f"{response.field} is ")
 
 
 async def test_min_seq_ahead_of_the_rows_is_rejected_with_retry_after(
