@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -199,24 +199,6 @@ def lingering(server: OurServer, transport: UnreadTransport) -> Connection:
     return connection
 
 
-async def test_steadily_read_last_response_is_not_cut(server: OurServer) -> None:
-    transport = UnreadTransport(100 << 20)
-    connection, now_s = lingering(server, transport), perf_counter()
-    for _ in range(5):
-        connection.check_time(now_s)
-        now_s += UNREAD_S_MAX - 1
-        connection.check_time(now_s)
-        transport.unsent_bytes -= READ_BYTES_MIN
-        now_s += 2
-    assert server.wire.connections
-    connection.check_time(now_s)
-    transport.unsent_bytes -= READ_BYTES_MIN - 1
-    connection.check_time(now_s + UNREAD_S_MAX)
-    assert server.wire.connections
-    connection.check_time(now_s + UNREAD_S_MAX + 1)
-    assert not server.wire.connections
-
-
 def full_http2(server: OurServer, transport: UnreadTransport) -> Http2Protocol:
     """Returns an HTTP/2 connection that writes no more until the client has read."""
     connection = server.wire.http2(is_local=False)
@@ -226,11 +208,14 @@ def full_http2(server: OurServer, transport: UnreadTransport) -> Http2Protocol:
     return connection
 
 
-async def test_steadily_read_responses_over_http2_are_not_cut(server: OurServer) -> None:
-    """Checks a connection that stays full: it counts what the client has read meanwhile."""
+@pytest.mark.parametrize("connect", [lingering, full_http2])
+async def test_steadily_read_responses_are_not_cut(
+    server: OurServer, connect: Callable[[OurServer, UnreadTransport], Connection]
+) -> None:
+    """Checks a last response, and a connection that stays full: it counts what the client has read
+    meanwhile."""
     transport = UnreadTransport(100 << 20)
-    connection = full_http2(server, transport)
-    now_s = perf_counter()
+    connection, now_s = connect(server, transport), perf_counter()
     for _ in range(5):
         connection.check_time(now_s)
         now_s += UNREAD_S_MAX - 1
