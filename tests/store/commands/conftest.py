@@ -1,13 +1,30 @@
-"""Fixture: a store for the commands to read."""
+"""Fixtures: a store for the commands to read, and a copy to change. Runs commands."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from server.small_store import TWO_RANKS, publish_small_model
+from typer.testing import CliRunner
+
+from embedserve.commands.cli import app
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish_small_model(tmp_path_factory.mktemp("store"), *TWO_RANKS)
+
+
+@pytest.fixture
+def own_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a test's own copy of the store, with version 1 of "shop"."""
+    monkeypatch.setenv("COLUMNS", "200")
+    return shutil.copytree(store, tmp_path / "own")
+
+
+def run(*arguments: str | Path | int) -> tuple[int, str, str]:
+    """Runs `embedserve`; returns the exit status, stdout and stderr."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from store.commands.conftest import run
 
-from embedserve.commands.cli import app
 from embedserve.config import ServeSettings
 from embedserve.processes.startup.loading import open_versions
 from embedserve_store import DeltaWriter, publish
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
-
-
-@pytest.fixture
-def own_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a test's own copy of the store, with version 1 of "shop"."""
-    monkeypatch.setenv("COLUMNS", "200")
-    return shutil.copytree(store, tmp_path / "own")
-
-
-def run(*arguments: str | Path) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_an_alias_is_set_shown_and_removed(own_store: Path) -> None:

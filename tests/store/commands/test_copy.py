@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, "".join(lines)
 
 
-def test_copy_reports_copied_versions_notes_and_aliases(store: Path, tmp_path: Path) -> None:
-    own_store, target = shutil.copytree(store, tmp_path / "own"), tmp_path / "t"
+def test_copy_reports_copied_versions_notes_and_aliases(own_store: Path, tmp_path: Path) -> None:
+    target = tmp_path / "t"
     assert run("note", own_store, "shop", "1", "recall is up")[0] == 0
     assert run("alias", own_store, "shop", "stable", "1")[0] == 0
     first = f"shop: copied versions to {target}: 1\nshop: copied notes: 1\n"
@@ -33,8 +32,7 @@ def test_copy_reports_copied_versions_notes_and_aliases(store: Path, tmp_path: P
     assert run("verify", target, "shop", "stable")[0] == 0
 
 
-def test_copied_deltas_are_counted_and_may_be_excluded(store: Path, tmp_path: Path) -> None:
-    own_store = shutil.copytree(store, tmp_path / "own")
+def test_copied_deltas_are_counted_and_may_be_excluded(own_store: Path, tmp_path: Path) -> None:
     with DeltaWriter(own_store, model="shop") as writer:
         for _ in range(2):
             writer.push_rows({})

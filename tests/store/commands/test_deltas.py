@@ -4,36 +4,27 @@ deltas."""
 from __future__ import annotations
 
 import errno
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from delta_keys import key_pair, replace_file, resealed
-from typer.testing import CliRunner
+from store.commands.conftest import run
 
-from embedserve.commands.cli import app
 from embedserve_store import Bags, DeltaWriter, ModelStore
 from embedserve_store.format.delta_manifest import manifest_name
 
 
 @pytest.fixture
-def own_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_store(own_store: Path) -> Path:
     """Returns a test's own copy of the store, with version 1 of "shop" and 25 deltas."""
-    monkeypatch.setenv("COLUMNS", "200")
-    own_store = shutil.copytree(store, tmp_path / "own")
     table = ModelStore(own_store).manifest("shop").tables[0]
     with DeltaWriter(own_store, model="shop") as writer:
         for seq in range(1, 26):
             rows = np.full((2, table.embedding_dim), seq, np.float32)
             writer.push_rows({table.name: ([0, 1 + seq % 6], rows)}, step=10 * seq)
     return own_store
-
-
-def run(*arguments: str | Path | int) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_the_last_deltas_are_listed(own_store: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from store.commands.conftest import run
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from typer.testing import CliRunner
 
-from embedserve.commands.cli import app
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.description import read_description
@@ -29,13 +28,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "c.pt"
 
 
-def run(*arguments: str | Path) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["describe", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_draft_on_stdout_can_be_read_back(checkpoint: Path, tmp_path: Path) -> None:
-    code, out, _ = run(checkpoint, "--prefix", "model")
+    code, out, _ = run("describe", checkpoint, "--prefix", "model")
     assert code == 0
     (tmp_path / "d.yaml").write_text(out)
     assert read_description(tmp_path / "d.yaml").tables == (USER,)
@@ -43,11 +37,11 @@ def test_draft_on_stdout_can_be_read_back(checkpoint: Path, tmp_path: Path) -> N
 
 def test_draft_file_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "d.yaml"
-    code, out, _ = run(checkpoint, "--prefix", "model", "--output", output)
+    code, out, _ = run("describe", checkpoint, "--prefix", "model", "--output", output)
     assert (code, out) == (0, "")
     assert read_description(output).tables == (USER,)
     output.write_text("mine")
-    code, _, error = run(checkpoint, "--prefix", "model", "--output", output)
+    code, _, error = run("describe", checkpoint, "--prefix", "model", "--output", output)
     assert code == 1
     assert "is there already" in error
     assert output.read_text() == "mine"
@@ -62,7 +56,7 @@ def test_expected_results_leave_nothing_to_check(tmp_path: Path) -> None:
     write_expected(ebc, tmp_path / "e.safetensors")
     output = tmp_path / "d.yaml"
     code, _, stderr = run(
-        tmp_path / "c.pt", "--expected", tmp_path / "e.safetensors", "--output", output
+        "describe", tmp_path / "c.pt", "--expected", tmp_path / "e.safetensors", "--output", output
     )
     assert (code, stderr) == (0, f"wrote {output}: nothing is left to check, publish with it\n")
     described = read_description(output)
@@ -79,13 +73,13 @@ def test_expected_results_leave_nothing_to_check(tmp_path: Path) -> None:
 def test_ambiguous_or_unknown_prefix_is_a_one_line_error(
     checkpoint: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    code, out, error = run(checkpoint, *arguments)
+    code, out, error = run("describe", checkpoint, *arguments)
     assert (code, out) == (1, "")
     (line,) = error.splitlines()
     assert message in line
 
 
 def test_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
-    code, _, error = run(tmp_path / "none")
+    code, _, error = run("describe", tmp_path / "none")
     assert code == 1
     assert "none: cannot be read: No such file" in error

@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from store.commands.conftest import run
 
-from embedserve.commands.cli import app
 from embedserve_store import IdRule, StoreError
 from embedserve_store.commands.inspect import compared_lines, describe_ids
 from embedserve_store.format.manifest import Manifest
@@ -24,9 +23,9 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inspect_words(*arguments: str | Path) -> list[list[str]]:
     """Returns the words of each line."""
-    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return [line.split() for line in result.stdout.splitlines()]
+    code, out, error = run("inspect", *arguments)
+    assert code == 0, error
+    return [line.split() for line in out.splitlines()]
 
 
 def test_store_lists_its_models(store: Path) -> None:
@@ -80,9 +79,9 @@ def test_damaged_version_is_named_in_the_error(store: Path, tmp_path: Path) -> N
         ("1", "manifest.json: cannot be read: No such file or directory"),
         ("2", f"manifest.json: {place}"),
     ):
-        result = CliRunner().invoke(app, ["inspect", str(copied.parent), "shop", version])
-        assert (result.exit_code, result.stdout) == (1, "")
-        assert f"{copied}/{version}/{message}" in result.stderr
+        code, out, error = run("inspect", copied.parent, "shop", version)
+        assert (code, out) == (1, "")
+        assert f"{copied}/{version}/{message}" in error
 
 
 @pytest.mark.parametrize(
@@ -92,9 +91,9 @@ def test_damaged_version_is_named_in_the_error(store: Path, tmp_path: Path) -> N
 def test_missing_model_or_version_is_a_one_line_error(
     store: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    result = CliRunner().invoke(app, ["inspect", str(store), *arguments])
-    assert (result.exit_code, result.stdout) == (1, "")
-    (line,) = result.stderr.splitlines()
+    code, out, error = run("inspect", store, *arguments)
+    assert (code, out) == (1, "")
+    (line,) = error.splitlines()
     assert message in line
 
 
@@ -115,8 +114,8 @@ def test_id_rule_is_described_in_words(rule: IdRule, words: str) -> None:
 def test_version_shows_its_checkpoint_and_metadata(store: Path, tmp_path: Path) -> None:
     files = (store.parent / "model.pt", store.parent / "tables.yaml", tmp_path / "own")
     options = ("--model", "shop", "--meta", "run=8141", "--meta", "note=a = b")
-    result = CliRunner().invoke(app, ["publish", *map(str, files), *options])
-    assert result.exit_code == 0, result.output
+    code, _, error = run("publish", *files, *options)
+    assert code == 0, error
     lines = [" ".join(words) for words in inspect_words(tmp_path / "own", "shop", "1")]
     assert f"checkpoint: {store.parent}/model.pt" in lines
     assert {"kind: torch_save", "run: 8141", "note: a = b"} <= set(lines)
@@ -127,8 +126,8 @@ def test_version_shows_its_checkpoint_and_metadata(store: Path, tmp_path: Path) 
         (("--meta", "run"), "--meta is 'run', expected KEY=VALUE"),
         (("--meta", "a=1", "--meta", "a=2"), "--meta says 'a' twice"),
     ):
-        result = CliRunner().invoke(app, ["publish", *map(str, files), "--model", "shop", *wrong])
-        assert (result.exit_code, message in result.stderr) == (1, True), result.output
+        code, _, error = run("publish", *files, "--model", "shop", *wrong)
+        assert (code, message in error) == (1, True), error
 
 
 def test_escapes_and_markup_in_names_are_printed_literally(store: Path, tmp_path: Path) -> None:
@@ -137,8 +136,8 @@ def test_escapes_and_markup_in_names_are_printed_literally(store: Path, tmp_path
     (tmp_path / "tables.yaml").write_text(json.dumps({"tables": [tables[0] | {"pooling": "sum"}]}))
     checkpoint = shutil.copy(store.parent / "model.pt", tmp_path / "\x1b[31m.pt")
     files = (checkpoint, tmp_path / "tables.yaml", tmp_path / "own")
-    result = CliRunner().invoke(app, ["publish", *map(str, files), "--model", "shop"])
-    assert result.exit_code == 0, result.output
+    code, _, error = run("publish", *files, "--model", "shop")
+    assert code == 0, error
     lines = [" ".join(words) for words in inspect_words(tmp_path / "own", "shop", "1")]
     assert "t_user 7 4 float32 sum 112 B clicks[last], a[/b], \\x1b[31m rows" in lines
     assert f"checkpoint: {tmp_path}/\\x1b[31m.pt" in lines
@@ -180,14 +179,12 @@ def test_malformed_comparison_is_an_error(wrong: object, message: str) -> None:
     assert str(raised.value).startswith("model m version 3: source")
 
 
-def test_prune_reports_the_removed_versions(store: Path, tmp_path: Path) -> None:
-    own = shutil.copytree(store, tmp_path / "own")
+def test_prune_reports_the_removed_versions(own_store: Path) -> None:
     for arguments, expected in (
         (("--keep", "1", "--dry-run"), "shop: would remove versions: none\n"),
         (("--keep", "1"), "shop: removed versions: none\n"),
     ):
-        result = CliRunner().invoke(app, ["prune", str(own), "shop", *arguments])
-        assert (result.exit_code, result.stderr) == (0, expected)
-    result = CliRunner().invoke(app, ["prune", str(own), "shoes", "--keep", "1"])
-    assert result.exit_code == 1
-    assert "there is no model 'shoes'" in result.stderr
+        assert run("prune", own_store, "shop", *arguments) == (0, "", expected)
+    code, _, error = run("prune", own_store, "shoes", "--keep", "1")
+    assert code == 1
+    assert "there is no model 'shoes'" in error

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from embedserve.commands.cli import app
-
-
-@pytest.fixture
-def own_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a test's own copy of the store, with version 1 of "shop"."""
-    monkeypatch.setenv("COLUMNS", "200")
-    return shutil.copytree(store, tmp_path / "own")
-
-
-def run(*arguments: str | Path) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
+from store.commands.conftest import run
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
