@@ -45,7 +45,7 @@ class BatchRunner:
         metrics: ModelMetrics,
         executor: Executor,
         threads: int,
-        on_ended: Callable[[asyncio.AbstractEventLoop], None],
+        on_ended: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -62,9 +62,7 @@ class BatchRunner:
         self._is_inline = not engine.waits_for_device and engine.remote is None
         self._on_ended = on_ended
 
-    def run_small(
-        self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, taken: list[PendingRequest]
-    ) -> None:
+    def run_small(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
         """Joins a batch from ``queue``, whose requests are in the model's order, on the event loop.
         Looks it up there too, unless the engine waits for a device or for other servers."""
         if not taken:
@@ -93,27 +91,24 @@ class BatchRunner:
             self._finish(taken, batch, [self._lookups.run(batch)])
         else:
             queue.begin_batch()
-            self._look_up(loop, queue, taken, batch)
+            self._look_up(queue, taken, batch)
 
-    def run_large(
-        self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, taken: list[PendingRequest]
-    ) -> None:
+    def run_large(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
         """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
         features, or some of them, in any order."""
         queue.begin_batch()
         view = begin_view(self._lookups.engine.rows_reader)
         try:
             requests = [pending.request for pending in taken]
-            joining = self._lookups.join_in_thread(loop, requests, view)
+            joining = self._lookups.join_in_thread(requests, view)
         except Exception:  # the executor has been shut down
             end_view(view)
-            self._drop(loop, queue, taken, "joining")
+            self._drop(queue, taken, "joining")
         else:
-            joining.add_done_callback(partial(self._on_joined, loop, queue, taken, view))
+            joining.add_done_callback(partial(self._on_joined, queue, taken, view))
 
     def _on_joined(
         self,
-        loop: asyncio.AbstractEventLoop,
         queue: RequestQueue,
         taken: list[PendingRequest],
         view: BatchView | None,
@@ -125,7 +120,7 @@ class BatchRunner:
             batch, requests, errors, sub_batches = joining.result()
         except Exception:
             end_view(view)
-            self._drop(loop, queue, taken, "joining")
+            self._drop(queue, taken, "joining")
             return
         self._reject(taken, errors)
         for i, request in requests.items():
@@ -137,14 +132,13 @@ class BatchRunner:
             queue.end_batch()
             late = DeadlineExceededError("the deadline passed while its batch was joined")
             self._fail(valid, late.of(self._model))  # `valid` is empty if no request was valid
-            self._on_ended(loop)
+            self._on_ended()
         else:
             self._counts.observe_batch(batch)
-            self._look_up(loop, queue, valid, batch, sub_batches)
+            self._look_up(queue, valid, batch, sub_batches)
 
     def _look_up(
         self,
-        loop: asyncio.AbstractEventLoop,
         queue: RequestQueue,
         taken: list[PendingRequest],
         batch: Batch,
@@ -160,11 +154,11 @@ class BatchRunner:
         deadline_s = max([pending.deadline_s for pending in taken])
         if lookups.traces_calls and (ticket := taken[0].ticket) is not None:
             batch.calls = ticket.trace_calls(taken)
-        finish = partial(self._on_looked_up, loop, queue, taken, batch, is_large)
+        finish = partial(self._on_looked_up, queue, taken, batch, is_large)
         try:
-            lookups.submit(loop, batch, sub_batches, as_float16, deadline_s, finish)
+            lookups.submit(batch, sub_batches, as_float16, deadline_s, finish)
         except Exception:  # the executor has been shut down, or the rows were not found
-            self._drop(loop, queue, taken, "looking up")
+            self._drop(queue, taken, "looking up")
 
     def _all_request_float16(self, taken: Sequence[PendingRequest]) -> bool:
         """Whether all requests want float16 and no shadow needs the float32 values."""
@@ -174,7 +168,6 @@ class BatchRunner:
 
     def _on_looked_up(
         self,
-        loop: asyncio.AbstractEventLoop,
         queue: RequestQueue,
         taken: list[PendingRequest],
         batch: Batch,
@@ -187,20 +180,17 @@ class BatchRunner:
         if not may_split_in_thread or self._lookups.is_split_quick(requests):
             queue.end_batch()
             self._finish(taken, batch, looked_up)
-            self._on_ended(loop)
+            self._on_ended()
             return
         try:
-            splitting = self._lookups.split_in_thread(loop, requests, batch, values)
+            splitting = self._lookups.split_in_thread(requests, batch, values)
         except Exception:  # the executor has been shut down
-            self._drop(loop, queue, taken, "splitting the batch of")
+            self._drop(queue, taken, "splitting the batch of")
         else:
-            splitting.add_done_callback(
-                partial(self._on_split, loop, queue, taken, batch, looked_up)
-            )
+            splitting.add_done_callback(partial(self._on_split, queue, taken, batch, looked_up))
 
     def _on_split(
         self,
-        loop: asyncio.AbstractEventLoop,
         queue: RequestQueue,
         taken: list[PendingRequest],
         batch: Batch,
@@ -209,7 +199,7 @@ class BatchRunner:
     ) -> None:
         queue.end_batch()
         self._finish(taken, batch, looked_up, splitting.result)
-        self._on_ended(loop)
+        self._on_ended()
 
     def _finish(
         self,
@@ -278,15 +268,9 @@ class BatchRunner:
                 pending.reject(error)
         self.on_batch_done()
 
-    def _drop(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        queue: RequestQueue,
-        taken: Sequence[PendingRequest],
-        doing: str,
-    ) -> None:
+    def _drop(self, queue: RequestQueue, taken: Sequence[PendingRequest], doing: str) -> None:
         """Fails a batch that had left the event loop, for the exception that is being handled."""
         self._lookups.log_failure(f"{doing} {len(taken)} requests")
         queue.end_batch()
         self._fail(taken, EngineError(FAILED))
-        self._on_ended(loop)
+        self._on_ended()

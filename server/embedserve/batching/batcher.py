@@ -67,7 +67,7 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._counts = metrics.version
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the first request
         metrics.count_queue = self._count_queue
         waits, remote = engine.waits_for_device, engine.remote
         # With 0 no batch is inline: the work of every batch exceeds it.
@@ -130,7 +130,7 @@ class Batcher:
         queue.examples += examples
         queue.ids += ids
         if not self._is_scheduled and not queue.is_saturated:
-            self._schedule(self._loop)
+            self._schedule()
 
     def withdraw(self, pending: PendingRequest) -> None:
         """Removes ``pending`` from its queue and from the queue's totals."""
@@ -187,20 +187,21 @@ class Batcher:
                 self.on_full()
             raise
 
-    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule(self) -> None:
         """Schedules the next batch; at least one queue is ready.
 
         The batch starts in the next event-loop iteration, or with ``delay_ms_max`` once its first
         request has waited that long.
         """
-        if self._is_scheduled or (self._limits.delay_ms_max and self._waits_for_company(loop)):
+        if self._is_scheduled or (self._limits.delay_ms_max and self._waits_for_company()):
             return
         if self._timer is not None:
             self._stop_timer(self._timer)
         self._is_scheduled = True
-        loop.call_soon(self._step, loop)
+        assert self._loop is not None
+        self._loop.call_soon(self._step)
 
-    def _waits_for_company(self, loop: asyncio.AbstractEventLoop) -> bool:
+    def _waits_for_company(self) -> bool:
         ready = [queue for queue in self._queues if queue.is_ready()]
         if any(queue.fills_a_batch() for queue in ready):
             return False
@@ -208,15 +209,16 @@ class Batcher:
         if self._timer is None or start_s < self._timer_s:
             if self._timer is not None:
                 self._stop_timer(self._timer)
-            self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
+            assert self._loop is not None
+            self._timer = self._loop.call_later(start_s - perf_counter(), self._step)
             self._timer_s = start_s
         return True
 
-    def _schedule_next(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule_next(self) -> None:
         small, large = self._small, self._large
         can_run = small.examples and not small.is_saturated
         if can_run or (large.examples and not large.is_saturated):
-            self._schedule(loop)
+            self._schedule()
         elif self._on_retired is not None:
             self._retire_if_idle(self._on_retired)
 
@@ -239,7 +241,7 @@ class Batcher:
         timer.cancel()
         self._timer = None
 
-    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _step(self) -> None:
         """Takes one batch from each queue that is ready, and has it run."""
         self._is_scheduled = False
         if self._timer is not None:
@@ -250,10 +252,10 @@ class Batcher:
                 taken = self._take(queue)
                 # The batch may be small even if the queue held much: it ends at its limits.
                 if work_bytes > self._join_bytes_max and self._is_large_batch(taken):
-                    self.runner.run_large(loop, queue, taken)
+                    self.runner.run_large(queue, taken)
                 else:
-                    self.runner.run_small(loop, queue, taken)
-        self._schedule_next(loop)
+                    self.runner.run_small(queue, taken)
+        self._schedule_next()
 
     def _is_large_batch(self, taken: Sequence[PendingRequest]) -> bool:
         requests = [pending.request for pending in taken]

@@ -102,16 +102,14 @@ class LookupExecutor:
         return values, perf_counter() - start_s
 
     def join_in_thread(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        requests: Sequence[LookupRequest],
-        view: BatchView | None,
+        self, requests: Sequence[LookupRequest], view: BatchView | None
     ) -> asyncio.Future[Joined]:
         """Joins ``requests``, in any order of features, for a lookup in ``view``.
 
         Raises:
             RuntimeError: the executor has been shut down.
         """
+        loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._executor, self._join, requests, view)
 
     def _join(self, requests: Sequence[LookupRequest], view: BatchView | None) -> Joined:
@@ -133,7 +131,6 @@ class LookupExecutor:
 
     def submit(
         self,
-        loop: asyncio.AbstractEventLoop,
         batch: Batch,
         sub_batches: Sequence[Batch],
         as_float16: bool,
@@ -165,6 +162,7 @@ class LookupExecutor:
             end_view(batch.view)
             finish(done.result())
 
+        loop = asyncio.get_running_loop()
         try:
             looking_up = asyncio.gather(
                 *(
@@ -199,17 +197,14 @@ class LookupExecutor:
         )
 
     def split_in_thread(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        requests: Sequence[LookupRequest],
-        batch: Batch,
-        value_chunks: Sequence[np.ndarray],
+        self, requests: Sequence[LookupRequest], batch: Batch, value_chunks: Sequence[np.ndarray]
     ) -> asyncio.Future[list[LookupResult]]:
         """Calls ``split`` in a thread.
 
         Raises:
             RuntimeError: the executor has been shut down.
         """
+        loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._executor, self.split, requests, batch, value_chunks)
 
     def split(
