@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-RESTART_DELAY_S_MAX = 30.0
+RESTART_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Seconds until the next start after one failure, two, and so on. The last one is also that of all
+further failures."""
 QUICK_END_S = 60.0
 """Seconds that a process must run, a worker or a shard from when it was ready, for its count of
 failures to be reset. One that ends sooner is started again at once only the first time."""
@@ -151,7 +153,8 @@ class Restarts:
         if well_s >= QUICK_END_S:
             self.failures = 0
         at_once = was_ready and not self.failures
-        delay_s = 0.0 if at_once else min(2.0 ** max(0, self.failures - 1), RESTART_DELAY_S_MAX)
+        last = len(RESTART_DELAYS_S) - 1
+        delay_s = 0.0 if at_once else RESTART_DELAYS_S[min(max(0, self.failures - 1), last)]
         self.failures += 1
         self.at_s = now_s + delay_s
         return delay_s

@@ -1,4 +1,5 @@
-"""Tests of forking: a failed fork leaves no descriptors, and the end of a process is described."""
+"""Tests of forking: a failed fork leaves no descriptors, the end of a process is described, and
+restarts have delays."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from embedserve.processes.forked import described, fork
+from embedserve.processes.forked import Restarts, described, fork
 
 
 def test_failed_fork_leaves_no_descriptors_and_no_blocked_signals(
@@ -39,3 +40,10 @@ def test_failed_fork_leaves_no_descriptors_and_no_blocked_signals(
 )
 def test_end_of_a_process_is_described_by_exit_code_or_signal(exit_code: int, how: str) -> None:
     assert described(exit_code) == how
+
+
+def test_restart_delay_grows_to_its_limit_and_stays_there() -> None:
+    restarts = Restarts()
+    delays_s = [restarts.schedule(0.0, was_ready=True) for _ in range(2000)]
+    assert delays_s[:8] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert set(delays_s[8:]) == {30}
