@@ -178,7 +178,7 @@ def connected(
     asked, way = WAYS[name]
     bodies = [asked.body(way, work, request) for request in work.requests[:100]]
     with ThreadPoolExecutor(2) as executor, tokens(is_asked) as (file, headers):
-        settings = ServeSettings(store="", tokens=file) if file else ServeSettings(store="")
+        settings = ServeSettings(store="", tokens=file, default_model=work.tables.name)
         pipeline = build_pipeline({work.tables.name: engine}, settings, executor)
         wire = WireServer(pipeline, management_app(pipeline))
         sinks = [Sink() for _ in range(connections)]

@@ -30,8 +30,9 @@ FOLLOW = ("--follow-s", FOLLOW_S)
 POLLS_MIN = 10
 
 
-def publish_next(store: Path | str, number: int) -> None:
-    """Publishes version ``number``, in which every value of row r is number * STEP + r."""
+def publish_next(store: Path | str, number: int, model: str = "m") -> None:
+    """Publishes version ``number`` of ``model``, in which every value of row r is
+    number * STEP + r."""
     values = number * STEP + torch.arange(ROWS, dtype=torch.float32)
     tables = [
         TableSpec("user", ROWS, DIM, ("user",), "sum", "float32"),
@@ -41,7 +42,7 @@ def publish_next(store: Path | str, number: int) -> None:
         f"ebc.embedding_bags.{table.name}.weight": values[:, None].repeat(1, table.embedding_dim)
         for table in tables
     }
-    published = publish(weights, store, model="m", tables=tables, sharding="table_wise")
+    published = publish(weights, store, model=model, tables=tables, sharding="table_wise")
     assert published.version == number
 
 

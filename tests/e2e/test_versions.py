@@ -270,5 +270,17 @@ def test_administrator_loads_and_unloads_versions(
             ask_server(ServerClient(server.http), "load", "m@1")
 
 
+def test_worker_that_starts_later_has_the_default_model_of_the_others(tmp_path: Path) -> None:
+    store, management_port = tmp_path / "store", free_port()
+    publish_next(store, 1)
+    publish_next(store, 1, model="n")
+    options = ("--model", "m", "--workers", 2)
+    with running(store, tmp_path / "log", *options, management_port=management_port) as server:
+        ask_server(ServerClient(f"http://127.0.0.1:{management_port}"), "load", "n")
+        os.kill(int(children(server.process.pid)[0]), signal.SIGKILL)
+        wait_until(lambda: "is ready again" in server.log.read_text())
+        assert {rest_version(server) for _ in range(40)} == {1}
+
+
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -57,6 +57,7 @@ from embedserve.processes.startup.loading import (
     open_versions_to_fork,
     opened_in_time,
     restore_all,
+    with_default_model,
 )
 from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
@@ -176,6 +177,7 @@ def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> Non
     try:
         with serve_health_while_loading(settings, ports) as end_startup_server:
             versions = make_resident_and_verify(settings, opened_in_time(settings, open_versions))
+            settings = with_default_model(settings, versions)
             with _loaded(settings, versions) as (pipeline, version_manager):
                 import uvloop
 
@@ -255,6 +257,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         stack.callback(ports.close)
         end_startup_server = stack.enter_context(serve_health_while_loading(settings, ports))
         opened = opened_in_time(settings, open_versions_to_fork)
+        settings = with_default_model(settings, opened)
         delta_versions = _delta_versions(settings, opened)
         # In this process only adopt changes the dict. Each worker is forked with a copy, and its
         # VersionManager changes that.
@@ -379,10 +382,7 @@ def _worker_main(
     counters = WorkerCounters(slots, index)
     try:
         deltas = {one.name: has for one, has in delta_versions.take().items() if not one.is_next}
-        with _loaded(settings, versions, counters, room, deltas) as (
-            pipeline,
-            manager,
-        ):
+        with _loaded(settings, versions, counters, room, deltas) as (pipeline, manager):
             import uvloop
 
             ready = partial(_log_ready, pipeline, ports, start_s, settings)

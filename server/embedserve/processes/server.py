@@ -117,15 +117,14 @@ def build_pipeline(
         name: _batcher(engine, infos[name], settings, metrics, executor)
         for name, engine in engines.items()
     }
-    models = {info.name for info in infos.values()}
-    default = settings.default_model or (models.pop() if len(models) == 1 else "")
     access = Authenticator(settings.tokens) if settings.tokens else None
     metrics.callers.callers = access
     traces = _traces(settings)
     telemetry = RequestTelemetry(
         settings.slow_ms, tells_times=settings.server_timing, traces=traces
     )
-    prefix, served = settings.shared_memory, ModelRegistry(batchers, default, settings.limits)
+    served = ModelRegistry(batchers, settings.default_model, settings.limits)
+    prefix = settings.shared_memory
     shared = RegionRegistry(prefix, settings.limits) if prefix else None
     addresses = ClientAddresses(settings.trusted_proxy)
     return RequestPipeline(served, metrics, access, telemetry, shared, addresses)

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -178,6 +178,14 @@ def opened_in_time(
                 said = str(error)
                 logger.warning("waiting for what is to be served: %s", said)
         time.sleep(WAIT_S)
+
+
+def with_default_model(settings: ServeSettings, names: Iterable[str]) -> ServeSettings:
+    """Returns ``settings`` with the default model of a server that starts with ``names``. It stays
+    the default while others are loaded and unloaded, also in workers that start later."""
+    models = {split_name(name)[0] for name in names}
+    only = models.pop() if len(models) == 1 else ""
+    return replace(settings, default_model=settings.default_model or only)
 
 
 def _check_published(published: list[str], names: list[str], settings: ServeSettings) -> None:
