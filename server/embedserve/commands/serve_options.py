@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -19,6 +19,14 @@ REPEATABLE = tuple(
     name for name, kind in get_type_hints(ServeSettings).items() if kind == tuple[str, ...]
 )
 """Settings that may be repeated: typer passes a list of them, or None."""
+_TOML_KINDS: Mapping[Any, tuple[str, tuple[type, ...]]] = {
+    bool: ("true or false", (bool, str)),
+    int: ("a number", (int, float, str)),
+    float: ("a number", (int, float, str)),
+    str: ("a string", (str,)),
+}
+"""By kind of setting, what its key of the TOML file is to have, and the types that are accepted. A
+string is parsed as on the command line."""
 
 
 def with_settings_as_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -99,4 +107,17 @@ def _config_values(path: Path) -> dict[str, Any]:
             raise typer.BadParameter(
                 f"{path}: unknown key {key!r}; there are {', '.join(sorted(known))}"
             )
+        if expected := _expected_kind(key, values[key]):
+            raise typer.BadParameter(f"{path}: {key} is {values[key]!r}, expected {expected}")
     return values
+
+
+def _expected_kind(key: str, value: object) -> str:
+    """Returns what key ``key`` of the TOML file is to have; "" if ``value`` is of that kind."""
+    if key in REPEATABLE:
+        is_strings = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        return "" if is_strings else "a list of strings"
+    kind = (get_type_hints(ServeSettings) | get_type_hints(Limits))[key]
+    words, types = _TOML_KINDS[kind]
+    is_right = isinstance(value, types) and (kind is bool or not isinstance(value, bool))
+    return "" if is_right else words

@@ -168,6 +168,29 @@ def test_missing_config_file_stops_the_start(served: list[ServeSettings]) -> Non
     assert served == []
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('model = "shop"', "model is 'shop', expected a list of strings"),
+        ("model = [1]", "model is [1], expected a list of strings"),
+        ("host = {a = 1}", "host is {'a': 1}, expected a string"),
+        ("tls_cert = false", "tls_cert is False, expected a string"),
+        ("workers = true", "workers is True, expected a number"),
+        ("queue_ids_max = [1]", "queue_ids_max is [1], expected a number"),
+        ("wait = 2", "wait is 2, expected true or false"),
+    ],
+)
+def test_config_value_of_the_wrong_kind_is_named_with_its_file(
+    tmp_path: Path, served: list[ServeSettings], text: str, words: str
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(text)
+    result = run("serve", "store", "--config", config)
+    assert result.exit_code == 2
+    assert f"c.toml: {words}" in " ".join(result.stderr.replace("│", "").split())
+    assert served == []
+
+
 def test_router_config_of_a_cluster_is_checked_before_it_starts(tmp_path: Path) -> None:
     config = tmp_path / "router.toml"
     for text, words in (
