@@ -62,6 +62,7 @@ def check_settings(settings: ServeSettings) -> None:
             f"worker_hang_s is {settings.worker_hang_s:g}, which workers of a busy host would "
             f"exceed: use {HANG_S_MIN:g} or more, or 0 for never"
         )
+    _check_folders(settings)
     _check_deltas(settings)
     _check_parts(settings)
     _check_security(settings)
@@ -100,6 +101,17 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
 def delta_poll_s(settings: ServeSettings) -> float:
     """Returns the seconds between two polls for deltas."""
     return settings.delta_poll_s or (0.25 if is_url(settings.store) else 0.05)
+
+
+def _check_folders(settings: ServeSettings) -> None:
+    """Raises ValueError for paths that the processes of a server cannot send each other."""
+    for name in ("store", "cache"):
+        path = getattr(settings, name)
+        if settings.is_supervised and path != path.encode(errors="replace").decode():
+            raise ValueError(
+                f"{name} is {path!r}, which is not UTF-8: with several processes (workers, deltas) "
+                "give it another name"
+            )
 
 
 def _check_deltas(settings: ServeSettings) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -124,6 +126,20 @@ def test_otlp_endpoint_must_be_a_url(endpoint: str) -> None:
 def test_invalid_unix_sockets_are_rejected(settings: ServeSettings, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         check_settings(settings)
+
+
+@pytest.mark.parametrize("name", ["store", "cache"])
+@pytest.mark.parametrize("several", [{"workers": 2}, {"deltas": "follow"}])
+def test_paths_that_are_not_utf8_are_rejected_for_several_processes(
+    name: str, several: dict[str, Any]
+) -> None:
+    other: dict[str, Any] = {name: os.fsdecode(b"/models/st\xff")}
+    settings = replace(PLAIN, **other)
+    check_settings(settings)
+    with pytest.raises(ValueError, match=f"{name} is '/models/st.udcff', which is not UTF-8"):
+        check_settings(replace(settings, **several))
+    other[name] = "/models/größe"
+    check_settings(replace(PLAIN, **other, **several))
 
 
 def test_valid_unix_sockets_are_accepted() -> None:
