@@ -312,10 +312,11 @@ class ModelRegistry:
         self.check_loaded()
         served = ", ".join(self._batchers)
         if not name:
+            why = "there is no default (serve --default-model)"
+            if self.default_model:  # an administrator has unloaded it
+                why = f"the default model {self.default_model!r} is not served"
             raise UnknownModelError(
-                f"the request names no model and there is no default (serve --default-model): "
-                f"this server has {served}",
-                "model",
+                f"the request names no model and {why}: this server has {served}", "model"
             )
         model, version = split_name(name)
         if version and (there := self._routes.possible.get(model)):

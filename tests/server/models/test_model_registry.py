@@ -68,6 +68,16 @@ async def test_request_must_name_a_model_without_a_default(
         submit_to(models, make_request(USER))
 
 
+async def test_default_model_that_was_unloaded_is_named(
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_pipeline(engine, films, executor=executor, default_model="shop").models
+    models.remove("shop")
+    message = "names no model and the default model 'shop' is not served: this server has films"
+    with pytest.raises(UnknownModelError, match=message):
+        submit_to(models, make_request(USER))
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
