@@ -164,6 +164,8 @@ class StoreWatcher:
     async def _open(self, name: str, number: int) -> None:
         await _log_fault(self._open_and_report(name, number))
         del self._openings[name]
+        if self._version_manager.target(name) is None:  # unloaded meanwhile
+            self._resolver.forget(name)
         self._report_poll()
 
     async def _open_and_report(self, name: str, number: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from server.gate import Gate
 from server.processes.rollout.following_process import FollowingProcess, add_version, before_open
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
 from embedserve.processes.rollout import version_resolver
@@ -106,6 +106,24 @@ async def test_version_is_not_loaded_if_its_alias_moves_while_it_is_opened(
     before_open(monkeypatch, lambda name: set_alias(store, "shop", "stable", moved_to))
     assert await process.poll() == moved_to
     assert process.attempts == loaded
+
+
+async def test_version_is_released_if_its_name_is_unloaded_while_it_is_opened(
+    store: Path, unpublished: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = FollowingProcess(store, executor)
+    assert await process.poll() == 1
+    loop, admin = asyncio.get_running_loop(), process.agent.admin
+    assert await admin.load("shop@1") == 1
+    add_version(unpublished, store, 2)
+
+    def unload(name: str) -> None:
+        asyncio.run_coroutine_threadsafe(admin.unload(name), loop).result(WAIT_S_MAX)
+
+    before_open(monkeypatch, unload)
+    await process.poll()
+    assert list(process.rollout.versions) == ["shop@1"]
+    assert process.agent._watcher._resolver._opened == {}
 
 
 async def test_alias_settings_changed_while_a_version_opens_apply_to_it(
