@@ -37,10 +37,15 @@ class HealthStatuses:
             raise UnknownModelError(f"service is {service!r}: this server has no such service")
         return self.response(status)
 
-    def status(self, service: str) -> Any:
+    def status(self, service: str | None) -> Any:
+        """Returns the status of ``service``, which is None or another name if unknown."""
         if service not in self._services:
             return _RESPONSE.SERVICE_UNKNOWN
         return _RESPONSE.SERVING if self._is_ready() else _RESPONSE.NOT_SERVING
+
+    def known(self, service: str) -> str | None:
+        """Returns ``service``, or None if the server has no such service."""
+        return service if service in self._services else None
 
     def response(self, status: Any) -> bytes:
         response: bytes = _RESPONSE(status=status).SerializeToString()
@@ -71,15 +76,18 @@ class Watch(BidiCall):
         super().__init__(encoding, headers, stream)
         self._health = health
         self._service: str | None = None
+        self._is_watching = False
         self._last_status: Any = None
 
     def take(self, message: bytes) -> None:
-        if self._service is None:
-            self._service = _service(message)
+        if not self._is_watching:
+            # An unknown name is not kept: it may have 64 KiB, and the call may never end.
+            self._service = self._health.known(_service(message))
+            self._is_watching = True
             self._send_changed_status()
 
     def _send_changed_status(self) -> None:
-        if self._service is None:
+        if not self._is_watching:
             return
         status = self._health.status(self._service)
         if status != self._last_status:
@@ -88,7 +96,7 @@ class Watch(BidiCall):
             self.write((response,), len(response))
 
     def is_idle(self) -> bool:
-        return self._is_draining or self._service is None
+        return self._is_draining or not self._is_watching
 
     def check_time(self, now_s: float) -> None:
         super().check_time(now_s)

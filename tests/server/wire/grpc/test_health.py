@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from time import perf_counter
 
 import pytest
@@ -12,6 +13,9 @@ from server.wire.http2.peer import data
 from embedserve.errors import DRAINING
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.service import SERVICE_NAME
+from embedserve.wire.http2.control import STREAMS_MAX
+from embedserve.wire.http2.frames import FRAME_BYTES_MAX
+from embedserve.wire.http2.protocol import STREAM_BYTES
 
 
 def health_statuses(peer: GrpcPeer, stream_id: int) -> list[int]:
@@ -54,6 +58,35 @@ async def test_health_watch_ends_with_the_drain(peer: GrpcPeer) -> None:
     peer.take()
     assert health_statuses(peer, 1) == [1, 2]
     assert 1 in peer.trailers
+
+
+async def test_watch_of_an_unknown_service_does_not_keep_its_name(peer: GrpcPeer) -> None:
+    """Watches names that take 4 bytes a character in memory; a client may leave the calls open."""
+    name = "n" * 60_000 + "\N{SNAKE}"
+    body = framed(health_pb2.HealthCheckRequest(service=name).SerializeToString())
+    calls = []
+    for number in range(1, 2 * STREAMS_MAX, 2):
+        headers = peer.headers(number, request_headers(WATCH), is_end=False).serialize()
+        chunks = [data(number, one).serialize() for one in _cut(body)]
+        calls.append(headers + b"".join(chunks))
+    tracemalloc.start()
+    try:
+        for call in calls:
+            peer.connection.receive(call)
+            while peer.connection.has_more:
+                peer.connection.receive(b"")
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    peer.take()
+    assert [health_statuses(peer, number) for number in peer.connection.streams] == (
+        [[3]] * STREAMS_MAX
+    )
+    assert kept_bytes < STREAMS_MAX * STREAM_BYTES
+
+
+def _cut(body: bytes) -> list[bytes]:
+    return [body[at : at + FRAME_BYTES_MAX] for at in range(0, len(body), FRAME_BYTES_MAX)]
 
 
 @pytest.mark.parametrize("path", [CHECK, WATCH])
