@@ -111,14 +111,18 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._raw.write(self._outgoing.read())
         if self._has_left or self._encrypted:
             self._read_soon()
+        if problem is not None and not isinstance(problem, ssl.SSLZeroReturnError):
+            # OpenSSL neither writes nor returns a certificate any more, so that what came before
+            # the invalid record cannot be answered.
+            self._is_closing = True
+            self._drop_backlog()
+            self._raw.close()  # the alert was written above
+            return
         if plain:
             self._protocol.data_received(plain)
         if problem is None or self._raw.is_closing():
             return
-        if not isinstance(problem, ssl.SSLZeroReturnError):
-            self._is_closing = True
-            self._raw.close()  # the alert was written above
-        elif not self._protocol.eof_received():
+        if not self._protocol.eof_received():
             self.close()
 
     def _decrypt(self) -> tuple[bytes, ssl.SSLError | None]:
@@ -315,10 +319,13 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         if self._is_closing:
             self._raw.close()
 
-    def abort(self) -> None:
-        self._is_closing = True
+    def _drop_backlog(self) -> None:
         self._backlog.clear()
         self._backlog_bytes = 0
+
+    def abort(self) -> None:
+        self._is_closing = True
+        self._drop_backlog()
         self._encrypted = b""
         self._raw.abort()
 
@@ -327,8 +334,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
-        self._backlog.clear()
-        self._backlog_bytes = 0
+        self._drop_backlog()
         self._encrypted = b""
         self._protocol.connection_lost(exc)
 

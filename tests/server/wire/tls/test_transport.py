@@ -17,6 +17,7 @@ from server.raw_http import OurServer, get, post, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
+from embedserve.wire.connections import LingeringClose, ProtocolDetector
 from embedserve.wire.tls.transport import TlsTransport
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
@@ -168,16 +169,7 @@ async def test_invalid_tls_record_ends_only_its_own_connection(
     server: OurServer, client: ssl.SSLContext, damage: str
 ) -> None:
     other_connection = await server.open(client)
-    raw_reader, raw_writer = await server.open()
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = client.wrap_bio(incoming, outgoing, server_hostname="localhost")
-    while True:
-        try:
-            tls.do_handshake()
-            break
-        except ssl.SSLWantReadError:
-            raw_writer.write(outgoing.read())
-            incoming.write(await raw_reader.read(65536))
+    raw_reader, raw_writer, tls, outgoing = await _shake_hands(server, client)
     tls.write(post(BODY))
     record = outgoing.read()
     raw_writer.write(
@@ -195,6 +187,63 @@ async def test_invalid_tls_record_ends_only_its_own_connection(
     assert (await read_response(other_connection[0]))[0] == 200
     await until(lambda: len(server.wire.connections) == 1)
     assert server.outcomes().get("OK") == 1
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+INVALID_RECORD = b"\x17\x03\x03\x00\x20" + bytes(32)
+
+
+@pytest.mark.parametrize("data", [get("/nothing"), post(BODY), PREFACE], ids=["get", "post", "h2"])
+async def test_invalid_record_behind_a_request_ends_the_connection_quietly(
+    server: OurServer, client: ssl.SSLContext, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sends both in one segment, so that the server decrypts them together."""
+    reader, writer, tls, outgoing = await _shake_hands(server, client)
+    tls.write(data)
+    writer.write(outgoing.read() + INVALID_RECORD)
+    while await reader.read(65536):
+        pass
+    await until(lambda: not server.wire.connections)
+    assert caplog.records == []
+
+
+async def test_invalid_record_while_a_last_response_is_sent_ends_the_connection_quietly(
+    server: OurServer, client: ssl.SSLContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer, tls, outgoing = await _shake_hands(server, client)
+    transport_of(writer).pause_reading()
+    tls.write(post(LARGE, LARGE_RESPONSE, "Connection: close"))
+    writer.write(outgoing.read())
+    await until(lambda: any(isinstance(one, LingeringClose) for one in server.wire.connections))
+    (connection,) = server.wire.connections
+    assert isinstance(connection, LingeringClose)
+    writer.write(INVALID_RECORD)
+    await until(connection._transport.is_closing)
+    transport_of(writer).resume_reading()
+    while await reader.read(65536):
+        pass
+    await until(lambda: not server.wire.connections)
+    assert caplog.records == []
+
+
+async def _shake_hands(
+    server: OurServer, client: ssl.SSLContext
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, ssl.SSLObject, ssl.MemoryBIO]:
+    """Returns the streams of a TCP connection, its TLS object, and the BIO of bytes to send."""
+    reader, writer = await server.open()
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    while True:
+        try:
+            tls.do_handshake()
+        except ssl.SSLWantReadError:
+            writer.write(outgoing.read())
+            incoming.write(await reader.read(65536))
+        else:
+            break
+    writer.write(outgoing.read())
+    await until(lambda: any(isinstance(one, ProtocolDetector) for one in server.wire.connections))
+    return reader, writer, tls, outgoing
 
 
 async def test_client_close_ends_the_connection(server: OurServer, client: ssl.SSLContext) -> None:
