@@ -310,6 +310,10 @@ class BidiCall(Handler):
         """Processes a message that must be decompressed off the event loop."""
         raise AssertionError("a subclass with a larger limit takes such messages")
 
+    def charge(self, work: int) -> None:
+        """Adds ``work`` units to those of the current message, which are MESSAGE_WORK or more."""
+        self._deframer.work += work
+
     def write(self, chunks: ResponseChunks, nbytes: int) -> None:
         """Sends one response message."""
         if not self._has_started:

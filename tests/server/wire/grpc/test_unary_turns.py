@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
 from server.wire.grpc.grpc_peer import GrpcPeer, request_headers
@@ -14,6 +17,7 @@ from embedserve.codec.open_inference import description
 from embedserve.wire.grpc.calls import UNARY_WORK
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
+from embedserve.wire.grpc.reflection import SERVICE_NAMES
 from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve.wire.http2.turns import WORK_PER_TURN
 from embedserve_proto import open_inference_pb2 as pb
@@ -60,6 +64,25 @@ async def test_one_iteration_answers_a_bounded_number_of_calls(
     assert iterations >= COUNT // calls_per_iteration_max
     peer.take()
     assert {peer.status(number)[0] for number in range(1, 2 * COUNT, 2)} == {0}
+
+
+async def test_one_iteration_answers_a_bounded_number_of_reflection_messages(
+    peer: GrpcPeer,
+) -> None:
+    """Requests the list of services, as all of its responses fit into the stream's window."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    responses_per_iteration_max = WORK_PER_TURN // UNARY_WORK + 1
+    headers = request_headers(f"/{SERVICE_NAMES[0]}/ServerReflectionInfo")
+    messages = framed(request.SerializeToString()) * COUNT
+    peer.send(peer.headers(1, headers, is_end=False), data(1, messages, is_end=True))
+    counts = [0]
+    while 1 not in peer.trailers:
+        counts.append(len(peer.messages(1)))
+        await asyncio.sleep(0)
+        peer.take()
+    counts.append(len(peer.messages(1)))
+    assert max(after - before for before, after in pairwise(counts)) <= responses_per_iteration_max
+    assert len(peer.messages(1)) == COUNT
 
 
 async def test_model_descriptions_are_built_once_per_version(
