@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
+from itertools import pairwise
+from pathlib import Path
 from typing import cast
 
 import grpc
 import httpx
 import pytest
 from certificates import Authority
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from server.channels import OWN_CONNECTION
 from server.http2_client import Http2Client
 from server.raw_http import OurServer, get, post, read_response
@@ -18,7 +24,8 @@ from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
 from embedserve.wire.connections import LingeringClose, ProtocolDetector
-from embedserve.wire.tls.transport import TlsTransport
+from embedserve.wire.tls.certificates import Certificates
+from embedserve.wire.tls.transport import READ_RECORDS, TlsTransport
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -28,6 +35,12 @@ BODY = json.dumps({"features": {"user": [[1]]}}).encode()
 LARGE = json.dumps({"features": {"user": [[1]] * EXAMPLES}}).encode()
 LARGE_RESPONSE = "Accept: application/x-protobuf"
 LIMITS = Limits(connection_bytes_max=BYTES_MAX)
+KEY_UPDATES = 400
+UPDATE_REQUESTED = b"\x18\0\0\1\1"
+HANDSHAKE, APPLICATION_DATA = b"\x16", b"\x17"
+TAG_BYTES = 16
+KEY_UPDATE_BYTES = 5 + len(UPDATE_REQUESTED + HANDSHAKE) + TAG_BYTES
+"""Bytes of the record with a key update."""
 
 
 def transport_of(writer: asyncio.StreamWriter) -> asyncio.Transport:
@@ -244,6 +257,92 @@ async def _shake_hands(
     writer.write(outgoing.read())
     await until(lambda: any(isinstance(one, ProtocolDetector) for one in server.wire.connections))
     return reader, writer, tls, outgoing
+
+
+class RecordingTransport(asyncio.Transport):
+    """A transport that records the bytes written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+
+class RecordingProtocol(asyncio.Protocol):
+    """A protocol that records the bytes that it receives."""
+
+    def __init__(self) -> None:
+        self.received = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+
+@pytest.mark.parametrize("data", [b"", b"x"], ids=["alone", "between records with data"])
+async def test_one_iteration_makes_a_bounded_number_of_key_updates(
+    certificates: Certificates, client: ssl.SSLContext, tmp_path: Path, data: bytes
+) -> None:
+    """Requests key updates. Each costs more than 16 KiB of data, and gets a response."""
+    client.keylog_filename = str(tmp_path / "keys")
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    protocol, raw = RecordingProtocol(), RecordingTransport()
+    tls = certificates.context.wrap_bio(to_server, to_client, server_side=True)
+    of_client = client.wrap_bio(to_client, to_server, server_hostname="localhost")
+    for one in (of_client, tls, of_client, tls):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            one.do_handshake()
+    to_client.read()
+    flood = KeyUpdates(tmp_path / "keys").records(KEY_UPDATES, data)
+    transport = TlsTransport(raw, tls, to_server, to_client, protocol)
+    transport.begin(flood[:7])
+    transport.data_received(flood[7:])
+    counts = [0]
+    for _ in range(KEY_UPDATES):
+        await asyncio.sleep(0)
+        counts.append(len(raw.written) // KEY_UPDATE_BYTES)
+    assert counts[-1] == KEY_UPDATES - 1  # OpenSSL sends the last response with the next record
+    assert max(after - before for before, after in pairwise(counts)) <= READ_RECORDS
+    assert protocol.received == KEY_UPDATES * data
+
+
+class KeyUpdates:
+    """Records of a TLS 1.3 client that request key updates (RFC 8446, sections 4.6.3 and 7.2).
+
+    Their cipher is TLS_AES_256_GCM_SHA384, the first that OpenSSL offers.
+    """
+
+    def __init__(self, key_log: Path) -> None:
+        lines = key_log.read_text().splitlines()
+        (secret,) = [one.split()[2] for one in lines if one.startswith("CLIENT_TRAFFIC_SECRET_0 ")]
+        self._secret = bytes.fromhex(secret)
+
+    def records(self, count: int, data: bytes) -> bytes:
+        """Returns ``count`` key updates, each behind a record with ``data`` if there is any."""
+        records = []
+        for _ in range(count):
+            contents = [data + APPLICATION_DATA] * bool(data) + [UPDATE_REQUESTED + HANDSHAKE]
+            cipher, start = AESGCM(self._expand(b"key", 32)), self._expand(b"iv", 12)
+            for number, content in enumerate(contents):
+                nonce = start[:-1] + bytes([start[-1] ^ number])
+                header = b"\x17\x03\x03" + (len(content) + TAG_BYTES).to_bytes(2, "big")
+                records.append(header + cipher.encrypt(nonce, content, header))
+            self._secret = self._expand(b"traffic upd", len(self._secret))
+        return b"".join(records)
+
+    def _expand(self, label: bytes, nbytes: int) -> bytes:
+        """Returns HKDF-Expand-Label of the traffic secret, without a context."""
+        label = b"tls13 " + label
+        info = nbytes.to_bytes(2, "big") + bytes([len(label)]) + label + b"\0"
+        return HKDFExpand(hashes.SHA384(), nbytes, info).derive(self._secret)
 
 
 async def test_client_close_ends_the_connection(server: OurServer, client: ssl.SSLContext) -> None:
