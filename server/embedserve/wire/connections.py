@@ -140,7 +140,7 @@ class ProtocolDetector(Connection):
 
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > FIRST_BYTES_S_MAX:
-            self._transport.close()
+            self._transport.abort()  # close waits until the client has read what TLS sent
 
     def drain(self) -> None:
         asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)

@@ -8,6 +8,7 @@ import json
 import ssl
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import cast
 
 import grpc
@@ -23,7 +24,7 @@ from server.raw_http import OurServer, get, post, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
-from embedserve.wire.connections import LingeringClose, ProtocolDetector
+from embedserve.wire.connections import FIRST_BYTES_S_MAX, LingeringClose, ProtocolDetector
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.transport import READ_RECORDS, TlsTransport
 from embedserve_proto import embedding_pb2 as pb
@@ -36,6 +37,8 @@ LARGE = json.dumps({"features": {"user": [[1]] * EXAMPLES}}).encode()
 LARGE_RESPONSE = "Accept: application/x-protobuf"
 LIMITS = Limits(connection_bytes_max=BYTES_MAX)
 KEY_UPDATES = 400
+UNREAD_UPDATES = 10_000
+"""Key updates whose responses fill the buffers of both sockets."""
 UPDATE_REQUESTED = b"\x18\0\0\1\1"
 HANDSHAKE, APPLICATION_DATA = b"\x16", b"\x17"
 TAG_BYTES = 16
@@ -312,6 +315,21 @@ async def test_one_iteration_makes_a_bounded_number_of_key_updates(
     assert counts[-1] == KEY_UPDATES - 1  # OpenSSL sends the last response with the next record
     assert max(after - before for before, after in pairwise(counts)) <= READ_RECORDS
     assert protocol.received == KEY_UPDATES * data
+
+
+async def test_connection_without_first_bytes_ends_although_it_does_not_read(
+    server: OurServer, client: ssl.SSLContext, tmp_path: Path
+) -> None:
+    """Requests key updates without reading the responses to them, and then nothing more."""
+    client.keylog_filename = str(tmp_path / "keys")
+    _, writer, _, _ = await _shake_hands(server, client)
+    transport_of(writer).pause_reading()
+    (connection,) = server.wire.connections
+    assert isinstance(connection, ProtocolDetector)
+    writer.write(KeyUpdates(tmp_path / "keys").records(UNREAD_UPDATES, b""))
+    await until(lambda: connection._transport.get_write_buffer_size() > 100_000)
+    connection.check_time(perf_counter() + FIRST_BYTES_S_MAX + 1)
+    await until(lambda: not server.wire.connections)
 
 
 class KeyUpdates:
