@@ -141,7 +141,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
 def _check_memo(data: bytes) -> None:
     """Raises StoreError for a memo index beyond the file, which the unpickler would allocate."""
     for opcode, argument, _ in pickletools.genops(data):
-        index = argument if opcode.name in ("BINPUT", "LONG_BINPUT") else 0
+        index = argument if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
         if isinstance(index, int) and index > len(data):
             raise StoreError("not what DCP writes: a memo index beyond the file")
 

@@ -182,8 +182,8 @@ def test_missing_metadata_is_rejected(tmp_path: Path) -> None:
         read_metadata(tmp_path)
 
 
-def test_oversized_index_is_rejected(tmp_path: Path) -> None:
-    bomb = b"\x80\x02Nr" + (4_000_000_000).to_bytes(4, "little") + b"."
-    (tmp_path / ".metadata").write_bytes(bomb)
+@pytest.mark.parametrize("put", [b"r" + (4_000_000_000).to_bytes(4, "little"), b"p30000000\n"])
+def test_oversized_index_is_rejected(tmp_path: Path, put: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02N" + put + b".")
     with pytest.raises(StoreError, match="a memo index beyond the file"):
         read_metadata(tmp_path)
