@@ -128,6 +128,10 @@ def _plan_change(old: Plan, new: Plan) -> str:
     changes = []
     if old.world_size != new.world_size:
         changes.append(f"{old.world_size} to {new.world_size} ranks")
+    if _part_count(old) != _part_count(new):
+        changes.append(f"{_part_count(old)} to {_part_count(new)} parts")
+    elif old.hosts != new.hosts:
+        changes.append("other rows on the parts")
     moved = []
     for name in (name for name in new.tables if name in old.tables):
         a, b = old.tables[name], new.tables[name]
@@ -140,3 +144,7 @@ def _plan_change(old: Plan, new: Plan) -> str:
     if old.constraints != new.constraints:
         changes.append("other constraints")
     return "; ".join(changes)
+
+
+def _part_count(plan: Plan) -> int | str:
+    return "no" if plan.hosts is None else plan.hosts.parts

@@ -116,3 +116,14 @@ def test_plan_difference_is_described_in_one_line(publish_tables: Publish) -> No
     line = compare(one, two).plan
     assert line.startswith("2 to 4 ranks; a table_wise to row_wise")
     assert "\n" not in line
+
+
+def test_difference_of_parts_is_described(publish_tables: Publish) -> None:
+    tables, shared = {"a": BASE, "b": BASE[:20]}, {"sharding": "row_wise"}
+    one, two, three = (publish_tables(tables, hosts=hosts, **shared) for hosts in (1, 2, 4))
+    moved = publish_tables(tables, hosts=2, sharding={"a": "row_wise", "b": "table_wise"})
+    assert compare(one, two).plan == "no to 2 parts"
+    assert compare(two, three).plan == "2 to 4 parts"
+    assert compare(three, three).plan == ""
+    assert compare(two, moved).plan.startswith("other rows on the parts; ")
+    assert compare(one, two).is_changed
