@@ -127,10 +127,12 @@ def _stored_records(view: io.BufferedReader[Any], where: str) -> dict[int, int]:
     try:
         with zipfile.ZipFile(view) as archive:
             infos = archive.infolist()
+            if max((info.file_size for info in infos), default=0) > view.seek(0, io.SEEK_END):
+                raise StoreError(f"{where}: a record is larger than the file: it is compressed")
             byteorder = [_start_of(archive, i) for i in infos if i.filename.endswith("/byteorder")]
         stored = [info for info in infos if info.compress_type == zipfile.ZIP_STORED]
         records = {_data_offset(view, info): info.file_size for info in stored}
-    except OSError:
+    except (OSError, StoreError):
         raise
     except Exception as error:  # a damaged archive raises anything
         raise StoreError(f"{where}: truncated or damaged: {error}") from error

@@ -146,6 +146,18 @@ def test_compressed_values_are_rejected(tmp_path: Path) -> None:
         open_torch_file(tmp_path / "s.pt")[0][KEY]
 
 
+def test_record_larger_than_the_file_is_rejected_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would decompress such a record whole, into gigabytes from a file of megabytes."""
+    with zipfile.ZipFile(tmp_path / "s.pt", "w", zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr("s/data.pkl", pickle.dumps({KEY: bytes(100_000)}))
+        bomb.writestr("s/version", "3\n")
+    monkeypatch.delattr(torch, "load")
+    with pytest.raises(StoreError, match=r"s\.pt: a record is larger than the file"):
+        open_torch_file(tmp_path / "s.pt")
+
+
 def test_tensor_larger_than_its_record_is_rejected(tmp_path: Path) -> None:
     small, large = WEIGHT[:2].clone(), WEIGHT.clone()
     saved(tmp_path / "s.pt", {KEY: large})
