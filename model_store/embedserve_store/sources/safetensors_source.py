@@ -52,6 +52,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
                 others[key] = None
             else:
                 tensors[key] = rows
+        _check_offsets(header, begin, file)
     return tensors, tuple(others)
 
 
@@ -62,7 +63,7 @@ def _header(file: SourceFile) -> tuple[Mapping[str, Any], int]:
         if not 2 <= size <= min(file.size - 8, _HEADER_BYTES_MAX):
             raise StoreError(f"{file.path}: truncated, or not a safetensors file")
         try:
-            header = json.loads(opened.read(size))
+            header = json.loads(opened.read(size), object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise StoreError(f"{file.path}: its header cannot be parsed: {error}") from error
     if not isinstance(header, dict):
@@ -74,6 +75,29 @@ def _header(file: SourceFile) -> tuple[Mapping[str, Any], int]:
             "(torch.distributed.checkpoint's consolidate_safetensors_files)"
         )
     return header, 8 + size
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the pairs of a JSON object. Raises ValueError if it has a key twice."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("a key is there twice")
+    return result
+
+
+def _check_offsets(header: Mapping[str, Any], begin: int, file: SourceFile) -> None:
+    """Raises StoreError unless the bytes of all entries follow each other up to the end of the
+    file, as the safetensors library requires.
+
+    Each entry has been read.
+    """
+    end = 0
+    for first, last in sorted(entry["data_offsets"] for entry in header.values()):
+        if not end == first <= last:
+            raise StoreError(f"{file.path}: its tensors overlap or have gaps, at byte {end}")
+        end = last
+    if begin + end != file.size:
+        raise StoreError(f"{file.path}: has {file.size - begin} bytes of tensors, expected {end}")
 
 
 def _rows(file: SourceFile, begin: int, entry: Any, where: str) -> FileRows | None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from embedserve_store.errors import StoreError
 from embedserve_store.sources.safetensors_source import open_safetensors
@@ -81,6 +82,45 @@ def test_truncated_file_is_rejected(tmp_path: Path) -> None:
 def test_malformed_header_is_rejected(tmp_path: Path, header: Any, message: str) -> None:
     with pytest.raises(StoreError, match=message):
         open_safetensors(write(tmp_path / "m.safetensors", header, b"12345678"))
+
+
+def entry(first: int, last: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [1, (last - first) // 4], "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(0, 16), (8, 24)], "its tensors overlap or have gaps, at byte 16"),
+        ([(0, 16), (0, 16)], "its tensors overlap or have gaps, at byte 16"),
+        ([(0, 8), (16, 24)], "its tensors overlap or have gaps, at byte 8"),
+        ([(8, 24)], "its tensors overlap or have gaps, at byte 0"),
+        ([(0, 8), (8, 16)], "has 24 bytes of tensors, expected 16"),
+    ],
+)
+def test_offsets_that_the_library_rejects_are_rejected(
+    tmp_path: Path, spans: list[tuple[int, int]], message: str
+) -> None:
+    header = {f"t{i}": entry(*span) for i, span in enumerate(spans)}
+    path = write(tmp_path / "m.safetensors", header, bytes(24))
+    with pytest.raises(StoreError, match=message):
+        open_safetensors(path)
+    with pytest.raises(SafetensorError):
+        load_file(path)
+
+
+@pytest.mark.parametrize("name", ["t", "shape"])
+def test_repeated_key_in_the_header_is_rejected(tmp_path: Path, name: str) -> None:
+    text = json.dumps({"t": entry(0, 8), "u": entry(8, 16)})
+    repeated = text.replace("u", "t") if name == "t" else text.replace("dtype", "shape")
+    with pytest.raises(StoreError, match="its header cannot be parsed: a key is there twice"):
+        open_safetensors(write(tmp_path / "m.safetensors", repeated.encode(), bytes(16)))
+
+
+def test_tensors_in_any_order_and_empty_tensors_are_read(tmp_path: Path) -> None:
+    header = {"b": entry(8, 16), "none": entry(8, 8), "a": entry(0, 8)}
+    tensors, _ = open_safetensors(write(tmp_path / "m.safetensors", header, bytes(range(16))))
+    assert tensors["b"].read(0, 1).numpy().tobytes() == bytes(range(8, 16))
 
 
 def test_shards_of_one_rank_are_rejected_with_advice(tmp_path: Path) -> None:
