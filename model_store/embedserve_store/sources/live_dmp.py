@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import InvalidModelError
+from embedserve_store.errors import InvalidModelError, StoreError, failed_write
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan
 from embedserve_store.sources.checkpoint import table_keys
@@ -137,12 +137,23 @@ def save_tables(
     Args:
         group: process group of all ranks, in which they wait for one another. Default: the default
             process group.
+
+    Raises:
+        StoreError: on all ranks, a rank cannot save its shards. A full disk is a NoRoomError.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     state = module.state_dict()
     tables = {one.key: state[one.key] for one in table_keys(state, prefix)}
-    save(tables, checkpoint_id=os.fspath(folder), process_group=group)
+    try:
+        save(tables, checkpoint_id=os.fspath(folder), process_group=group)
+    except CheckpointException as error:  # no Exception, so callers would not catch it
+        failed, (cause, _) = next(iter(error.failures.items()))
+        what = f"{folder}: rank {failed} cannot save its shards"
+        if isinstance(cause, OSError):
+            raise failed_write(what, cause) from error
+        raise StoreError(f"{what}: {cause!r}") from error
 
 
 def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray[np.uint64]]:

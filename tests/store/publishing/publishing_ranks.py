@@ -3,12 +3,13 @@
     python publishing_ranks.py FOLDER CASE
 
 CASE is ``publishing`` (rank 0 publishes for longer than LIMIT), ``saving`` (rank 1 saves its shards
-for longer) or ``unwritable`` (rank 1 cannot write to the store). FOLDER gets ``store/`` and, for
-each rank, ``outcome-RANK``.
+for longer), ``unwritable`` (rank 1 cannot write to the store) or ``full`` (rank 1 cannot write its
+shards, because the disk is full). FOLDER gets ``store/`` and, for each rank, ``outcome-RANK``.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 import warnings
@@ -48,6 +49,9 @@ def arrange(rank: int, case: str) -> Any:
     if (case, rank) == ("unwritable", 1):
         write_error = StoreError("cannot be written on rank 1")
         return patch.object(publish, "check_writable", side_effect=write_error)
+    if (case, rank) == ("full", 1):
+        disk_error = OSError(errno.ENOSPC, "No space left on device")
+        return patch.object(FileSystemWriter, "write_data", side_effect=disk_error)
     return patch.dict({})
 
 

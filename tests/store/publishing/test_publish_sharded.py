@@ -30,3 +30,12 @@ def test_all_ranks_raise_if_one_rank_cannot_write_the_store(tmp_path: Path) -> N
     rejection = "StoreError: cannot be written on rank 1"
     assert outcomes(tmp_path, "unwritable") == [rejection, rejection]
     assert not (tmp_path / "store").exists()
+
+
+def test_all_ranks_raise_if_the_disk_of_one_rank_is_full(tmp_path: Path) -> None:
+    """torch's own error is no Exception: it would end a training job that only logs StoreErrors."""
+    ranks = outcomes(tmp_path, "full")
+    for outcome in ranks:
+        assert outcome.startswith(f"NoRoomError: {tmp_path}/store/m/.staging-")
+        assert outcome.endswith(": rank 1 cannot save its shards: No space left on device")
+    assert not (tmp_path / "store" / "m").exists()
