@@ -121,9 +121,9 @@ def plan_hosts(
 
     A table is cut into even ranges of rows over all parts, or stays whole. It stays whole if the
     constraints of ``plan`` allow only WHOLE_TYPES, if it is small (SMALL_SHARE), or if it has fewer
-    rows than there are parts. Whole tables go, the largest first, to the part with the fewest
-    bytes. Tables that share features count as one table: they are cut alike, or are whole on one
-    part.
+    rows than there are parts. Whole tables go, the largest first, to the part on which their ranks
+    have the fewest bytes, and of several such parts to the one with the fewest bytes. Tables that
+    share features count as one table: they are cut alike, or are whole on one part.
 
     Args:
         groups: groups of tables that share features. Default: those of ``table_groups``.
@@ -145,9 +145,14 @@ def plan_hosts(
         bounds |= {table.name: _clipped(cuts, table) for table in group}
     cut_tables = [table for table in tables if table.name in bounds]
     part_bytes = HostPlan(parts, bounds).bytes_per_part(cut_tables)
+    rank_bytes = [[nbytes / plan.world_size] * plan.world_size for nbytes in part_bytes]
     for group in sorted(whole, key=group_bytes, reverse=True):
-        part = part_bytes.index(min(part_bytes))
+        added = plan.bytes_per_rank(group)
+        after = [[a + b for a, b in zip(ranks, added, strict=True)] for ranks in rank_bytes]
+        fullest = [max(a for a, b in zip(ranks, added, strict=True) if b) for ranks in after]
+        _, _, part = min(zip(fullest, part_bytes, range(parts), strict=True))
         part_bytes[part] += group_bytes(group)
+        rank_bytes[part] = after[part]
         cuts = [0 if one <= part else _row_count(group) for one in range(parts + 1)]
         bounds |= {table.name: _clipped(cuts, table) for table in group}
     if not min(part_bytes):

@@ -16,7 +16,9 @@ from embedserve_store.format.table_groups import table_groups
 from embedserve_store.format.table_spec import DTYPES, TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.host_plan import SMALL_SHARE, HostPlan, plan_hosts, with_hosts
+from embedserve_store.plans.part_plan import part_plan, part_tables
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
+from embedserve_store.plans.planner import make_plan
 
 
 def spec(name: str, rows: int, dim: int = 8, *features: str, dtype: str = "float32") -> TableSpec:
@@ -101,6 +103,17 @@ def test_large_tables_are_divided_evenly_and_small_tables_balance_parts() -> Non
     assert hosts.rows["huge"] == (0, 250, 500, 750, 1001)
     assert hosts.rows["small"] == (0, 9, 9, 9, 9)
     assert hosts.rows["tiny"] == (0, 0, 5, 5, 5)
+
+
+@pytest.mark.parametrize("rows", [[1000] * 16, list(range(1000, 1160, 10))])
+def test_whole_tables_are_spread_over_the_ranks_of_every_part(rows: list[int]) -> None:
+    tables = tuple(spec(f"t{i}", count) for i, count in enumerate(rows))
+    plan = make_plan(tables, sharding="table_wise", world_size=4, hosts=4)
+    assert plan.hosts is not None
+    for part in range(4):
+        own = part_tables(tables, plan.hosts, part)
+        assert min(part_plan(plan, own).bytes_per_rank(own)) >= 32_000
+    assert max(plan.hosts.bytes_per_part(tables)) < 1.05 * min(plan.hosts.bytes_per_part(tables))
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "data_parallel"])
