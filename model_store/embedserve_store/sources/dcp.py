@@ -87,4 +87,5 @@ def open_dcp(folder: Path) -> tuple[DcpTensors, tuple[str, ...]]:
 
 def _is_table_like(stored: StoredTensor) -> bool:
     is_float = stored.dtype.startswith(("float", "bfloat"))
-    return is_float and len(stored.shape) == 2 and all(len(c.sizes) == 2 for c in stored.chunks)
+    are_flat = all(len(c.sizes) == len(c.offsets) == 2 for c in stored.chunks)
+    return is_float and len(stored.shape) == 2 and are_flat

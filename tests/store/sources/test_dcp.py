@@ -188,6 +188,21 @@ def test_shards_that_do_not_cover_the_table_are_rejected(
     assert_read_fails(folder, message)
 
 
+@pytest.mark.parametrize("offsets", [(6,), (6, 0, 0)])
+def test_table_with_offsets_of_another_rank_is_no_table(
+    folder: Path, offsets: tuple[int, ...]
+) -> None:
+    def change(metadata: Metadata) -> None:
+        _chunks(metadata)[1].offsets = torch.Size(offsets)
+        place = metadata.storage_data[MetadataIndex(KEY, (6, 0))]
+        metadata.storage_data[MetadataIndex(KEY, offsets)] = place
+
+    edit_metadata(folder, change)
+    tensors, others = open_dcp(folder)
+    assert KEY not in tensors
+    assert KEY in others
+
+
 def test_code_in_a_shard_is_rejected_and_not_executed(folder: Path) -> None:
     marker = folder.parent / "ran"
     torch.save(Marker(marker), folder / "__1_0.distcp")
