@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 _DEPTH_MAX = 32
 """Maximum levels of nested dicts. The limit stops at a checkpoint that contains itself."""
+_REPEATED_BYTES_MAX = 100_000_000
+"""Maximum bytes of the entries of dicts that are in several places. A tiny file may hold a dict in
+billions of places. Entries of a dict in one place are as many as in the file, and not limited."""
+_ENTRY_BYTES = 100
+"""Bytes that an entry counts besides its name."""
 
 
 def split(
@@ -29,11 +34,21 @@ def split(
         where: start of error messages.
 
     Raises:
-        StoreError: two entries have the same key, or dicts are nested too deeply.
+        StoreError: two entries have the same key, or dicts are nested too deeply or in too many
+            places.
     """
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, None] = {}
+    seen: set[int] = set()
+    repeated_bytes = 0
     for key, value in _flattened(state_dict, "", _DEPTH_MAX, where):
+        if isinstance(value, Mapping):
+            if id(value) in seen:
+                repeated_bytes += _names_bytes(key, value)
+            if repeated_bytes > _REPEATED_BYTES_MAX:
+                raise StoreError(f"{where}: holds the same dicts in too many places")
+            seen.add(id(value))
+            continue
         if key in tensors or key in others:
             raise StoreError(f"{where}: has two entries {key!r}")
         if is_table_like(value):
@@ -41,6 +56,10 @@ def split(
         else:
             others[key] = None
     return tensors, tuple(others)
+
+
+def _names_bytes(prefix: str, data: Mapping[Any, Any]) -> int:
+    return _ENTRY_BYTES + sum(_ENTRY_BYTES + len(f"{prefix}.{key}") for key in data)
 
 
 def is_table_like(value: Any) -> bool:
@@ -62,11 +81,11 @@ def is_table_like(value: Any) -> bool:
 def _flattened(
     data: Mapping[Any, Any], prefix: str, depth: int, where: str
 ) -> Iterator[tuple[str, Any]]:
+    """Yields every entry with its full name; a nested dict before its own entries."""
     if not depth:
         raise StoreError(f"{where}: dicts are nested more than {_DEPTH_MAX} deep")
     for key, value in data.items():
         name = f"{prefix}{key}"
+        yield name, value
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{name}.", depth - 1, where)
-        else:
-            yield name, value

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from embedserve_store.errors import StoreError
+from embedserve_store.sources import state_dict
 from embedserve_store.sources.state_dict import split
 
 WEIGHT = torch.ones(3, 4)
@@ -52,3 +53,22 @@ def test_recursive_dict_is_rejected() -> None:
     endless["again"] = endless
     with pytest.raises(StoreError, match="nested more than 32 deep"):
         split(endless, "s")
+
+
+@pytest.mark.parametrize("innermost", [{}, {"a": 1}])
+def test_dict_in_very_many_places_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, innermost: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(state_dict, "_REPEATED_BYTES_MAX", 100_000)
+    for _ in range(16):
+        innermost = {"x": innermost, "y": innermost}
+    with pytest.raises(StoreError, match="s: holds the same dicts in too many places"):
+        split(innermost, "s")
+
+
+def test_large_dict_and_a_dict_in_some_places_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_dict, "_REPEATED_BYTES_MAX", 100_000)
+    shared = {"a": 1}
+    _, others = split({"vocabulary": dict.fromkeys(range(10_000)), "x": shared, "y": shared}, "s")
+    assert len(others) == 10_002
+    assert others[-2:] == ("x.a", "y.a")
