@@ -14,10 +14,11 @@ FORWARDED_BYTES_MAX = 1024
 UNIX_SOCKET = "a Unix socket"
 PEER = "embedserve.peer"
 """The key of an ASGI scope for the address of the connection's other end."""
-_FOR = re.compile(r"(?:^|;)\s*for\s*=\s*+(?:\"([^\"]*)\"|([^\s;\"]*))\s*(?:;|$)", re.IGNORECASE)
+_PARAMETER = re.compile(r"\s*([^\s=\"\\]+)\s*=\s*+(?:\"([^\"\\]*)\"|([^\s\"\\]*))\s*")
 _PORT = re.compile(r"(\[.*\]|[0-9.]+):[0-9]{1,5}")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def peer_address(transport: asyncio.BaseTransport) -> str:
@@ -38,7 +39,7 @@ class ClientAddresses:
         Args:
             trusted: addresses of proxies, and networks such as 10.0.0.0/8.
         """
-        self._trusted = [ipaddress.ip_network(one) for one in trusted]
+        self._trusted = [_unmapped(ipaddress.ip_network(one)) for one in trusted]
 
     def find(self, peer: str, header: Callable[[bytes], bytes | None]) -> str:
         """Returns the address of the client of a request.
@@ -77,6 +78,15 @@ class ClientAddresses:
         return address is not None and any(address in network for network in self._trusted)
 
 
+def _unmapped(network: Network) -> Network:
+    """Returns the IPv4 network of IPv4-mapped IPv6 addresses, as addresses are read; others as they
+    are."""
+    mapped = network.network_address
+    if isinstance(mapped, ipaddress.IPv6Address) and mapped.ipv4_mapped and network.prefixlen >= 96:
+        return ipaddress.IPv4Network((mapped.ipv4_mapped, network.prefixlen - 96))
+    return network
+
+
 def _lists(header: Callable[[bytes], bytes | None]) -> Iterator[list[str]]:
     """Yields the addresses of each header that is present; an entry without an address is ""."""
     forwarded, x_forwarded_for = header(FORWARDED), header(X_FORWARDED_FOR)
@@ -94,8 +104,19 @@ def _elements(value: bytes) -> list[str]:
 
 
 def _for_parameter(element: str) -> str:
-    found = _FOR.search(element)
-    return "" if found is None else found[1] or found[2] or ""
+    """Returns the parameter "for" of an element; "" if it has none or is malformed.
+
+    A quoted comma or semicolon separates like any other. The piece with the closing quote is
+    malformed then, so that a quoted value, which may be the client's, is never read as an element.
+    """
+    found = ""
+    for text in filter(None, element.split(";")):
+        parameter = _PARAMETER.fullmatch(text)
+        if parameter is None:
+            return ""
+        if parameter[1].lower() == "for":
+            found = found or parameter[2] or parameter[3] or ""
+    return found
 
 
 def _parsed(text: str) -> Address | None:

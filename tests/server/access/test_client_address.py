@@ -60,6 +60,11 @@ def test_x_forwarded_for_of_a_trusted_proxy_is_used(value: str, address: str) ->
         ("for=192.0.2.7, proto=https", PROXY),
         ("for=_hidden, for=10.2.2.2", "10.2.2.2"),
         ("xfor=192.0.2.7", PROXY),
+        ('for=192.0.2.7;host="example.com:80" ; by="[fd00::1]";', "192.0.2.7"),
+        ('for=192.0.2.7;host="x,for=6.6.6.6;"', PROXY),  # the quoted host is the client's
+        ('for=192.0.2.7;host="x,for=6.6.6.6,"', PROXY),
+        (r'for=192.0.2.7;host="x\",for=6.6.6.6;y=\"z"', PROXY),
+        ('host="x;for=6.6.6.6;";for=192.0.2.7', PROXY),
         ("", PROXY),
     ],
 )
@@ -85,6 +90,12 @@ def test_contradicting_forwarded_headers_are_ignored(
 ) -> None:
     """Rejects both headers: the proxy wrote one of them, and the client perhaps the other."""
     assert client_address(forwarded=forwarded, x_forwarded_for=x_forwarded_for) == address
+
+
+def test_trusted_proxy_may_be_written_as_a_mapped_address() -> None:
+    for trusted in ("::ffff:10.0.0.1", "::ffff:10.0.0.0/104", "::ffff:0:0/96"):
+        header = {X_FORWARDED_FOR: b"192.0.2.7"}.get
+        assert ClientAddresses([trusted]).find(PROXY, header) == "192.0.2.7", trusted
 
 
 def test_unix_socket_peer_is_no_trusted_proxy() -> None:
