@@ -36,7 +36,8 @@ def parse_user_file(path: Path) -> tuple[str, Any]:
             return text, json.loads(text, object_pairs_hook=_object)
         return text, yaml.load(text, _Loader)
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+        hint = ", expected a YAML or JSON file" if isinstance(error, IsADirectoryError) else ""
+        raise StoreError(f"{path}: cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InvalidModelError(f"{path}: cannot be parsed: {reason}") from error
@@ -47,7 +48,10 @@ def _read(path: Path) -> str:
         data = file.read(TEXT_BYTES_MAX + 1)
     if len(data) > TEXT_BYTES_MAX:
         raise ValueError(f"over {TEXT_BYTES_MAX} bytes: is it a checkpoint?")
-    return data.decode("utf-8-sig")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8 text at byte {error.start}: is it a checkpoint?") from error
 
 
 class _Loader(yaml.SafeLoader):

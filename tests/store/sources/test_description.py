@@ -147,7 +147,8 @@ def test_yaml_object_tags_are_rejected(tmp_path: Path) -> None:
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="none: cannot be read: No such file"):
         read_description(tmp_path / "none")
-    with pytest.raises(StoreError, match="cannot be read: Is a directory"):
+    message = r"cannot be read: Is a directory, expected a YAML or JSON file$"
+    with pytest.raises(StoreError, match=message):
         read_description(tmp_path)
 
 
