@@ -151,8 +151,10 @@ class ModelStore:
         alias = self._alias(model, name, max(changes[name])) if name in changes else None
         if alias is None or alias.version is None:
             there = ", ".join(self.aliases(model)) or "none"
+            versions = ", ".join(map(str, self.versions(model))) or "none"
             raise UnknownAliasError(
-                f"{self.where}/{model}: {name!r} is no version and no alias, aliases are {there}"
+                f"{self.where}/{model}: {name!r} is no version and no alias, aliases are {there}; "
+                f"versions are {versions}"
             )
         return alias
 

@@ -166,9 +166,10 @@ def test_removed_alias_is_unset_and_keeps_its_history(store: Path) -> None:
     models = ModelStore(store)
     assert models.aliases("m") == {}
     assert [one.version for one in models.alias_history("m", "stable")] == [None, 1]
-    with pytest.raises(StoreError, match=r"store/m: 'stable' is no version and no alias, .* none$"):
+    none = "is no version and no alias, aliases are none; versions are 1, 2$"
+    with pytest.raises(StoreError, match=rf"store/m: 'stable' {none}"):
         models.load("m", "stable")
-    with pytest.raises(StoreError, match=r"'stble' is no version and no alias, aliases are none$"):
+    with pytest.raises(StoreError, match=f"'stble' {none}"):
         models.load("m", "stble")
     with pytest.raises(StoreError, match="store/m: no alias 'stable' to remove"):
         set_alias(store, "m", "stable", None)
