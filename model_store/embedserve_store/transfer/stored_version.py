@@ -169,7 +169,8 @@ def version_in_folder(folder: Path) -> StoredVersion:
         StoreError: the version does not exist or is damaged.
     """
     lock = lock_shared(folder)
-    listed = {path.name: path.stat().st_size for path in folder.iterdir()}
+    # A link without a target is no file.
+    listed = {path.name: path.stat().st_size for path in folder.iterdir() if path.exists()}
     return stored_version(
         str(folder),
         folder.parent.name,

@@ -45,6 +45,17 @@ def test_copied_deltas_are_counted_and_may_be_excluded(own_store: Path, tmp_path
     assert run("deltas", "verify", target, "shop")[0] == 0
 
 
+def test_link_without_a_target_is_no_file_of_a_version(own_store: Path, tmp_path: Path) -> None:
+    (own_store / "shop" / "1" / "extra").symlink_to("nowhere")
+    assert run("copy", own_store, tmp_path / "t")[0] == 0
+    assert not (tmp_path / "t" / "shop" / "1" / "extra").is_symlink()
+    plan = own_store / "shop" / "1" / "plan.json"
+    plan.unlink()
+    plan.symlink_to("nowhere")
+    message = f"embedserve: {plan}: does not exist\n"
+    assert run("copy", own_store, tmp_path / "other") == (1, message)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
