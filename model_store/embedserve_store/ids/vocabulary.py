@@ -129,15 +129,17 @@ def _read_entries(file: _File) -> tuple[_Ids, _Ids]:
 
 def _ids(block: list[_Entry], file: _File) -> _Ids:
     if file.id_type == "int64":
-        return np.array([_integer(one, number, file) for number, one, _ in block], np.int64)
+        hint = "; ids that are text need `id_type: string`"
+        return np.array([_integer(one, number, file, hint) for number, one, _ in block], np.int64)
     for number, one, _ in block:
         if not isinstance(one, str):
             file.refuse(f"{_quote(one)} is not a string", number)
     return hash_strings([one for _, one, _ in block])
 
 
-def _integer(value: Any, number: int, file: _File) -> int:
-    """Returns ``value``, an int or a decimal string, as an int; rejects values outside int64."""
+def _integer(value: Any, number: int, file: _File, hint: str = "") -> int:
+    """Returns ``value``, an int or a decimal string, as an int; rejects values outside int64, and
+    other strings with ``hint``."""
     if isinstance(value, str):
         text = value.strip()
         is_integer = _INTEGER.fullmatch(text) is not None
@@ -147,7 +149,8 @@ def _integer(value: Any, number: int, file: _File) -> int:
         is_integer = type(value) is int
         result = value
     if not is_integer:
-        file.refuse(f"{_quote(value)} is not an integer", number)
+        hint = hint if isinstance(value, str) else ""
+        file.refuse(f"{_quote(value)} is not an integer{hint}", number)
     if not _INT64.min <= result <= _INT64.max:
         file.refuse(f"{_quote(value)} is outside int64", number)
     return int(result)
