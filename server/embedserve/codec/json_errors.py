@@ -252,7 +252,8 @@ def _problem(value: Any, are_right: _Check) -> str:
     if are_right is _are_ids:
         if type(value) is int:
             return "ids are 64-bit integers"
-        return "ids are integers, or strings for a whole feature"
+        more = ", and not all of this one are strings" if isinstance(value, str) else ""
+        return f"ids are integers, or strings for a whole feature{more}"
     if are_right is _are_strings:
         if isinstance(value, str):
             return "half of a surrogate pair is no text"

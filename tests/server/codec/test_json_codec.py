@@ -240,7 +240,12 @@ MANY = 3 * CHUNK + 7
 @pytest.mark.parametrize(
     ("features", "weights", "message"),
     [
-        ([1] * MANY + ["x"], None, f'features.user[{MANY}] is "x": ids are integers'),
+        (
+            [1] * MANY + ["x"],
+            None,
+            f'features.user[{MANY}] is "x": ids are integers, or strings for a whole feature, '
+            "and not all of this one are strings",
+        ),
         (
             ["a"] * MANY + [7],
             None,
