@@ -4,6 +4,8 @@ traceback."""
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 
 import typer
@@ -31,16 +33,22 @@ def cli_errors() -> Iterator[None]:
     The status is UNREACHABLE_STATUS without access to the store, and 130 after an interrupt.
     """
     from embedserve_store.errors import StoreError, UnreachableError, described
+    from embedserve_store.terminal.sanitize import sanitize
 
     try:
-        yield
+        with _flushed_output():
+            yield
+    except BrokenPipeError:  # by `| head`: typer exits with status 1, without a message
+        raise
     except (StoreError, OSError, ValueError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise
         message = described(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            message = f"{error.filename}: {error.strerror}"
         if any(fault in message for fault in LOADER_FAULTS):
             message = f"{message.splitlines()[0]}: {INSTALL}"
-        typer.echo(f"embedserve: {message}", err=True)
+        typer.echo(f"embedserve: {sanitize(message)}", err=True)
         is_unreachable = isinstance(error, UnreachableError)
         raise typer.Exit(UNREACHABLE_STATUS if is_unreachable else 1) from error
     except ImportError as error:
@@ -52,6 +60,24 @@ def cli_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("embedserve: interrupted", err=True)
         raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def _flushed_output() -> Iterator[None]:
+    """Writes buffered output at the end of its block, to report an error as those of the block.
+
+    Output that cannot be written is discarded. Python would try again at exit, print the error and
+    exit with status 120.
+    """
+    try:
+        yield
+    finally:
+        try:
+            if sys.stdout:  # None if the caller has closed it
+                sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise
 
 
 def _import_fault(error: ImportError, name: str) -> str:

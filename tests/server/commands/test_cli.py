@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from server.python import run_python, run_warm_python
+from server.python import environment, run_python, run_warm_python
 from typer.main import get_group
 from typer.testing import CliRunner, Result
 
@@ -237,6 +237,40 @@ def test_inspecting_a_missing_store_prints_one_error_line(tmp_path: Path) -> Non
 
 def test_unknown_log_level_prints_one_error_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path, "--log-level", "loud"), "log_level is 'loud'")
+
+
+def test_error_of_a_file_names_it_and_the_reason_alone(tmp_path: Path) -> None:
+    missing = tmp_path / "a\nb"
+    done = embedserve("admin", "http://127.0.0.1:1", "reload", "--token-file", missing)
+    path = str(missing).replace("\n", "\\x0a")
+    assert (done.returncode, done.stderr) == (1, f"embedserve: {path}: No such file or directory\n")
+
+
+def test_full_disk_of_the_output_prints_one_error_line() -> None:
+    assert token_into(os.open("/dev/full", os.O_WRONLY)) == (
+        1,
+        "embedserve: [Errno 28] No space left on device\n",
+    )
+
+
+def test_closed_pipe_of_the_output_is_no_error_to_report() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert token_into(writer) == (1, "")
+
+
+def token_into(stdout: int) -> tuple[int, str]:
+    """Creates a token; returns the exit status and what stderr has after the token."""
+    done = subprocess.run(
+        [sys.executable, "-m", "embedserve", "token", "x"],
+        env={name: one for name, one in environment().items() if name != "PYTHONUNBUFFERED"},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(stdout)
+    return done.returncode, done.stderr.partition("\n")[2]
 
 
 @pytest.mark.parametrize(
