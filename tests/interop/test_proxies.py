@@ -136,7 +136,7 @@ async def test_log_has_the_client_address_despite_forged_headers(
                     transport=transport, timeout=ANSWER_S_MAX
                 ) as http_client:
                     await http_client.post(url, content=body, headers={**headers, **forged})
-    logged = [fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")]
+    logged = [fields["address"] for fields in fields_of(caplog, "rejected with INVALID_ARGUMENT")]
     assert logged == [client] * 2
 
 

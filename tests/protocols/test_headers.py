@@ -69,7 +69,7 @@ async def test_rejected_request_is_logged_with_the_client_address(
     forged = {"x-forwarded-for": FORGED, "forwarded": f"for={FORGED}"}
     async with servers.own_server(protocol, SHOP) as driver:
         await driver.request(replace(INVALID, headers=forged))
-    (fields,) = fields_of(caplog, "refused with INVALID_ARGUMENT")
+    (fields,) = fields_of(caplog, "rejected with INVALID_ARGUMENT")
     assert fields["address"] == "127.0.0.1"
 
 
@@ -84,6 +84,6 @@ async def test_client_address_of_a_trusted_proxy_is_logged(
         ):
             await driver.request(replace(INVALID, headers=headers))
     logged_addresses = [
-        fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")
+        fields["address"] for fields in fields_of(caplog, "rejected with INVALID_ARGUMENT")
     ]
     assert logged_addresses == [CLIENT, CLIENT]

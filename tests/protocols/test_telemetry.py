@@ -61,7 +61,7 @@ async def test_failed_and_slow_requests_are_logged_with_their_request_id(
         driver.engine.delay_s = 0.06
         slow = await driver.request(VALID)
     assert GENERATED_ID.fullmatch(response.headers[ID])
-    (fields,) = fields_of(caplog, "refused with INVALID_ARGUMENT: features.user")
+    (fields,) = fields_of(caplog, "rejected with INVALID_ARGUMENT: features.user")
     assert fields["request_id"] == response.headers[ID]
     assert [fields[name] for name in ("model", "version", "examples", "ids")] == ["shop", 7, 1, 1]
     assert {"read_ms", "queue_ms", "lookup_ms", "total_ms"} <= fields.keys()

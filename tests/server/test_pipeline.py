@@ -265,8 +265,8 @@ async def test_rejected_slow_requests_are_among_the_slowest(
     assert 110_000 <= slow["total_ms"] < 170_000
     # Each request has only the line that every rejected request has.
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "refused with INVALID_ARGUMENT",
-        "refused with DEADLINE_EXCEEDED",
+        "rejected with INVALID_ARGUMENT",
+        "rejected with DEADLINE_EXCEEDED",
     ]
 
 

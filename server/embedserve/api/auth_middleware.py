@@ -83,7 +83,7 @@ class AuthMiddleware:
                 app = error_response(error, error.http_status, scope["path"], given_id)
                 fields = partial(self._fields, scope)
                 self._log.log(
-                    logging.INFO, f"refused with {error.code}", error.message, fields=fields
+                    logging.INFO, f"rejected with {error.code}", error.message, fields=fields
                 )
         await app(scope, receive, send)
 

@@ -56,13 +56,13 @@ def show_shadows(client: ServerClient) -> None:
             outcome: int(counts.get(("batches", outcome), 0))
             for outcome in ("compared", "skipped", "failed")
         }
-        refused = int(counts.get(("refused",), 0))
+        rejected = int(counts.get(("refused",), 0))
         why = " (the server's log says why)" if batches["failed"] else ""
         name = f"{model}@{alias}" if alias else model
         title = (
             f"{name} version {version} against {against}: {batches['compared']} batches compared, "
             f"{batches['skipped']} skipped, {batches['failed']} failed{why}, "
-            f"{refused} requests refused"
+            f"{rejected} requests rejected"
         )
         _show(title, counts)
 

@@ -101,7 +101,7 @@ class ProtocolMetrics:
             fields: returns further named values for the log line.
         """
         self.requests.count_outcome(code, seconds)
-        self.log.log(logging.INFO, f"refused with {code}", message, fields=fields)
+        self.log.log(logging.INFO, f"rejected with {code}", message, fields=fields)
 
     def count_cancelled(self, seconds: float) -> None:
         """Counts a request whose client disconnected before its response."""

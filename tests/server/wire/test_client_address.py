@@ -21,7 +21,7 @@ from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
 from embedserve.access.grants import hash_of
 
-REJECTION_LOG = "refused with INVALID_ARGUMENT"
+REJECTION_LOG = "rejected with INVALID_ARGUMENT"
 FORGED = "198.51.100.9"
 CLIENT = "192.0.2.7"
 
@@ -62,7 +62,7 @@ async def test_unknown_token_is_logged_with_the_address(
             async with http2_client(live.http_port) as client:
                 over_http2 = await client.request(method, target, b"", headers)
             assert over_http2.status == 401
-    seen = fields_of(caplog, "refused with UNAUTHENTICATED: the token is unknown")
+    seen = fields_of(caplog, "rejected with UNAUTHENTICATED: the token is unknown")
     assert [fields["address"] for fields in seen] == [CLIENT] * 2
     assert "es_guess" not in caplog.text
 

@@ -38,10 +38,10 @@ const TILES = [
       `${number(between.mean("embedserve_batch_ids"))} ids`,
   },
   {
-    title: "Refusals",
-    value: refused,
+    title: "Rejections",
+    value: rejected,
     shown: (value) => `${number(value)}/s`,
-    more: (between) => `${number((100 * refused(between)) / (between.rate(REQUESTS) || 1))} % of requests`,
+    more: (between) => `${number((100 * rejected(between)) / (between.rate(REQUESTS) || 1))} % of requests`,
   },
   {
     title: "Waiting",
@@ -54,7 +54,7 @@ const TILES = [
 
 const lines = TILES.map(() => []);
 
-function refused(between) {
+function rejected(between) {
   return between.rate(REQUESTS) - [...ANSWERED].reduce((sum, one) => sum + between.rate(REQUESTS, { outcome: one }), 0);
 }
 
@@ -73,8 +73,8 @@ export function addPoints(step) {
 export function showFigures(between) {
   fill("tiles", ...TILES.map((tile, at) => tileOf(tile, between, lines[at])));
   const codes = new Map([...between.rates(REQUESTS, "outcome")].filter(([one, rate]) => !ANSWERED.has(one) && rate > 0));
-  say("refusals", codes.size ? `Refused with ${parts(codes)} a second` : "");
-  byId("refusals").hidden = !codes.size;
+  say("rejections", codes.size ? `Rejected with ${parts(codes)} a second` : "");
+  byId("rejections").hidden = !codes.size;
 }
 
 function tileOf(tile, between, line) {
