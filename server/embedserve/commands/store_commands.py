@@ -91,8 +91,8 @@ def alias(
     model: Model,
     name: Annotated[str, typer.Argument(help="Name of an alias. Alone: show its history.")] = "",
     version: Annotated[
-        str, typer.Argument(help="Version to move it to: a number or an alias.")
-    ] = "",
+        str | None, typer.Argument(help="Version to move it to: a number or an alias.")
+    ] = None,
     why: Annotated[str, typer.Option(help="Reason, stored with the change.")] = "",
     share: Annotated[
         float,
@@ -127,16 +127,16 @@ def alias(
     with cli_errors():
         from embedserve_store.commands.alias import change_alias, show_aliases
 
+        is_change = remove or version is not None  # "" is an unset variable of a script
         if remove and version:
             raise ValueError(f"--remove takes no version, found {version!r}")
         changes = ("--why", why), ("--share", share), ("--shadow", shadow)
         for flag, given in (*changes, ("--at-seq", at_seq is not None)):
-            if given and not (remove or version):
+            if given and not is_change:
                 raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
-        if remove or version:
-            change_alias(
-                store, model, name, version or None, why, share, shadow, at_seq, may_be_new=new
-            )
+        if is_change:
+            moved_to = None if remove else version
+            change_alias(store, model, name, moved_to, why, share, shadow, at_seq, may_be_new=new)
         else:
             show_aliases(store, model, name, cache)
 
@@ -145,8 +145,9 @@ def rollback(
     store: Store,
     model: Model,
     to: Annotated[
-        str, typer.Option(help="Number or alias of a version. Default: the previous version.")
-    ] = "",
+        str | None,
+        typer.Option(help="Number or alias of a version. Default: the previous version."),
+    ] = None,
     alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",
     why: Annotated[str, typer.Option(help="Reason, stored with each change.")] = "",
 ) -> None:
@@ -154,7 +155,7 @@ def rollback(
     with cli_errors():
         from embedserve_store.commands.alias import roll_back_alias
 
-        roll_back_alias(store, model, alias, to or None, why)
+        roll_back_alias(store, model, alias, to, why)
 
 
 def note(

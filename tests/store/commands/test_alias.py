@@ -52,6 +52,7 @@ def test_alias_is_accepted_in_place_of_a_version(own_store: Path) -> None:
     [
         (("shop", "stable", "2"), "shop: version 2 does not exist; versions are 1"),
         (("shop", "stable", "best"), "shop: 'best' is no version and no alias, aliases are none"),
+        (("shop", "stable", ""), "shop: '' is no version and no alias, aliases are none"),
         (("shop", "1", "1"), "alias name '1': use up to 64 letters"),
         (("shop", "stable", "--remove"), "shop: no alias 'stable' to remove"),
         (("shop", "stable", "--why", "x"), "--why is of a change: say the version"),
@@ -168,6 +169,9 @@ def test_rollback_reports_the_changed_aliases(two_versions: Path) -> None:
         run("rollback", two_versions, "m", "--to", "2")[2]
         == "m: stable is version 2: it was version 1\n"
     )
+    code, _, stderr = run("rollback", two_versions, "m", "--to", "")
+    assert code == 1
+    assert "/m: '' is no version and no alias" in stderr
     code, _, stderr = run("rollback", two_versions, "m", "--alias", "stble")
     assert (code, stderr) == (
         1,
