@@ -5,15 +5,28 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
+from dataclasses import fields
+from difflib import get_close_matches
 
-from embedserve.config import ServeSettings, is_loopback
+from embedserve.config import Limits, ServeSettings, is_loopback
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import split_name
 from embedserve.processes.startup.ports import Ports, SharedPorts, bracketed
 from embedserve_store.terminal.console import say
 
 logger = logging.getLogger(__name__)
+
+PREFIX = "EMBEDSERVE_"
+VARIABLES = (
+    *(one.name.upper() for one in (*fields(ServeSettings), *fields(Limits))),
+    *("BY", "CONFIG", "DELTA_SIGNING_KEY", "TOKEN"),
+)
+"""Names of variables that this version reads, without their prefix."""
+ALIKE = 0.85
+"""Similarity ratio (difflib) from which a name may be a typo. Kubernetes' own variables for a
+Service embedserve, such as EMBEDSERVE_PORT, are below it."""
 
 
 def log_ready(
@@ -112,6 +125,11 @@ def warn_about_settings(settings: ServeSettings) -> None:
                 "a proxy in front that has TLS, on this host)",
                 reached,
             )
+    for name in sorted(os.environ):
+        own = name.removeprefix(PREFIX)
+        alike = get_close_matches(own, VARIABLES, 1, ALIKE)
+        if own != name and own not in VARIABLES and alike:
+            logger.warning("%s has no effect: did you mean %s%s?", name, PREFIX, alike[0])
     tags = [split_name(name)[1] for name in settings.model]
     if settings.follow == "alias" and all(not tag or tag.isdigit() for tag in tags):
         logger.warning(

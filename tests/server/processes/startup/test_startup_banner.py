@@ -84,3 +84,19 @@ def test_doubtful_settings_are_logged_once_per_start(tmp_path: Path) -> None:
     done = run_python("-c", code)
     assert done.returncode == 1
     assert done.stderr.count("without tokens and without TLS") == 1
+
+
+def test_misspelt_variables_are_named_and_those_of_kubernetes_are_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kubernetes = (
+        *("PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8000_TCP"),
+        *("PORT_8000_TCP_ADDR", "PART_0_SERVICE_HOST", "PART_0_PORT", "MANAGEMENT_SERVICE_HOST"),
+    )
+    for name in ("WORKER", "HTTP_PROT", "WORKERS", "TOKEN", "BY", *kubernetes):
+        monkeypatch.setenv(f"EMBEDSERVE_{name}", "1")
+    warn_about_settings(ServeSettings(""))
+    assert caplog.messages == [
+        "EMBEDSERVE_HTTP_PROT has no effect: did you mean EMBEDSERVE_HTTP_PORT?",
+        "EMBEDSERVE_WORKER has no effect: did you mean EMBEDSERVE_WORKERS?",
+    ]
