@@ -43,6 +43,8 @@ def error_of(response: httpx.Response) -> EmbedServeClientError:
     except (ValueError, LookupError, TypeError, AttributeError):
         code = _CODE_OF_FOREIGN_STATUS.get(response.status_code, "INTERNAL")
         message, at = f"status {response.status_code}: {response.text[:200]}", ""
+    if code == "NOT_FOUND" and message.endswith(": Not Found"):  # a path, not a model
+        return ServerError(f"{message}: is the path of base_url right?")
     if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
         return TooLarge(message, field=at)
     return error_from(code, message, field=at, retry_after_s=retry_after_s)

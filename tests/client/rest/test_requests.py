@@ -73,6 +73,14 @@ def test_server_error_is_mapped_by_its_code(
     assert (str(error), error.field) == ("why", "ids")
 
 
+def test_unknown_path_is_no_unknown_model() -> None:
+    body = {"error": {"code": "NOT_FOUND", "message": "POST /x/models/m/embed: Not Found"}}
+    error = error_of(lambda request: httpx.Response(404, json=body))
+
+    assert type(error) is ServerError
+    assert str(error) == "POST /x/models/m/embed: Not Found: is the path of base_url right?"
+
+
 @pytest.mark.parametrize(
     ("header", "retry_after_s"), [("3", 3.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), ("-1", None)]
 )
