@@ -31,6 +31,7 @@ from server.waiting import until
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.codec import json_codec, protobuf_requests
 from embedserve.codec.codec import Codec
+from embedserve.codec.open_inference.message_template import INLINE_JAGGED_BYTES_MAX
 from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -322,9 +323,10 @@ def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> N
         (jagged(INLINE_BYTES_MAX // 4), True),
         (padded(INLINE_BYTES_MAX // 4), False),
         (weighted(INLINE_BYTES_MAX // 6), False),
+        (jagged(INLINE_JAGGED_BYTES_MAX // 8), False),
     ],
 )
-def test_large_tensors_that_are_converted_are_decoded_in_the_thread(
+def test_large_tensors_are_decoded_in_the_thread(
     encode_tensors: Callable[[Tensors], tuple[Codec, bytes]], tensors: Tensors, is_inline: bool
 ) -> None:
     codec, body = encode_tensors(tensors)

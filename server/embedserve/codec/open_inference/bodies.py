@@ -23,6 +23,7 @@ from embedserve.codec.open_inference.body_structs import (
     Sizes,
 )
 from embedserve.codec.open_inference.json_template import JsonTemplateCache
+from embedserve.codec.open_inference.message_template import INLINE_JAGGED_BYTES_MAX
 from embedserve.codec.open_inference.outputs import (
     set_min_seq,
     set_output,
@@ -71,9 +72,9 @@ class BodyDecoder:
         json_bytes: int | None = None,
         regions: Regions | None = None,
     ) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long. Jagged ids
-        in binary never take long."""
-        if (len(body) if json_bytes is None else json_bytes) > INLINE_BYTES_MAX:
+        """Decodes like decode_request, or returns None where that would take long."""
+        head_bytes = len(body) if json_bytes is None else json_bytes
+        if head_bytes > INLINE_BYTES_MAX or len(body) > INLINE_JAGGED_BYTES_MAX:
             return None
         return self._decode(body, model, limits, json_bytes, regions, is_inline=True)
 
@@ -112,7 +113,7 @@ class BodyDecoder:
         is_inline: bool,
     ) -> LookupRequest | None:
         """Returns the request; None where ``is_inline`` and it would take long."""
-        if json_bytes is not None:
+        if json_bytes is not None and is_inline:
             known = self.templates.read(body, json_bytes, model, limits)
             if known is not None:
                 return known
@@ -152,7 +153,7 @@ class BodyDecoder:
         set_min_seq(request, parameters.min_seq)
         if parsed.id or request.min_seq is not None:  # these differ from request to request
             return request
-        if len(rest) and _is_plain(parsed, request):
+        if is_inline and len(rest) and _is_plain(parsed, request):
             self.templates.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
         if of_placed is not None:
             self.of_placed.remember(head, of_placed, request)

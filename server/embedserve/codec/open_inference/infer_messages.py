@@ -20,6 +20,7 @@ from embedserve.codec.open_inference.message_contents import (
     raw_strings,
 )
 from embedserve.codec.open_inference.message_template import (
+    INLINE_JAGGED_BYTES_MAX,
     TEMPLATE_INPUTS_MAX,
     MessageTemplate,
     MessageTemplateCache,
@@ -87,8 +88,9 @@ class MessageDecoder:
     def try_decode_inline(
         self, body: bytes, model: str, limits: Limits, regions: Regions | None = None
     ) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long. Raw jagged
-        ids never take long."""
+        """Decodes like decode_request, or returns None where that would take long."""
+        if len(body) > INLINE_JAGGED_BYTES_MAX:
+            return None
         known = self.templates.read(body, limits)
         if known is not None:
             return known

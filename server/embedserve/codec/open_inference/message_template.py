@@ -37,6 +37,9 @@ BATCH_SIZES_MAX = 32
 together then take a few megabytes at most."""
 WIDTHS = 3
 """Bytes of the largest varint count of ids that a template reads, about two million."""
+INLINE_JAGGED_BYTES_MAX = 4 << 20
+"""Bytes of a request whose jagged ids the event loop's thread copies and adds up, in about two
+milliseconds."""
 VIEWED_BYTES = 64 << 10
 """Bytes of a message that is sliced by copying. A larger message is sliced by views, so that it is
 not copied twice."""

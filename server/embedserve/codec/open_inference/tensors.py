@@ -51,7 +51,7 @@ class InputTensor:
     data: Data
 
     def __str__(self) -> str:
-        return f"input {shortened(self.name)!r} ({self.datatype[:16]} {shown_shape(self.shape)})"
+        return f"input {shortened(self.name)!r} ({self.datatype[:16]} {list(self.shape[:8])})"
 
 
 @dataclass(slots=True)
@@ -62,10 +62,6 @@ class _Feature:
     lengths: InputTensor | None = None
     weights: InputTensor | None = None
     padded: InputTensor | None = None
-
-
-def shown_shape(shape: Sequence[int]) -> str:
-    return str(list(shape[:8]))
 
 
 def wrong(tensor: InputTensor, problem: str) -> InvalidRequestError:
@@ -88,7 +84,7 @@ def lookup_request(
     check_feature_count("inputs", len(features), limits)
     batch_size = _batch_size(features, limits)
     if all(one.weights is None and one.padded is None for one in features.values()):
-        return _jagged(model, features, batch_size, limits)
+        return _jagged(model, features, batch_size)
     if is_inline and sum(len(one.data) for one in tensors) > INLINE_BYTES_MAX:
         return None
     return _any(model, features, batch_size, limits)
@@ -142,11 +138,18 @@ def _quick(model: str, tensors: Sequence[InputTensor], limits: Limits) -> Lookup
     if sizes is None:
         return None
     names, counts, batch_size = sizes
-    joined = np.frombuffer(b"".join(data[1::2]), _INT32)
+    joined = _joined(data[1::2], _INT32)
     if not add_up(joined, batch_size, counts):
         return None
-    integers = np.frombuffer(b"".join(data[::2]), _INT64)
+    integers = _joined(data[::2], _INT64)
     return LookupRequest(model, names, integers, joined, None, batch_size)
+
+
+def _joined(chunks: Sequence[Any], dtype: np.dtype) -> np.ndarray:
+    """Concatenates numbers. numpy copies many of them without holding the interpreter lock."""
+    if sum(map(len, chunks)) > INLINE_BYTES_MAX:
+        return np.concatenate([np.frombuffer(one, dtype) for one in chunks])
+    return np.frombuffer(b"".join(chunks), dtype)
 
 
 def add_up(lengths: np.ndarray, batch_size: int, counts: Sequence[int]) -> bool:
@@ -254,9 +257,7 @@ def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
     return batch_size
 
 
-def _jagged(
-    model: str, features: Mapping[str, _Feature], batch_size: int, limits: Limits
-) -> LookupRequest:
+def _jagged(model: str, features: Mapping[str, _Feature], batch_size: int) -> LookupRequest:
     """Builds the request from features that all have ids and lengths only, and concatenates their
     data."""
     ids: list[Any] = []
@@ -277,11 +278,11 @@ def _jagged(
             ids.append(data)
         counts.append(tensor.shape[0])
         lengths.append(of_bags.data)
-    joined = np.frombuffer(b"".join(lengths), _INT32)
+    joined = _joined(lengths, _INT32)
     if not add_up(joined, batch_size, counts):
         raise _wrong_lengths(features)
     return _request(
-        model, features, batch_size, b"".join(ids), joined, None, strings, is_string, counts
+        model, features, batch_size, _joined(ids, _INT64), joined, None, strings, is_string, counts
     )
 
 
