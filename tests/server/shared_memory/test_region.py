@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from open_files import open_below
 
 from embedserve.errors import InvalidRequestError
+from embedserve.shared_memory import region as region_module
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import FOLDER, Region, open_region
 
@@ -219,8 +221,46 @@ def test_region_is_closed_after_its_last_use(open_test_region: OpenRegion, file:
         assert os.fstat(descriptor).st_size == 100
         with pytest.raises(InvalidRequestError, match=r"it is not registered any more$"):
             region.read(0, 1)
+    wait_until_closed()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     other = os.open(file, os.O_RDONLY)  # takes its number
     region.close()
+    wait_until_closed()
     os.close(other)
+
+
+def wait_until_closed() -> None:
+    """Waits until the descriptors of all regions closed before are closed."""
+    region_module.closer.submit(int).result()
+
+
+def test_files_are_closed_in_a_thread(
+    open_test_region: OpenRegion, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against the kernel's work: the last descriptor of a removed file frees its memory."""
+    close, threads = os.close, []
+
+    def close_and_record(descriptor: int) -> None:
+        threads.append(threading.current_thread())
+        close(descriptor)
+
+    region = open_test_region()
+    monkeypatch.setattr(os, "close", close_and_record)
+    region.close()
+    wait_until_closed()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_file_is_closed_later_if_no_thread_can_be_started(
+    open_test_region: OpenRegion, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_module, "closer", ThreadPoolExecutor(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
+        open_test_region().close()
+    assert len(open_below(file.parent)) == 1
+    open_test_region().close()
+    wait_until_closed()
+    assert not open_below(file.parent)

@@ -14,6 +14,7 @@ from embedserve.errors import (
     RequestTooLargeError,
     UnknownRegionError,
 )
+from embedserve.shared_memory.region import closer
 from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 
 FILES = ("a", "b", "c", "d", "e")
@@ -156,11 +157,13 @@ def test_regions_of_removed_files_are_dropped(registry: RegionRegistry, folder: 
     assert list(registry.of(EVERYBODY)) == ["vectors"]
     (folder / "b").unlink()
     assert region_names(registry) == []
+    closer.submit(int).result()
     assert not open_below(folder)
     registry.register(EVERYBODY, "ids", "c", 0, 100)
     (folder / "c").unlink()
     registry.register(EVERYBODY, "ids", "d", 0, 100)  # with the same name
     registry.close()
+    closer.submit(int).result()
     assert not open_below(folder)
 
 
