@@ -36,12 +36,14 @@ class OutputOptions:
         has_all: whether the response has the vectors of all keys; ``keys`` are then only validated.
         format_options: options of the codec that writes the response. They are small, as they are
             held with the queued request.
+        may_block: whether encoding writes to shared memory, whose owner can make a write wait.
     """
 
     keys: tuple[str, ...] = ()
     field: str = "output_keys"
     has_all: bool = False
     format_options: object = None
+    may_block: bool = False
 
 
 class StringIds(Protocol):

@@ -33,9 +33,11 @@ class CodecExecutor:
     with the event loop for the interpreter lock. All methods are called on the event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, other: CodecExecutor | None = None) -> None:
+        """Creates the executor. If there is an ``other`` one, both share its budget."""
         self._thread = _new_thread()
-        self._bytes: Counter[object] = Counter()  # by source, of work that is not done
+        # by source, of work that is not done
+        self._bytes: Counter[object] = Counter() if other is None else other._bytes
         # By whether they decompress; each in the order of its sources' turns.
         self._waiting: tuple[WaitingCalls, WaitingCalls] = ({}, {})
         self._is_compressed_next = self._is_busy = False

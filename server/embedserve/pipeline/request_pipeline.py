@@ -68,6 +68,7 @@ class RequestPipeline:
         self._large_response_callbacks: list[Callable[[int], None]] = []
         self.limits = models.limits
         self._codec_executor = CodecExecutor()
+        self._shared_memory_writer = CodecExecutor(self._codec_executor)
         self._log = RateLimitedLogger(logger)
         self._unflushed: list[Callable[[], None]] = []
         self._queue_reopened_callbacks: list[Callable[[], None]] = []
@@ -158,7 +159,8 @@ class RequestPipeline:
         return codec.in_regions(NONE if is_page else shared.of(context.owner))
 
     def encode_later(self, context: RequestContext, result: LookupResult) -> None:
-        """Encodes ``result`` in the codec thread, then writes it to ``context``.
+        """Encodes ``result`` in the codec thread, then writes it to ``context``. A thread of its
+        own encodes a response that may block.
 
         Copies ``result`` out of its batch first, so that it does not keep the batch alive.
 
@@ -169,7 +171,9 @@ class RequestPipeline:
         result.extra_chunks = [copy_if_view(chunk) for chunk in result.extra_chunks]
         nbytes = result.values.nbytes + sum(chunk.nbytes for chunk in result.extra_chunks)
         encode = partial(_encode, context, result)
-        self._codec_executor.submit(
+        may_block = result.output is not None and result.output.may_block
+        executor = self._shared_memory_writer if may_block else self._codec_executor
+        executor.submit(
             context, "answer", nbytes, encode, lambda encoded: context.write(result, *encoded)
         )
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
 from server.fake_models import model_info
+from server.gate import Gate
 from server.live import Live, serving
 from server.open_inference import Input, jagged
 from server.waiting import until
@@ -46,7 +47,9 @@ from server.wire.shared_memory_requests import (
     stub,
 )
 
+from embedserve.codec import json_codec
 from embedserve.config import Limits
+from embedserve.shared_memory.region import Region
 
 __all__ = ["infer", "live", "memory"]
 
@@ -259,6 +262,29 @@ async def test_region_unregistered_while_a_request_waits_is_an_error(
         with pytest.raises(RejectedRequestError, match="'vectors': it is not registered any more"):
             await waiting
     assert memory.is_untouched()
+
+
+async def test_other_requests_are_served_while_a_write_to_a_region_waits(
+    live: Live,
+    engine: FakeEngine,
+    memory: Memory,
+    infer: Infer,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against the kernel's lock of the file: its owner holds it in fallocate, for example,
+    for as long as that takes."""
+    memory.put(INPUTS)
+    await register(live, memory)
+    monkeypatch.setattr(Region, "write", gate.before(Region.write))
+    infer_request = SharedMemoryRequest(INPUTS, INS, USER)
+    waiting = asyncio.ensure_future(infer(live, infer_request, "shop"))
+    await until(lambda: gate.threads)
+    for count in (1, json_codec.INLINE_BYTES_MAX):  # the codec thread decodes the second
+        answer = await live.http.post("/embed", json={"features": {"user": [1] * count}})
+        assert answer.status_code == 200, answer.text
+    gate.opened.set()
+    check(memory, infer_request, await waiting, engine.expected({"user": [[1, 2], []]}))
 
 
 async def test_region_reads_are_limited_like_bodies(

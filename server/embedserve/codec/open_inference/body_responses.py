@@ -34,13 +34,10 @@ from embedserve.shared_memory.memory_slice import MemorySlice
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Encodes like encode_chunks, with the byte count; returns None where that would take long."""
-    options, output = response_options_of(result)
-    are_placed = (
-        options.places is not None and len(options.places) == len(output.keys) + options.has_pooled
-    )
-    if are_placed or (options.is_binary and not options.others):
+    options, _ = response_options_of(result)
+    if options.is_binary and not options.others:
         return with_size([*_encode(result, options)]) if is_quick(result, options) else None
-    if result.values.size > INLINE_VALUES_MAX or result.extra_chunks:
+    if result.values.size > INLINE_VALUES_MAX or result.extra_chunks or options.places is not None:
         return None
     chunks = [*_encode(result, options)]
     return with_size(chunks if head_bytes(chunks) else [b"".join(chunks)])

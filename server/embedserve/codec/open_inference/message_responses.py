@@ -47,7 +47,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
         return None
     values = result.values
     is_one = result.lengths is None and len(values) == 1 and not result.extra_chunks
-    if is_one and not output.has_all and options.places is None:
+    if is_one and not output.has_all:
         # The most common response: the vectors of a key are contiguous, and are not copied twice.
         chunks: list[bytes | memoryview] = [_head(result, options)]
         described, starts, _ = _described_once(result, options, output)

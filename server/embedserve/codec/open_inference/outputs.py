@@ -30,8 +30,7 @@ REQUEST_ID_CHARACTERS_MAX = 1024
 OTHERS_MAX = 64
 """Outputs requested in the less frequent format, JSON or binary, of a request."""
 INLINE_BYTES_MAX = 1 << 20
-"""Bytes of values that are reordered, or written to shared memory, on the event loop's thread, in
-about a millisecond."""
+"""Bytes of values that are reordered on the event loop's thread, in about a millisecond."""
 SEQ = "seq"
 """Parameter of a response with the seq of its rows."""
 UNKNOWN_IDS = "unknown_ids."
@@ -123,7 +122,7 @@ def set_output(
             "outputs",
         )
     options = ResponseOptions(request_id, has_pooled, bool(keys), most, frozenset(others), places)
-    request.output = OutputOptions(keys, "outputs", has_pooled, options)
+    request.output = OutputOptions(keys, "outputs", has_pooled, options, places is not None)
 
 
 def set_output_dtype(request: LookupRequest, value: object) -> None:
@@ -276,8 +275,11 @@ def write_placed(
 
 
 def is_quick(result: LookupResult, options: ResponseOptions) -> bool:
-    """Returns whether the values are encoded as bytes in about a millisecond."""
-    if result.extra_chunks or result.lengths is not None or options.places is not None:
+    """Returns whether the values are encoded as bytes in about a millisecond. A write to shared
+    memory waits for the kernel's lock of the file, which its owner can hold for seconds."""
+    if options.places is not None:
+        return False
+    if result.extra_chunks or result.lengths is not None:
         return result.values.nbytes <= INLINE_BYTES_MAX and not result.extra_chunks
     return (
         result.values.nbytes <= INLINE_BYTES_MAX
