@@ -100,6 +100,11 @@ class Regions:
         self._prefix = prefix
         self._begin()
 
+    def _begin_after_fork(self) -> None:
+        """Resets the pool in a forked process, whose copy of the lock may be held for ever."""
+        if os.getpid() != self._pid:
+            self._begin()
+
     def _begin(self) -> None:
         """Resets the pool to an empty state for this process. After a fork the regions of the
         parent process are left alone."""
@@ -120,8 +125,7 @@ class Regions:
         Returns None if there is no room for a region, or if the pool is closed. Raises
         InvalidRequest if files cannot be created in the folder.
         """
-        if os.getpid() != self._pid:
-            self._begin()
+        self._begin_after_fork()
         with self._lock:
             if self._is_closed:
                 return None
@@ -165,6 +169,7 @@ class Regions:
 
     def close(self) -> None:
         """Removes all regions. Vectors that callers hold stay valid."""
+        self._begin_after_fork()
         with self._lock:
             self._is_closed = True
             self._free.clear()

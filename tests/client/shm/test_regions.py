@@ -17,6 +17,7 @@ from embedserve_client.shm.regions import LENT_MAX, REGION_BYTES_MIN, Region, Re
 
 PREFIX = f"/embedserve-test-regions-{os.getpid()}-"
 FLOAT32 = np.dtype("<f4")
+CLOSE_S_MAX = 60
 
 
 @pytest.fixture
@@ -144,6 +145,17 @@ def test_forked_process_gets_its_own_region(regions: Regions) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert [path.name for path in files()] == [parent_region.name]
     assert take_region(regions) is parent_region
+
+
+def test_pool_closes_in_a_process_that_was_forked_while_a_thread_used_it(regions: Regions) -> None:
+    with regions._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(CLOSE_S_MAX)
+            regions.close()
+            os._exit(0)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_files_of_a_killed_process_are_removed_by_the_next_process(regions: Regions) -> None:
