@@ -24,6 +24,7 @@ from embedserve_client.errors import (
 
 T = TypeVar("T")
 
+SAID_BYTES_MAX = 200
 # Codes of error responses from other software, such as a proxy. A 404 there is a wrong address, not
 # an unknown model.
 _CODE_OF_FOREIGN_STATUS = {
@@ -42,12 +43,19 @@ def error_of(response: httpx.Response) -> EmbedServeClientError:
         code, message, at = error["code"], error["message"], error.get("field") or ""
     except (ValueError, LookupError, TypeError, AttributeError):
         code = _CODE_OF_FOREIGN_STATUS.get(response.status_code, "INTERNAL")
-        message, at = f"status {response.status_code}: {response.text[:200]}", ""
+        message, at = said_by(response), ""
     if code == "NOT_FOUND" and message.endswith(": Not Found"):  # a path, not a model
         return ServerError(f"{message}: is the path of base_url right?")
     if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
         return TooLarge(message, field=at)
     return error_from(code, message, field=at, retry_after_s=retry_after_s)
+
+
+def said_by(response: httpx.Response) -> str:
+    """Returns the status and the beginning of the body of another software's error response. Does
+    not use the charset that it names, whose codec may fail."""
+    beginning = response.content[:SAID_BYTES_MAX].decode("utf-8", "replace")
+    return f"status {response.status_code}: {beginning}"
 
 
 def _retry_after_s(header: str) -> float | None:

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import httpx
 
 from embedserve_client.errors import EmbedServeClientError
-from embedserve_client.rest.calls import Call, error_of
+from embedserve_client.rest.calls import Call, error_of, said_by
 from embedserve_client.shm.protocol import (
     BYTE_SIZE,
     DATATYPES,
@@ -121,4 +121,4 @@ def _message(response: httpx.Response) -> str:
     try:
         return str(json.loads(response.content)["error"])
     except (ValueError, LookupError, TypeError):
-        return f"status {response.status_code}: {response.text[:200]}"
+        return said_by(response)

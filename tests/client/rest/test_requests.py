@@ -55,6 +55,15 @@ def test_proxy_error_is_mapped_by_its_status(
     assert f"status {status}" in str(error)
 
 
+@pytest.mark.parametrize("charset", ["utf-16", "idna", "hex", "rot13", "no-charset"])
+def test_charset_of_a_proxy_error_does_not_matter(charset: str) -> None:
+    headers = {"Content-Type": f"text/html; charset={charset}"}
+    error = error_of(lambda request: httpx.Response(502, content=b"<p>sorry", headers=headers))
+
+    assert type(error) is Unavailable
+    assert str(error) == "status 502: <p>sorry"
+
+
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
     [
