@@ -81,7 +81,7 @@ _ERROR_OF_CODE: dict[str, type[EmbedServeClientError]] = {
     "CANCELLED": Unavailable,
     "INTERNAL": ServerError,
 }
-
+CODES = _ERROR_OF_CODE.keys()
 
 _OVER_A_LIMIT = ("larger than max", "the limit is")
 """Substrings that identify messages over a size limit. The first is from grpc, for messages that it

@@ -14,10 +14,14 @@ import httpx
 
 from embedserve_client.core.deadline import timeout_headers
 from embedserve_client.errors import (
+    CODES,
     DeadlineExceeded,
     EmbedServeClientError,
+    Overloaded,
+    PermissionDenied,
     ServerError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
     error_from,
 )
@@ -25,25 +29,32 @@ from embedserve_client.errors import (
 T = TypeVar("T")
 
 SAID_BYTES_MAX = 200
-# Codes of error responses from other software, such as a proxy. A 404 there is a wrong address, not
-# an unknown model.
-_CODE_OF_FOREIGN_STATUS = {
-    429: "RESOURCE_EXHAUSTED",
-    502: "UNAVAILABLE",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
+# Errors in responses of other software, such as a proxy. A 404 there is a wrong address, not an
+# unknown model.
+_ERROR_OF_FOREIGN_STATUS: dict[int, type[EmbedServeClientError]] = {
+    401: Unauthenticated,
+    403: PermissionDenied,
+    413: TooLarge,
+    429: Overloaded,
+    502: Unavailable,
+    503: Unavailable,
+    504: DeadlineExceeded,
 }
 
 
 def error_of(response: httpx.Response) -> EmbedServeClientError:
-    """Returns the error that an error response reports."""
+    """Returns the error that an error response reports. Its status decides if its body has none of
+    embedserve's codes."""
     retry_after_s = _retry_after_s(response.headers.get("Retry-After", ""))
     try:
         error = json.loads(response.content)["error"]
-        code, message, at = error["code"], error["message"], error.get("field") or ""
+        code, message, at = error["code"], str(error["message"]), str(error.get("field") or "")
+        is_foreign = code not in CODES
     except (ValueError, LookupError, TypeError, AttributeError):
-        code = _CODE_OF_FOREIGN_STATUS.get(response.status_code, "INTERNAL")
-        message, at = said_by(response), ""
+        is_foreign = True
+    if is_foreign:
+        kind = _ERROR_OF_FOREIGN_STATUS.get(response.status_code, ServerError)
+        return kind(said_by(response), retry_after_s=retry_after_s)
     if code == "NOT_FOUND" and message.endswith(": Not Found"):  # a path, not a model
         return ServerError(f"{message}: is the path of base_url right?")
     if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:

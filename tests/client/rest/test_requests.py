@@ -13,8 +13,10 @@ from embedserve_client import (
     EmbedServeClientError,
     InvalidRequest,
     Overloaded,
+    PermissionDenied,
     ServerError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
@@ -36,6 +38,8 @@ def error_of(handler: Handler) -> EmbedServeClientError:
     ("status", "kind"),
     [
         (301, ServerError),
+        (401, Unauthenticated),
+        (403, PermissionDenied),
         (404, ServerError),
         (413, TooLarge),
         (429, Overloaded),
@@ -45,7 +49,19 @@ def error_of(handler: Handler) -> EmbedServeClientError:
         (504, DeadlineExceeded),
     ],
 )
-@pytest.mark.parametrize("body", [b"<html>sorry</html>", b'{"error": "sorry"}', b"[]", b"\xff"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>sorry</html>",
+        b"the limit is 10 requests a second",
+        b'{"error": "sorry"}',
+        b'{"error": {"code": 503, "message": "sorry"}}',
+        b'{"error": {"code": "TooManyRequests", "message": "sorry"}}',
+        b'{"error": {"code": [], "message": 3}}',
+        b"[]",
+        b"\xff",
+    ],
+)
 def test_proxy_error_is_mapped_by_its_status(
     status: int, kind: type[EmbedServeClientError], body: bytes
 ) -> None:
