@@ -59,7 +59,7 @@ class _Sent:
 class _Broken:
     """The caller's own iterable raised an exception."""
 
-    error: Exception
+    error: Exception | SystemExit
 
 
 class _End(Enum):
@@ -125,7 +125,7 @@ def _outgoing(items: Iterable[StreamItem], tell: _Tell) -> Iterator[pb.EmbedRequ
             tell(step)
             if message is not None:
                 yield message
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end grpc's thread alone
         tell(_Broken(error))
     else:
         tell(_End.ALL_SENT)
@@ -140,7 +140,7 @@ async def _outgoing_async(
             tell(step)
             if message is not None:
                 yield message
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         tell(_Broken(error))
     else:
         tell(_End.ALL_SENT)

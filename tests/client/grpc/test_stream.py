@@ -1,6 +1,7 @@
 """Tests of streams: order, failed items in their places, and every way a stream ends."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +145,15 @@ def test_exception_of_the_request_iterable_is_raised(stream_client: Any) -> None
 
     with pytest.raises(OSError, match="no more lines"):
         stream_client.stream(items())
+
+
+def test_exit_in_the_request_iterable_reaches_the_reader(stream_client: Any) -> None:
+    def items() -> Iterator[Any]:
+        yield {"user": [1]}
+        sys.exit("line 2 is invalid")
+
+    with pytest.raises(SystemExit, match="line 2 is invalid"):
+        stream_client.stream(items(), timeout_s=RESPONSE_S_MAX)
 
 
 def test_result_arrives_before_the_next_request_is_sent(grpc_target: str) -> None:
