@@ -42,18 +42,24 @@ def request_of(
     """Returns the message of a batch. A model of None selects the server's default model.
 
     Raises InvalidRequest unless output_dtype is "float32" or "float16", output_keys is a list of
-    strings and min_seq an integer from 0 to SEQ_MAX, or None.
+    strings and min_seq an integer from 0 to SEQ_MAX, or None; also for half of a surrogate pair in
+    a name.
     """
-    message = pb.EmbedRequest(
-        model=model or "",
-        keys=batch.keys,
-        ids_bytes=batch.ids.astype("<i8", copy=False).tobytes(),
-        lengths_bytes=batch.lengths.astype("<i4", copy=False).tobytes(),
-        string_keys=batch.string_keys,
-        string_ids=batch.string_ids,
-        output_dtype=_number_of(output_dtype),
-        output_keys=_checked_keys(output_keys),
-    )
+    try:
+        message = pb.EmbedRequest(
+            model=model or "",
+            keys=batch.keys,
+            ids_bytes=batch.ids.astype("<i8", copy=False).tobytes(),
+            lengths_bytes=batch.lengths.astype("<i4", copy=False).tobytes(),
+            string_keys=batch.string_keys,
+            string_ids=batch.string_ids,
+            output_dtype=_number_of(output_dtype),
+            output_keys=_checked_keys(output_keys),
+        )
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{short(error.object)} is no text: half of a surrogate pair"
+        ) from None
     if batch.weights is not None:
         message.weights_bytes = batch.weights.astype(_LITTLE_FLOAT32, copy=False).tobytes()
     if min_seq is not None:

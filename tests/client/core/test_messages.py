@@ -56,6 +56,17 @@ def test_invalid_output_keys_are_rejected(keys: Any) -> None:
     assert caught.value.field == "output_keys"
 
 
+@pytest.mark.parametrize(
+    ("key", "model", "output_key"),
+    [("\ud800", "shop", "user"), ("user", "\ud800", "user"), ("user", "shop", "\ud800")],
+)
+def test_half_of_a_surrogate_pair_in_a_name_is_rejected(
+    key: str, model: str, output_key: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"'\\ud800' is no text: half of a surrogate pair"):
+        request_of(batch_of({key: [1]}), model, output_keys=[output_key])
+
+
 def test_missing_model_and_weights_leave_fields_empty() -> None:
     message = request_of(batch_of({"user": [1]}), None)
 
