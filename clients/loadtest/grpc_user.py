@@ -5,7 +5,8 @@
 Name a class to run it alone (UnaryUser, StreamUser). Each user is one connection. A unary user
 waits for each response. A stream keeps --stream-depth requests in flight, and the latency of a
 request counts from its handover to grpc. A rejected request (RESOURCE_EXHAUSTED) is the failure
-"refused" in a separate row. The other rows thus hold successful requests only.
+"refused" in a separate row. Other failures, such as timeouts, are in the rows of the successful
+requests, and their times count there.
 """
 
 from collections import deque

@@ -3,8 +3,8 @@
     locust -f clients/loadtest/rest.py --headless -u 16 -r 16 -t 10s --host http://127.0.0.1:8000
 
 Each user is one connection, and sends the next request after the previous response. A rejected
-request (429, the queue is full) is the failure "refused" in a separate row. The other rows thus
-hold the latencies of successful requests only.
+request (429, the queue is full) is the failure "refused" in a separate row. Other failures, such as
+timeouts, are in the rows of the successful requests, and their times count there.
 """
 
 import json
@@ -14,8 +14,8 @@ from urllib.parse import quote
 from locust import FastHttpUser, events, tag, task
 from locust.env import Environment
 
-from embedserve_client import EmbedClient
-from embedserve_proto import embedding_pb2 as pb
+from embedserve_client import EmbedClient, EmbedServeClientError
+from embedserve_client.core.messages import AnswerReader
 from options import LoadTest, prepare
 from traffic import Request, kind_of_error, name_of
 
@@ -30,6 +30,7 @@ class RestUser(FastHttpUser):
 
     def on_start(self) -> None:
         self.random = self.test.random()
+        self.answers = AnswerReader()
         self.timeout_s = self.test.options.timeout_s
         self.path = f"/models/{quote(self.test.traffic.model, safe='')}/embed"
 
@@ -58,20 +59,21 @@ class RestUser(FastHttpUser):
             self.path, data=data, headers=headers, name=name, catch_response=True
         ) as response:
             if response.status_code == 200:
-                _check(response, content_type, request)
+                _check(response, content_type, request, self.answers)
             elif response.status_code:
                 _fail(response, name)
 
 
-def _check(response: Any, content_type: str, request: Request) -> None:
+def _check(response: Any, content_type: str, request: Request, answers: AnswerReader) -> None:
     """Checks a successful response. JSON is not parsed, because parsing would cost the load
     generator more than the server."""
     if response.headers.get("Content-Type") != content_type or not response.content:
         response.failure(f"an answer that is no {content_type}")
     elif content_type == PROTOBUF:
-        answered = pb.EmbedResponse.FromString(response.content).batch_size
-        if answered != request.examples:
-            response.failure("an answer of another batch size")
+        try:
+            answers.read_bytes(response.content, request.examples)
+        except EmbedServeClientError as error:
+            response.failure(kind_of_error("INTERNAL", str(error)))
 
 
 def _fail(response: Any, name: str) -> None:

@@ -3,9 +3,9 @@
     locust -f clients/loadtest/rest.py,clients/loadtest/steps.py --headless \\
         --host http://127.0.0.1:8000 --step-users 8 --step-s 20 --steps 6
 
-After each step one line reports the figures of that step alone, without its first second. The
-number of users at which requests/s stop growing is the limit of one server, or of the load
-generator.
+After each step one line reports the figures of that step alone, without its first second. Its
+latencies are those of all requests, also of failed and rejected ones. The number of users at which
+requests/s stop growing is the limit of one server, or of the load generator.
 """
 
 import logging

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -121,6 +123,40 @@ def test_rejected_requests_have_separate_statistics_rows(overloaded_server: Runn
         assert rejected
         assert all(requests == failures for requests, failures in rejected.values())
         assert not any(rows[name][1] for name in rows.keys() - rejected.keys())
+
+
+class GarbageHandler(BaseHTTPRequestHandler):
+    """Lists one model, and responds to its lookups with bytes that are no message."""
+
+    def do_GET(self) -> None:
+        table = {"name": "t", "num_embeddings": 9, "features": ["user"]}
+        model = {"model": "shop", "version": 1, "features": ["user"], "tables": [table]}
+        models = {"models": [model], "default_model": "shop"}
+        self.respond("application/json", json.dumps(models).encode())
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.respond("application/x-protobuf", b"\xff")
+
+    def respond(self, content_type: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_malformed_responses_are_counted_as_failures() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), GarbageHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        host = f"http://127.0.0.1:{server.server_port}"
+        done = locust("rest.py", host, "-u", 1, "-t", "5s", "--sizes", "1:1", "--tags", "protobuf")
+        server.shutdown()
+        thread.join()
+    (requests, failures) = requests_and_failures(done)["protobuf, 1 example"]
+    assert requests == failures > 0
+    assert "Traceback" not in done.stderr
 
 
 def test_load_steps_add_users_and_end(demo: Demo) -> None:
