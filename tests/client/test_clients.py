@@ -181,7 +181,7 @@ def test_server_message_about_an_invalid_id_is_passed_on(client: Any) -> None:
 def test_invalid_arguments_are_rejected_before_sending(client: Any, model: FakeModel) -> None:
     with pytest.raises(ValueError, match=r"features\.user\[0\]: 1\.5 is float"):
         client.embed({"user": [[1.5]]})
-    with pytest.raises(ValueError, match="timeout_s: 0 is not a positive"):
+    with pytest.raises(ValueError, match="timeout_s: 0 is not above 0 and at most"):
         client.embed({"user": [[1]]}, timeout_s=0)
 
     assert model.requests == []

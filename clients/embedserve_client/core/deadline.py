@@ -7,13 +7,19 @@ tells the server. httpx and grpc measure the time.
 import math
 
 TIMEOUT_HEADER = "X-Timeout-Ms"
+TIMEOUT_S_MAX = 1e9
+"""Seconds of a timeout, at most. Sockets and gRPC count nanoseconds in 64 bits: above 9.2e9 s
+sockets raise OverflowError, and calls of gRPC fail at once."""
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
     """Returns timeout_s unchanged; None is no limit. Raises ValueError unless it is positive and
-    finite."""
-    if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
-        raise ValueError(f"timeout_s: {timeout_s!r} is not a positive, finite number of seconds")
+    at most TIMEOUT_S_MAX."""
+    if timeout_s is not None and not 0 < timeout_s <= TIMEOUT_S_MAX:
+        raise ValueError(
+            f"timeout_s: {timeout_s!r} is not above 0 and at most {TIMEOUT_S_MAX:.0f} seconds; "
+            "None is no limit"
+        )
     return timeout_s
 
 
