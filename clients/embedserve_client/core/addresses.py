@@ -62,6 +62,7 @@ def _split(argument: str, url: str, address: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        str(parts.hostname).encode("idna")  # as the resolver does, for each call
     except ValueError as error:
         raise ValueError(f"{argument}: {address!r} is no address: {error}") from error
     if not has_host:

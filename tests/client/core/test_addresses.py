@@ -76,6 +76,7 @@ def test_unix_socket_path_is_extracted(address: str, path: str | None) -> None:
     [
         *("ftp://host:8000", "http://", "http://host:port", "", ":8000"),
         *("unix:", "unix://host/run", "unix-abstract:embed"),
+        *("http://shop..example:8000", f"{'a' * 64}:8000"),
     ],
 )
 def test_invalid_rest_address_is_rejected(address: str) -> None:
@@ -84,7 +85,11 @@ def test_invalid_rest_address_is_rejected(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["http://host:8001/embed", "https://", "http://host:99999", "ftp://host", ""]
+    "address",
+    [
+        *("http://host:8001/embed", "https://", "http://host:99999", "ftp://host", ""),
+        "shop..example:8001",
+    ],
 )
 def test_invalid_grpc_target_is_rejected(address: str) -> None:
     with pytest.raises(ValueError, match="target: "):
