@@ -15,7 +15,7 @@ import typer
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine, check_releases, installed_versions
 from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
-from embedserve.commands.store_commands import Version
+from embedserve.commands.store_commands import Version, store_argument
 from embedserve.commands.switch import switch
 
 Checkpoint = Annotated[
@@ -161,7 +161,7 @@ PodStore = Annotated[
 
 
 def demo(
-    store: Annotated[Path, typer.Argument(help="Folder of the model store; created if missing.")],
+    store: Annotated[str, store_argument("Folder of the model store; created if missing.")],
     model: Annotated[str, typer.Option(help="Name of the model.")] = "movies",
     dtype: Annotated[
         str, typer.Option(help="Type of stored rows: float32, float16, int8 or int4.")
@@ -181,14 +181,14 @@ def demo(
         check_engine()
         from embedserve_store.commands.demo import demo as run
 
-        run(store, model, dtype, sharding, world_size, checkpoint, if_missing)
+        run(Path(store), model, dtype, sharding, world_size, checkpoint, if_missing)
 
 
 def publish(
     checkpoint: Checkpoint,
     tables: Tables,
     store: Annotated[
-        str, typer.Argument(help="Model store, a folder or a URL; a folder is created if missing.")
+        str, store_argument("Model store, a folder or a URL; a folder is created if missing.")
     ],
     model: Annotated[str, typer.Option(help="Name of the model.")],
     prefix: Prefix = "",

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from embedserve.commands.store_commands import store_argument
 from embedserve.config import Limits, ServeSettings
 
 REPEATABLE = tuple(
@@ -41,9 +42,8 @@ def with_settings_as_options(command: Callable[..., None]) -> Callable[..., None
 def _serve_parameters() -> Iterator[inspect.Parameter]:
     """Yields the command's arguments and options: store, config, and the fields of settings and
     limits."""
-    store = typer.Argument(
-        envvar="EMBEDSERVE_STORE",
-        help="Model store: a folder, or a URL such as s3://bucket/store.",
+    store = store_argument(
+        "Model store: a folder, or a URL such as s3://bucket/store.", "EMBEDSERVE_STORE"
     )
     yield _parameter("store", str, store)
     config = typer.Option(

@@ -6,14 +6,27 @@ Nothing heavy is imported at the top, so that --help responds immediately.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.switch import switch
 
-Store = Annotated[str, typer.Argument(help="Model store: a folder or a URL.")]
+
+def store_argument(text: str, envvar: str | None = None) -> Any:
+    """Returns an argument that names a store, with ``text`` as its help. An empty name is an error:
+    the current folder would be the store."""
+    return typer.Argument(help=text, envvar=envvar, callback=_check_store)
+
+
+def _check_store(store: str) -> str:
+    if not store:
+        raise typer.BadParameter("it is empty, expected a folder or a URL: is a variable unset?")
+    return store
+
+
+Store = Annotated[str, store_argument("Model store: a folder or a URL.")]
 Model = Annotated[str, typer.Argument(help="Name of the model.")]
 Version = Annotated[
     str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
@@ -191,9 +204,9 @@ def history(
 
 
 def copy(
-    source: Annotated[str, typer.Argument(help="Store to copy from: a folder or a URL.")],
+    source: Annotated[str, store_argument("Store to copy from: a folder or a URL.")],
     target: Annotated[
-        str, typer.Argument(help="Store to copy to: a folder, created if missing, or a URL.")
+        str, store_argument("Store to copy to: a folder, created if missing, or a URL.")
     ],
     model: Annotated[
         str | None,

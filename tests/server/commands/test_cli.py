@@ -280,3 +280,22 @@ def test_invalid_numbers_are_rejected(flag: str, value: str) -> None:
     result = run("serve", "store", flag, value)
     assert result.exit_code == 2
     assert flag in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("copy", "", "target"),
+        ("copy", "store", ""),
+        ("demo", ""),
+        ("deltas", "list", "", "m"),
+        ("inspect", ""),
+        ("publish", "checkpoint", "tables", "", "--model", "m"),
+        ("serve", ""),
+    ],
+)
+def test_empty_store_is_rejected(arguments: tuple[str, ...]) -> None:
+    """Guards against an unset variable in a script: the current folder would be the store."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "it is empty, expected a folder or a URL: is a variable unset?" in result.stderr
