@@ -37,6 +37,9 @@ ACCEPTS_MAX = 16
 """Connections accepted on a port in an event-loop iteration: about a millisecond of work."""
 CHECK_S = 1.0
 """Seconds between two checks of the connections' time and memory limits."""
+CHECK_TURN_S = 0.002
+"""Seconds of an event-loop iteration for the time limits. A stream takes some 0.5 us, and there may
+be 200,000 within --connection-bytes-max."""
 AGE_JITTER = (0.9, 1.1)
 """Range of the random factor of connection_age_s_max, so that retirements are spread in time."""
 CHECK_BYTES = 64 << 20
@@ -96,7 +99,7 @@ class WireServer:
         self._connections: dict[Connection, float] = {}  # to perf_counter time of retirement
         pipeline.metrics.connections.open_counts.append(lambda: len(self._connections))
         self._listening: list[Listener] = []
-        self._checking: asyncio.TimerHandle | None = None
+        self._checking: asyncio.Handle | None = None
         self._is_empty = asyncio.Event()
         self._is_draining = False
 
@@ -168,15 +171,30 @@ class WireServer:
             self._is_empty.set()
 
     def _check(self) -> None:
-        self._checking = asyncio.get_running_loop().call_later(CHECK_S, self._check)
-        now_s = perf_counter()
-        for connection, retire_s in list(self._connections.items()):
-            connection.check_time(now_s)
-            if now_s > retire_s and connection in self._connections:
-                self._connections[connection] = math.inf
-                connection.retire()
         self._abort_largest()
         self._warn_if_no_descriptors()
+        self._check_times(list(self._connections))
+
+    def _check_times(self, connections: list[Connection]) -> None:
+        """Checks the times of ``connections``, and starts the timer of the next check. What takes
+        longer than CHECK_TURN_S is left to the next event-loop iterations."""
+        now_s = perf_counter()
+        end_s = now_s + CHECK_TURN_S
+        try:
+            while connections and now_s < end_s:
+                connection = connections.pop()
+                if connection in self._connections:
+                    connection.check_time(now_s)
+                if now_s > self._connections.get(connection, math.inf):
+                    self._connections[connection] = math.inf
+                    connection.retire()
+                now_s = perf_counter()
+        finally:
+            loop = asyncio.get_running_loop()
+            if connections:
+                self._checking = loop.call_soon(self._check_times, connections)
+            else:
+                self._checking = loop.call_later(CHECK_S, self._check)
 
     def _retire_s(self) -> float:
         """Returns the perf_counter time to retire a connection accepted now, with random jitter."""

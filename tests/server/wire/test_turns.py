@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
 
 import pytest
 from hyperframe.frame import PingFrame, SettingsFrame
@@ -12,13 +14,14 @@ from server.raw_http import OurServer, chunked, get, post, read_response
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire.connections import LingeringClose
+from embedserve.wire.connections import Connection, LingeringClose
 from embedserve.wire.http1.connection import BODY_PIECES_MAX, Http1Connection
 from embedserve.wire.http1.connection import CHUNK_BYTES as HTTP1_CHUNK_BYTES
 from embedserve.wire.http1.stream import Http1Stream
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import PREFACE
 from embedserve.wire.http2.protocol import Http2Protocol
+from embedserve.wire.wire_server import CHECK_TURN_S
 
 SENT_BYTES = 16 << 20
 ITERATION_BYTES_MAX = 256 << 10
@@ -156,3 +159,41 @@ async def test_connection_that_fills_and_drains_has_one_turn_per_iteration(
     assert turns.nbytes.total() > 10
     assert max(turns.nbytes.values()) <= 2  # that of the frames, and the first of the rest
     writer.close()
+
+
+class CheckedConnection(Connection):
+    """A connection whose check of its time limits takes half of an iteration's time."""
+
+    held_bytes = 0
+
+    def __init__(self, on_check: Callable[[], None]) -> None:
+        self._on_check = on_check
+
+    def check_time(self, now_s: float) -> None:
+        end_s = perf_counter() + CHECK_TURN_S / 2
+        while perf_counter() < end_s:
+            pass
+        self._on_check()
+
+
+async def test_time_limits_of_many_connections_are_checked_in_portions(server: OurServer) -> None:
+    turns = Turns()
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+
+    def count() -> None:
+        turns.count(1)
+        if turns.nbytes.total() == 5:
+            raise RuntimeError("of one connection")
+
+    connections = [CheckedConnection(count) for _ in range(20)]
+    for connection in connections:
+        server.wire.add(connection)
+    assert server.wire._checking is not None
+    server.wire._checking.cancel()
+    server.wire._check()
+    await until(lambda: turns.nbytes.total() == len(connections))
+    assert max(turns.nbytes.values()) <= 2
+    assert len(errors) == 1  # and the other connections are checked
+    for connection in connections:
+        server.wire.discard(connection)
