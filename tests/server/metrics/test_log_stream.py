@@ -4,13 +4,15 @@ file."""
 from __future__ import annotations
 
 import fcntl
+import io
 import logging
 import os
 import pty
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -116,53 +118,53 @@ def test_writing_starts_no_thread() -> None:
     os.close(reading)
 
 
-def test_number_of_dropped_lines_is_logged_with_the_next_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@contextmanager
+def logging_to_a_pipe(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[logging.Logger, LogStream, io.RawIOBase]]:
+    """Yields a logger, the stream of its handler, which is stderr, and the pipe's reader."""
     reading, writing = os.pipe()
-    logger = logging.getLogger("stalled")
+    logger = logging.getLogger(name)
     logger.propagate = False
     with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb", 0) as reader:
         stream = LogStream(file)
         monkeypatch.setattr(sys, "stderr", stream)
         logger.addHandler(handler := LogHandler(cast(TextIO, stream)))
         try:
-            while not stream.dropped_lines:
-                logger.warning("x" * 1000)
-            logger.warning("x" * 1000)
-            reader.read(1 << 20)
-            logger.warning("out")
-            lines_read = reader.read(1 << 20).decode().splitlines()
-            logger.warning("and out")
-            assert reader.read(1 << 20) == b"and out\n"
+            yield logger, stream, reader
         finally:
             logger.removeHandler(handler)
+
+
+def test_number_of_dropped_lines_is_logged_with_the_next_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with logging_to_a_pipe("stalled", monkeypatch) as (logger, stream, reader):
+        while not stream.dropped_lines:
+            logger.warning("x" * 1000)
+        logger.warning("x" * 1000)
+        reader.read(1 << 20)
+        logger.warning("out")
+        lines_read = reader.read(1 << 20).decode().splitlines()
+        logger.warning("and out")
+        assert reader.read(1 << 20) == b"and out\n"
     assert lines_read[-2:] == ["out", "2 lines of the log were dropped: its reader did not keep up"]
 
 
 def test_number_of_dropped_lines_is_logged_again_if_its_line_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reading, writing = os.pipe()
-    pipe_bytes = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
-    logger = logging.getLogger("almost stalled")
-    logger.propagate = False
-    with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb", 0) as reader:
-        stream = LogStream(file)
-        monkeypatch.setattr(sys, "stderr", stream)
-        logger.addHandler(handler := LogHandler(cast(TextIO, stream)))
-        try:
-            while stream.dropped_lines < 5:
-                logger.warning("x" * 1000)
-            reader.read(pipe_bytes)
-            # Another process leaves room for one more line.
-            os.write(writing, b"y" * (pipe_bytes - len("out\n")))
-            logger.warning("out")
-            assert reader.read(pipe_bytes).endswith(b"yout\n")
-            logger.warning("and out")
-            lines_read = reader.read(pipe_bytes).decode().splitlines()
-        finally:
-            logger.removeHandler(handler)
+    with logging_to_a_pipe("almost stalled", monkeypatch) as (logger, stream, reader):
+        pipe_bytes = fcntl.fcntl(stream.fileno(), fcntl.F_GETPIPE_SZ)
+        while stream.dropped_lines < 5:
+            logger.warning("x" * 1000)
+        reader.read(pipe_bytes)
+        # Another process leaves room for one more line.
+        os.write(stream.fileno(), b"y" * (pipe_bytes - len("out\n")))
+        logger.warning("out")
+        assert reader.read(pipe_bytes).endswith(b"yout\n")
+        logger.warning("and out")
+        lines_read = reader.read(pipe_bytes).decode().splitlines()
     assert lines_read == [
         "and out",
         "6 lines of the log were dropped: its reader did not keep up",
