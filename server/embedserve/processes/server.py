@@ -337,11 +337,12 @@ def stop_or_end(stop: asyncio.Event, number: int) -> None:
 
 
 def _freeze_garbage() -> None:
-    """Excludes the objects that torch and the models left behind from collections, which cost 100
-    ms each.
+    """Begins to collect garbage, which is disabled while models load. Excludes the objects that
+    torch and the models left behind: a collection of them takes 100 ms.
 
     Requests create few cycles, so new objects are collected less often, too.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_THRESHOLD)
+    gc.enable()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
+from server.fake_engine import FakeEngine
+from server.live import live_server
 from server.python import run_python
 
 SERVE = """
@@ -29,3 +32,12 @@ serve.serve(ServeSettings(sys.argv[1], http_port=0, grpc_port=0))
 def test_server_can_wait_for_children_even_if_sigchld_was_ignored(tmp_path: Path) -> None:
     done = run_python("-c", SERVE, str(tmp_path))
     assert done.stdout == "7\n", done.stderr
+
+
+async def test_server_collects_garbage_from_when_it_is_ready() -> None:
+    gc.disable()  # as while models load
+    try:
+        async with live_server(FakeEngine()):
+            assert gc.isenabled()
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -258,6 +259,8 @@ def on_devices(
     Raises:
         ValueError: a setting does not fit the devices of this host.
     """
+    # All that is imported and loaded stays; run_server excludes it from collections.
+    gc.disable()
     with _status("importing PyTorch and TorchRec …", is_shown):
         from embedserve.engine.gpus import gpus_for
         from embedserve.engine.restore import settle_devices
