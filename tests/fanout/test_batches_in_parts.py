@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedserve.fanout.dense_batch import DenseBatch
+from embedserve.fanout.packed_batch import PackedBatch
 from embedserve.fanout.partition import Partition, PartLookup
-from embedserve.fanout.pooled_batch import PooledBatch
 from embedserve.fanout.pooled_columns import PooledColumns, chunk_width
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve_store import Manifest, TableSpec
 from embedserve_store.plans.host_plan import HostPlan
 
 Tables = dict[str, np.ndarray]
+Pooled = type[PackedBatch] | type[DenseBatch]
+POOLED_KINDS: list[Pooled] = [PackedBatch, DenseBatch]
+both_pooled = pytest.mark.parametrize("pooled", POOLED_KINDS)
 
 
 @dataclass
@@ -133,23 +137,25 @@ COUNTS = st.integers(1, 6).flatmap(
 )
 
 
+@both_pooled
 @settings(deadline=None)
-@given(COUNTS, st.integers(0, 2**32), st.booleans())
+@given(counts=COUNTS, seed=st.integers(0, 2**32), is_weighted=st.booleans())
 def test_merged_part_sums_equal_sums_of_whole_tables(
-    counts: list[list[int]], seed: int, is_weighted: bool
+    pooled: Pooled, counts: list[list[int]], seed: int, is_weighted: bool
 ) -> None:
     one = partitioned_model(POOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     ids, lengths, weights = batch(one.manifest, counts, seed)
     given_weights = weights if is_weighted else None
-    found = PooledBatch(
+    found = pooled(
         partition, PooledColumns(partition), partition.divide(ids, lengths, given_weights)
     )
     lookups = found.lookups()
     for lookup in lookups:
         assert lookup.lengths.size == partition.has_feature[lookup.part].sum() * lookup.shape[0]
-        # Each feature's bags are packed: every example has an id of some feature.
-        assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
+        if pooled is PackedBatch:
+            # Each feature's bags are packed: every example has an id of some feature.
+            assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
     for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
         found.add(lookup.part, values)
     merged = found.merge()
@@ -184,18 +190,19 @@ def test_merged_part_rows_equal_rows_of_whole_tables(counts: list[list[int]], se
     assert np.array_equal(merged, whole_table_results(one.manifest, one.rows, ids, lengths, None))
 
 
-@pytest.mark.parametrize("tables", [POOLED, UNPOOLED])
-def test_ids_on_a_part_are_counted_by_feature_and_example(tables: list[TableSpec]) -> None:
-    one = partitioned_model(tables, HOSTS)
+@pytest.mark.parametrize("pooled", [*POOLED_KINDS, None])
+def test_ids_on_a_part_are_counted_by_feature_and_example(pooled: Pooled | None) -> None:
+    one = partitioned_model(UNPOOLED if pooled is None else POOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     # history, candidate, genres, user; two examples
     lengths = np.array([1, 0, 0, 1, 0, 0, 0, 0], np.int32)
     ids = np.array([19, 40])
-    found: PooledBatch | UnpooledBatch
-    if one.manifest.is_pooled:
-        found = PooledBatch(partition, PooledColumns(partition), partition.divide(ids, lengths))
-    else:
-        found = UnpooledBatch(partition, ids, lengths)
+    divided = partition.divide(ids, lengths)
+    found = (
+        UnpooledBatch(partition, ids, lengths)
+        if pooled is None
+        else pooled(partition, PooledColumns(partition), divided)
+    )
     assert [lookup.part for lookup in found.lookups()] == [0, 2]
     counts = [found.count_ids_on(part).tolist() for part in range(3)]
     nothing = [[0, 0]] * 4
@@ -212,15 +219,13 @@ def test_skipped_ids_are_counted_on_no_part() -> None:
     assert found.count_ids_on(2).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
 
 
-def test_merged_sums_are_bitwise_equal_in_any_response_order() -> None:
+def test_merged_sums_are_bitwise_equal_in_any_response_order_and_packed_or_not() -> None:
     one = partitioned_model(POOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     ids, lengths, weights = batch(one.manifest, [[9, 4, 7]] * 4, 5)
     results = set()
-    for order in permutations(range(4)):
-        found = PooledBatch(
-            partition, PooledColumns(partition), partition.divide(ids, lengths, weights)
-        )
+    for order, pooled in product(permutations(range(4)), POOLED_KINDS):
+        found = pooled(partition, PooledColumns(partition), partition.divide(ids, lengths, weights))
         lookups = found.lookups()
         part_values = part_results(one, partition, lookups)
         for i in order:
@@ -229,6 +234,7 @@ def test_merged_sums_are_bitwise_equal_in_any_response_order() -> None:
     assert len(results) == 1
 
 
+@both_pooled
 @pytest.mark.parametrize(
     ("dims", "width"),
     [
@@ -241,7 +247,9 @@ def test_merged_sums_are_bitwise_equal_in_any_response_order() -> None:
         ((128, *[1] * 25), 4),
     ],
 )
-def test_vectors_of_any_width_are_added_in_few_chunks(dims: tuple[int, ...], width: int) -> None:
+def test_vectors_of_any_width_are_added_in_few_chunks(
+    pooled: Pooled, dims: tuple[int, ...], width: int
+) -> None:
     """Checks that a table of width 1 does not split every vector into a chunk per column."""
     assert chunk_width(dims) == width
     chunks = sum(-(-dim // width) for dim in dims)
@@ -255,7 +263,7 @@ def test_vectors_of_any_width_are_added_in_few_chunks(dims: tuple[int, ...], wid
     one = partitioned_model(tables, hosts)
     partition = Partition(one.manifest, hosts)
     ids, lengths, _ = batch(one.manifest, counts, 3)
-    found = PooledBatch(partition, PooledColumns(partition), partition.divide(ids, lengths))
+    found = pooled(partition, PooledColumns(partition), partition.divide(ids, lengths))
     lookups = found.lookups()
     for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
         found.add(lookup.part, values)
@@ -263,10 +271,11 @@ def test_vectors_of_any_width_are_added_in_few_chunks(dims: tuple[int, ...], wid
     np.testing.assert_allclose(found.merge(), expected, rtol=0, atol=1e-5)
 
 
-def test_batch_without_ids_calls_no_part_and_returns_zeros() -> None:
+@both_pooled
+def test_batch_without_ids_calls_no_part_and_returns_zeros(pooled: Pooled) -> None:
     one = partitioned_model(POOLED, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     divided_ids = partition.divide(np.empty(0, np.int64), np.zeros(8, np.int32))
-    found = PooledBatch(partition, PooledColumns(partition), divided_ids)
+    found = pooled(partition, PooledColumns(partition), divided_ids)
     assert found.lookups() == []
     assert np.array_equal(found.merge(), np.zeros((2, 44), np.float32))

@@ -15,9 +15,11 @@ from fanout.local_shards import LocalShards, batch_of, routed
 from lookup_cases import pooled_source, unpooled_source
 
 from embedserve.errors import EmbedServeError, EngineError
-from embedserve.fanout import values_budget
+from embedserve.fanout import parted_version, values_budget
+from embedserve.fanout.dense_batch import DenseBatch
+from embedserve.fanout.packed_batch import PackedBatch
+from embedserve.fanout.parted_version import PartedBatch
 from embedserve.fanout.partition import Partition
-from embedserve.fanout.pooled_batch import PooledBatch
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.fanout.values_budget import ValuesBudget
@@ -28,11 +30,20 @@ from embedserve_store import publish
 
 PARTS = 4
 EXAMPLES = 5
+all_kinds = pytest.mark.parametrize("kind", [PackedBatch, DenseBatch, UnpooledBatch])
 
 
-def ids_of(engine: RouterEngine) -> tuple[np.ndarray, np.ndarray]:
-    rows = np.repeat(engine.manifest.rows_per_feature, 3 * EXAMPLES)
-    return np.arange(rows.size) * 7 % rows, np.full(rows.size // 3, 3, np.int32)
+def publish_for(kind: type[PartedBatch], store: Path, patch: pytest.MonkeyPatch) -> None:
+    """Publishes a model whose batches are of ``kind``."""
+    source = unpooled_source() if kind is UnpooledBatch else pooled_source()
+    publish(source, store, model="m", hosts=PARTS)
+    patch.setattr(parted_version, "DENSE_SHARE", 0.01 if kind is DenseBatch else 2)
+
+
+def ids_of(engine: RouterEngine, ids_per_bag: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.repeat(engine.manifest.rows_per_feature, ids_per_bag * EXAMPLES)
+    lengths = np.full(rows.size // ids_per_bag, ids_per_bag, np.int32)
+    return np.random.default_rng(0).integers(0, rows), lengths
 
 
 def set_thread(future: Future[int]) -> None:
@@ -44,11 +55,11 @@ def array(values: np.ndarray | EmbedServeError) -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("is_pooled", [True, False])
+@all_kinds
 def test_large_batches_are_divided_and_merged_in_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pooled: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PartedBatch]
 ) -> None:
-    publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
+    publish_for(kind, tmp_path, monkeypatch)
     threads: dict[str, int] = {}
 
     def record_thread(kind: type, name: str) -> None:
@@ -61,7 +72,7 @@ def test_large_batches_are_divided_and_merged_in_threads(
         monkeypatch.setattr(kind, name, recording_method)
 
     record_thread(Partition, "divide")
-    record_thread(PooledBatch if is_pooled else UnpooledBatch, "merge")
+    record_thread(kind, "merge")
     found, used = [], []
     for inline_bytes_max in (1 << 30, 0):
         shards = LocalShards(tmp_path, "m", PARTS)
@@ -75,16 +86,15 @@ def test_large_batches_are_divided_and_merged_in_threads(
     assert used == [[True, True], [False, False]]
 
 
-@pytest.mark.parametrize("is_pooled", [True, False])
+@all_kinds
 def test_ids_of_a_failed_part_are_counted_in_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pooled: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PartedBatch]
 ) -> None:
-    publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
+    publish_for(kind, tmp_path, monkeypatch)
     threads: list[int] = []
-    kind = PooledBatch if is_pooled else UnpooledBatch
     count_ids_on = kind.count_ids_on
 
-    def record_thread(batch: PooledBatch | UnpooledBatch, part: int) -> np.ndarray:
+    def record_thread(batch: PartedBatch, part: int) -> np.ndarray:
         threads.append(threading.get_ident())
         return count_ids_on(batch, part)  # type: ignore[arg-type]
 
@@ -119,18 +129,25 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0])
 @pytest.mark.parametrize("step", ["lookups", "add", "merge"])
+@all_kinds
 def test_failing_step_fails_the_batch_once_and_frees_its_budget(
-    store: Path, monkeypatch: pytest.MonkeyPatch, step: str, inline_bytes_max: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[PartedBatch],
+    step: str,
+    inline_bytes_max: int,
 ) -> None:
+    publish_for(kind, tmp_path, monkeypatch)
+
     def fail(*arguments: object) -> None:
         raise RuntimeError("step")
 
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
+    shards = LocalShards(tmp_path, "m", PARTS)
+    with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max) as engine:
         expected = array(batch_of(engine, *ids_of(engine))[1])
         with monkeypatch.context() as patched:
-            patched.setattr(PooledBatch, step, fail)
+            patched.setattr(kind, step, fail)
             assert isinstance(batch_of(engine, *ids_of(engine))[1], EngineError)
         assert np.array_equal(array(batch_of(engine, *ids_of(engine))[1]), expected)
         used: Future[int] = Future()
@@ -219,18 +236,26 @@ def never() -> None:
     raise AssertionError
 
 
-@pytest.mark.parametrize("is_pooled", [True, False])
-def test_estimate_of_part_values_is_a_close_upper_bound(tmp_path: Path, is_pooled: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ids_per_bag"),
+    [(PackedBatch, 1), (PackedBatch, 3), (DenseBatch, 7), (DenseBatch, 20), (UnpooledBatch, 3)],
+)
+def test_estimate_of_part_values_is_a_close_upper_bound(
+    tmp_path: Path, kind: type[PartedBatch], ids_per_bag: int
+) -> None:
     """Checks the estimate from above, too.
 
     With a larger estimate, batches would wait and use threads needlessly.
     """
-    publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
+    source = unpooled_source() if kind is UnpooledBatch else pooled_source()
+    publish(source, tmp_path, model="m", hosts=PARTS)
     shards = LocalShards(tmp_path, "m", PARTS)
     with routed(shards, tmp_path, "m") as engine:
-        ids, lengths = ids_of(engine)
+        ids, lengths = ids_of(engine, ids_per_bag)
         batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
-        lookups = engine._parted.divide(batch, None).lookups()
+        divided = engine._parted.divide(batch, None)
+        assert type(divided) is kind
+        lookups = divided.lookups()
         most = sum(4 * lookup.shape[0] * lookup.shape[1] for lookup in lookups)
         assert most <= engine._parted.values_bytes(batch, None) <= 8 * most
 

@@ -27,11 +27,9 @@ from embedserve.errors import (
     RequestTooLargeError,
 )
 from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
-from embedserve.fanout.parted_version import PartedVersion, ServedPart
+from embedserve.fanout.parted_version import PartedBatch, PartedVersion, ServedPart
 from embedserve.fanout.partition import PartLookup
-from embedserve.fanout.pooled_batch import PooledBatch
 from embedserve.fanout.row_cache import RowCache
-from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
@@ -79,7 +77,7 @@ class BatchFanout:
         self._missing: list[np.ndarray] = []  # ids of missing parts, each [features, examples]
         self._is_large = version.is_large(batch, has_cache=cache is not None)
         self._loop = asyncio.get_running_loop()
-        self._divided: PooledBatch | UnpooledBatch  # from here on set by _divide
+        self._divided: PartedBatch  # from here on set by _divide
         self._lookups: list[PartLookup]
         self._left: int  # lookups whose values are not added yet
 

@@ -6,10 +6,13 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from embedserve.fanout.dense_batch import DenseBatch
 from embedserve.fanout.local_part import LocalPart
+from embedserve.fanout.packed_batch import PackedBatch
 from embedserve.fanout.part_messages import PartMessages
 from embedserve.fanout.partition import Partition
-from embedserve.fanout.pooled_batch import PooledBatch
 from embedserve.fanout.pooled_columns import PooledColumns
 from embedserve.fanout.row_cache import RowCache
 from embedserve.fanout.unpooled_batch import UnpooledBatch
@@ -23,12 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PartedBatch = PackedBatch | DenseBatch | UnpooledBatch
+"""A batch that is looked up in the parts."""
+
 COST_FACTOR = 16
 """Handling one byte in a router takes as long as 16 bytes of an engine's lookup."""
 ID_BYTES = 24
 """Bytes that a router handles for an id: it is received, divided over the parts and sent."""
 CACHE_ID_BYTES = 48
 """Further bytes for an id with a row cache: it is looked for there, and its row is added."""
+DENSE_SHARE = 2 / 3
+"""Share of the bags on all parts that have an id in a batch whose empty bags are not left out. The
+parts return up to half as many bytes more, but dividing and adding takes half the time."""
 
 
 class ServedPart(NamedTuple):
@@ -88,6 +97,7 @@ class PartedVersion:
             ]
             hosts = with_local_part(hosts, local.tables)
         self._partition = Partition(manifest, hosts)
+        self._bags = int(self._partition.feature_counts.sum())  # of an example, in all parts
         self._columns = PooledColumns(self._partition) if manifest.is_pooled else None
         # Bytes of the result for an example of a pooled model, and for an id of another.
         self._example_bytes = 4 * sum(manifest.length_per_key) if manifest.is_pooled else 0
@@ -123,7 +133,7 @@ class PartedVersion:
         if self._columns is None:
             return self._row_bytes * batch.ids.size
         widest, all_parts = self._columns.part_width_max, self._columns.part_widths_sum
-        by_ids = batch.ids.size * widest  # a bag on a part has an id
+        by_ids = int(batch.ids.size * widest / DENSE_SHARE)  # a bag on a part has an id
         sums_bytes = 0 if cache is None else batch.batch_size * cache.sums_bytes
         return 4 * min(by_ids, batch.batch_size * all_parts) + sums_bytes
 
@@ -135,7 +145,7 @@ class PartedVersion:
         columns = self._columns or PooledColumns(self._partition)
         return RowCache(self._partition.manifest, columns, local, nbytes)
 
-    def divide(self, batch: Batch, cache: RowCache | None) -> PooledBatch | UnpooledBatch:
+    def divide(self, batch: Batch, cache: RowCache | None) -> PartedBatch:
         """Divides the ids of ``batch`` that are not in ``cache`` over the parts."""
         if self._columns is None:
             rows = UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped, cache)
@@ -146,4 +156,6 @@ class PartedVersion:
             ids, lengths, weights, sums = cache.take_cached(ids, lengths, weights)
             batch.cached_count = batch.ids.size - ids.size
         divided = self._partition.divide(ids, lengths, weights)
-        return PooledBatch(self._partition, self._columns, divided, sums)
+        is_dense = np.count_nonzero(divided.lengths) >= DENSE_SHARE * self._bags * batch.batch_size
+        kind = DenseBatch if is_dense else PackedBatch
+        return kind(self._partition, self._columns, divided, sums)

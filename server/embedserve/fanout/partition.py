@@ -7,6 +7,7 @@ part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import fbgemm_gpu  # noqa: F401  # registers the bucketizer
@@ -16,6 +17,8 @@ import torch
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.host_plan import HostPlan
+
+BUCKETIZE = torch.ops.fbgemm.block_bucketize_sparse_features.default
 
 
 class PartLookup(NamedTuple):
@@ -44,17 +47,17 @@ class DividedIds:
         lengths: int32 [parts, features, examples].
         ids: int64 [n] row numbers of the parts.
         weights: float32 [n], or None.
-        ends: int64 [parts + 1]; the ids of part p are those from ends[p] to ends[p + 1].
+        ends: the ids of part p are those from ends[p] to ends[p + 1].
     """
 
     lengths: np.ndarray
     ids: np.ndarray
     weights: np.ndarray | None
-    ends: np.ndarray
+    ends: list[int]
 
     def part_lookup(self, part: int, lengths: np.ndarray, shape: tuple[int, int]) -> PartLookup:
         """Returns the lookup of all ids of ``part``."""
-        ids = slice(int(self.ends[part]), int(self.ends[part + 1]))
+        ids = slice(self.ends[part], self.ends[part + 1])
         weights = None if self.weights is None else self.weights[ids]
         return PartLookup(part, self.ids[ids], lengths, weights, shape)
 
@@ -98,7 +101,7 @@ class Partition:
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
     ) -> DividedIds:
         """Divides a batch, as Engine.lookup takes it, over the parts."""
-        new_lengths, new_ids, new_weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
+        new_lengths, new_ids, new_weights, _, _ = BUCKETIZE(
             torch.from_numpy(lengths),
             torch.from_numpy(ids),
             False,  # bucketize_pos
@@ -110,14 +113,12 @@ class Partition:
             -1,  # max_B
             self._starts,
         )
-        per_part = new_lengths.numpy().reshape(len(self.manifests), len(self._starts), -1)
-        ends = np.zeros(len(self.manifests) + 1, np.int64)
-        per_part.sum(axis=(1, 2), dtype=np.int64).cumsum(out=ends[1:])
+        per_part = new_lengths.numpy().reshape(len(self.manifests), -1)
         return DividedIds(
-            per_part,
+            per_part.reshape(len(self.manifests), len(self._starts), -1),
             new_ids.numpy(),
             None if new_weights is None else new_weights.numpy(),
-            ends,
+            [0, *accumulate(per_part.sum(axis=1, dtype=np.int64).tolist())],
         )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from embedserve.fanout.partition import Partition
 from embedserve.fanout.values_budget import PADDED_TIMES
+from embedserve_store.format.manifest import KeyColumns
 
 CHUNKS_PER_KEY = 4
 """Maximum number of chunks per vector, on average. Where exact chunks would be more, wider ones are
@@ -133,7 +134,10 @@ class PooledColumns:
         width: columns of a chunk.
         whole: layout of a row of the whole result.
         part_layouts: layout of a row of each part.
+        whole_width: columns in a row of the whole result, without padding.
         widths: columns in a row of each part, without padding.
+        part_spans: for each part the columns of its row, without padding, that are added to one
+            after the other of the whole result, and those of the whole result.
         part_chunks: int64 [parts], chunks in a row of each part.
         part_width_max, part_widths_sum: columns in a row of the widest part, and in a row of each,
             with padding.
@@ -148,12 +152,17 @@ class PooledColumns:
         self.part_layouts = [
             ChunkLayout(part.length_per_key, width) for part in partition.manifests
         ]
+        self.whole_width = sum(manifest.length_per_key)
         self.widths = [sum(part.length_per_key) for part in partition.manifests]
         self.part_chunks = np.array([part.chunks for part in self.part_layouts])
         self.part_width_max = width * int(self.part_chunks.max())
         self.part_widths_sum = width * int(self.part_chunks.sum())
-        columns = zip(manifest.columns, self.whole.first_chunks, strict=True)
-        targets = {(one.feature, one.table.name): first for one, first in columns}
+        whole = {(one.feature, one.table.name): one for one in manifest.columns}
+        self.part_spans = [
+            _spans(part.columns, [whole[key] for key in keys])
+            for part, keys in zip(partition.manifests, partition.columns, strict=True)
+        ]
+        targets = dict(zip(whole, self.whole.first_chunks, strict=True))
         per_feature: list[list[tuple[int, int]]] = []
         for layout, keys in zip(self.part_layouts, partition.columns, strict=True):
             pairs: list[list[tuple[int, int]]] = [[] for _ in manifest.features]
@@ -162,6 +171,17 @@ class PooledColumns:
                 pairs[key[0]].extend((i, targets[key] + i - start) for i in range(start, end))
             per_feature.extend(pairs)
         self.sums = ChunkSums(per_feature)
+
+
+def _spans(own: Sequence[KeyColumns], whole: Sequence[KeyColumns]) -> list[tuple[slice, slice]]:
+    """Returns the columns of keys in a part's row and in the whole result, as few slices."""
+    spans: list[tuple[slice, slice]] = []
+    for one, target in zip(own, whole, strict=True):
+        first, first_target = slice(one.start, one.start), slice(target.start, target.start)
+        if spans and (spans[-1][0].stop, spans[-1][1].stop) == (one.start, target.start):
+            first, first_target = spans.pop()
+        spans.append((slice(first.start, one.end), slice(first_target.start, target.end)))
+    return spans
 
 
 def join_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

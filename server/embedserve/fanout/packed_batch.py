@@ -1,4 +1,4 @@
-"""Pooled lookups in parts: the bags that each part is asked for, and the sum of what they return.
+"""Pooled lookups in parts of a batch with many empty bags.
 
 Bags without an id on a part are left out: those that have one are packed to the front of each
 feature. The sums of the parts are added in the order of the parts, so that equal requests get equal
@@ -18,8 +18,8 @@ from embedserve.fanout.partition import DividedIds, Partition, PartLookup
 from embedserve.fanout.pooled_columns import PooledColumns
 
 
-class PooledBatch:
-    """A batch that is looked up in the parts of a pooled model."""
+class PackedBatch:
+    """A batch that is looked up in the parts of a pooled model, without its empty bags."""
 
     def __init__(
         self,
