@@ -238,3 +238,35 @@ def test_lookup_shares_and_imbalance_are_shown(page: Page, demo: Demo) -> None:
     assert "rows/s read share 0 48 3 KiB/s 75 % 1 16 1 KiB/s 25 %" in lookups
     assert "rank 0 48 3 KiB/s 75 % rank 1 16 1 KiB/s 25 %" in lookups
     assert "busiest rank is asked 1.50 times as much as the mean" in lookups
+
+
+UNKNOWN_IDS = """
+Promise.all([import('/console/metrics.js'), import('/console/traffic.js')]).then(
+  ([{ Between, Reading }, { showUnknown }]) => {
+    const line = (kind, at, ids) => `embedserve_${kind}_ids_total` +
+      `{model="m",alias="",version="1",feature="f${at}"} ${ids}\\n`;
+    const text = (count, times) => Array.from({ length: count }, (_, at) =>
+      line("unknown", at, 3 * times) + line("feature", at, 12 * times)).join("");
+    let readings = 0;
+    const read = Reading.prototype.of;
+    Reading.prototype.of = function (...given) { readings += 1; return read.apply(this, given); };
+    const readFor = (count) => {
+      readings = 0;
+      const [first, last] = [1, 2].map((times) => new Reading(text(count, times), 1000 * times));
+      showUnknown([{ model: "m", alias: "", version: 1 }], new Between(first, last));
+      return readings;
+    };
+    return {
+      few: readFor(1),
+      many: readFor(100),
+      last: document.querySelector("#unknown tbody tr:last-child").innerText,
+    };
+  })
+"""
+
+
+def test_unknown_ids_of_many_features_take_no_more_readings(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    shown = page.value(UNKNOWN_IDS)
+    assert shown["last"].split() == ["f99", "m", "1", "3", "6", "25", "%"]
+    assert shown["many"] == shown["few"]

@@ -52,11 +52,12 @@ function shareOf(rate, total) {
 export function showUnknown(models, between) {
   const hasShare = between.now.has(IDS);
   const rows = models.flatMap((model) => {
-    const rates = between.rates(UNKNOWN, "feature", labelsOf(model));
-    return [...rates].map(([feature, rate]) => {
-      const where = { ...labelsOf(model), feature };
-      const row = [feature, titleOf(model), number(rate), number(between.now.sum(UNKNOWN, where))];
-      if (hasShare) row.push(`${number((100 * rate) / (between.rate(IDS, where) || 1))} %`);
+    const where = labelsOf(model);
+    const [unknown, ids] = [UNKNOWN, IDS].map((name) => between.rates(name, "feature", where));
+    const totals = new Map(between.now.of(UNKNOWN, where).map(({ labels, value }) => [labels.feature, value]));
+    return [...unknown].map(([feature, rate]) => {
+      const row = [feature, titleOf(model), number(rate), number(totals.get(feature))];
+      if (hasShare) row.push(`${number((100 * rate) / (ids.get(feature) || 1))} %`);
       return row;
     });
   });
