@@ -113,6 +113,20 @@ def add_a_city_by_name(page: Page, port: int) -> None:
     assert (len(rejected), page.errors) == (1, rejected)  # Atlantis is not in the vocabulary
 
 
+MANY_LABELS = {"t_item": {str(row): "" for row in range(130_000)}}
+"""More labels than a JavaScript function takes as arguments; a labels file may have 600,000."""
+
+
+async def test_many_labels_are_listed_once_for_a_table(page: Page, tmp_path: Path) -> None:
+    table = TableSpec("t_item", 7, 4, ("item", "last"), "sum", "float32")
+    engine = FakeEngine(info_of("shop", [table], {}))
+    async with console_server(engine, tmp_path, names=MANY_LABELS) as live:
+        await asyncio.to_thread(page.open, f"http://127.0.0.1:{live.http_port}/console")
+        await asyncio.to_thread(page.until, IS_LIVE)
+    count = "document.querySelectorAll('datalist option').length"
+    assert await asyncio.to_thread(page.value, count) == len(MANY_LABELS["t_item"])
+
+
 async def test_parts_and_their_replicas_are_shown(page: Page, tmp_path: Path) -> None:
     parts = FakeParts(joined={("shop", 7): [2, 0, 1]})
     async with console_server(FakeEngine(replace(model_info(), shards=parts)), tmp_path) as live:

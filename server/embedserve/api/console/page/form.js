@@ -75,7 +75,8 @@ function createFields(model, labels) {
   const typed = new Map(before.map((feature, at) => [feature, [`ids-${at}`, `weights-${at}`].map(valueOf)]));
   const [, kind, place] = /^(ids|weights|label)-(\d+)$/.exec(document.activeElement?.id) ?? [];
   [asked, named] = [model, labels];
-  fill("ask-features", ...model.features.map((feature, at) => fieldsOf(feature, at, typed.get(feature))));
+  const fields = model.features.map((feature, at) => fieldsOf(feature, at, typed.get(feature)));
+  fill("ask-features", ...fields, ...[...labels].map(labelList));
   if (kind) byId(`${kind}-${model.features.indexOf(before[place])}`)?.focus();
 }
 
@@ -84,7 +85,7 @@ function fieldsOf(feature, at, [idsTyped, weightsTyped] = ["", ""]) {
   const hint = element("p", { class: "hint", id: `hint-${at}` }, hintOf(table));
   const ids = element("input", { id: `ids-${at}`, autocomplete: "off", spellcheck: "false", "aria-describedby": `hint-${at}` });
   ids.value = idsTyped;
-  const picker = named.has(table.name) ? labelPicker(table.name, feature, at) : [];
+  const picker = named.has(table.name) ? [labelPicker(table.name, feature, at)] : [];
   const line = element("div", { class: "ids" }, ids, ...picker);
   const parts = [element("label", { for: `ids-${at}` }, feature), line, hint];
   if (!asked.unpooled) {
@@ -106,12 +107,18 @@ function hintOf(table) {
   return `rows 0 to ${count(table.num_embeddings - 1)} of table ${table.name}`;
 }
 
-/** Returns an input that adds an id by its label, and its datalist. */
+/** Returns the labels of a table as a list for its pickers. */
+function labelList([table, labels]) {
+  const list = element("datalist", { id: `labels-${table}` });
+  for (const label of labels.values()) list.append(element("option", { value: label })); // too many for arguments of one call
+  return list;
+}
+
+/** Returns an input that adds an id by its label. */
 function labelPicker(table, feature, at) {
-  const list = element("datalist", { id: `labels-${at}` }, ...[...named.get(table).values()].map((label) => element("option", { value: label })));
   const picker = element("input", {
     id: `label-${at}`,
-    list: `labels-${at}`,
+    list: `labels-${table}`,
     autocomplete: "off",
     placeholder: "add by name",
     "aria-label": `add to ${feature} by name`,
@@ -123,7 +130,7 @@ function labelPicker(table, feature, at) {
     picker.value = "";
     showCurl();
   });
-  return [picker, list];
+  return picker;
 }
 
 function idWords(at) {
