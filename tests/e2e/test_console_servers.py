@@ -76,6 +76,36 @@ def check_hostile_names(page: Page, port: int) -> None:
     assert page.errors == []
 
 
+WIDE_CARDS = """[...document.querySelectorAll(".card")]
+  .filter((one) => one.scrollWidth > one.clientWidth)"""
+SPLIT_CLOCKS = """[...document.querySelectorAll("time")].filter((one) => {
+  const clock = new Range();
+  clock.setStart(one.firstChild, "2026-11-29 ".length);
+  clock.setEnd(one.firstChild, one.firstChild.length);
+  return clock.getClientRects().length > 1;
+})"""
+
+
+async def test_table_of_long_names_stays_in_its_card(page: Page, tmp_path: Path) -> None:
+    name = "m" * 150
+    engine = FakeEngine(replace(model_info(name), served_name=f"{name}@{'s' * 64}"))
+    async with console_server(engine, tmp_path) as live:
+        await asyncio.to_thread(check_widths, page, live.http_port)
+
+
+def check_widths(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until(IS_LIVE)
+    try:
+        for width in (360, 641, 1089, 1280):
+            page.be(width, 900)
+            assert page.value("document.documentElement.scrollWidth") <= width
+            assert page.value(f"{WIDE_CARDS}.length") == 0
+            assert page.value(f"{SPLIT_CLOCKS}.length") == 0
+    finally:
+        page.be(1280, 900)
+
+
 CITIES = ("New York", "San Jose", "Rome")
 NICKNAMES = {
     "t_city": {
