@@ -106,6 +106,26 @@ def check_widths(page: Page, port: int) -> None:
         page.be(1280, 900)
 
 
+async def test_error_is_marked_at_the_feature_that_it_names_alone(
+    page: Page, tmp_path: Path
+) -> None:
+    engine = FakeEngine(model_info("shop", {"user": (7, 4), "user.age": (7, 4)}))
+    async with console_server(engine, tmp_path) as live:
+        await asyncio.to_thread(send_an_invalid_age, page, live.http_port)
+
+
+def send_an_invalid_age(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until(HAS_FORM)
+    page.value("document.querySelector('#ids-1').value = '99'")
+    page.value("document.querySelector('#ask-form').requestSubmit()")
+    page.until("document.querySelector('[aria-invalid]')")
+    assert page.text("#ask-error").startswith("INVALID_ARGUMENT: features.user.age[0][0] is 99")
+    assert page.value("[...document.querySelectorAll('[aria-invalid]')].map((one) => one.id)") == [
+        "ids-1"
+    ]
+
+
 CITIES = ("New York", "San Jose", "Rome")
 NICKNAMES = {
     "t_city": {

@@ -236,5 +236,5 @@ function showError(error) {
 }
 
 function isOf(field, name) {
-  return field === name || (field.startsWith(name) && "[.".includes(field[name.length]));
+  return field === name || field.startsWith(`${name}[`);
 }
