@@ -199,9 +199,10 @@ def test_router_parts_and_local_tables_are_shown(page: Page, demo: Demo) -> None
 
 MISSING_IDS = """
 import('/console/response.js').then(async ({ showResponse }) => {
-  const tables = [{ name: "t", features: ["user"] }, { name: "s", features: ["item"] }];
-  const model = { features: ["user", "item"], tables };
-  const answer = { keys: ["user", "item"], length_per_key: [2, 2], values: [[0, 0, 0, 0]] };
+  const features = ["user", "constructor"];
+  const tables = features.map((one) => ({ name: `t_${one}`, features: [one] }));
+  const model = { features, tables };
+  const answer = { keys: features, length_per_key: [2, 2], values: [[0, 0, 0, 0]] };
   await showResponse({ ...answer, missing_ids: { user: 3 } }, model, [], new Map());
   return [...document.querySelectorAll("#response p")].map((one) => one.innerText);
 })
@@ -212,7 +213,7 @@ def test_ids_of_lost_parts_are_shown_with_the_result(page: Page, demo: Demo) -> 
     page.open(f"{demo.server.http}/console")
     assert page.value(MISSING_IDS) == [
         "Ids of lost parts, whose rows the vectors lack: 3 of user",
-        "Zeros, of empty bags: item",
+        "Zeros, of empty bags: constructor",
     ]
 
 

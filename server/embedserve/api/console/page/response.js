@@ -21,7 +21,7 @@ export async function showResponse(response, model, words, named) {
     ...countsOf("Ids of lost parts, whose rows the vectors lack", missing),
   ];
   const isEmpty = (key) => vectorsOf(response, key).every((vector) => !norm(vector));
-  const empty = response.keys.filter((key) => isEmpty(key) && !(sourceOf(model, key).feature in missing));
+  const empty = response.keys.filter((key) => isEmpty(key) && !Object.hasOwn(missing, sourceOf(model, key).feature));
   if (empty.length) note.push(element("p", { class: "hint" }, `Zeros, of empty bags: ${empty.join(", ")}`));
   const keys = response.keys.filter((key) => !isEmpty(key));
   const boxes = keys.map((key) => boxOf(key, vectorsOf(response, key)));
