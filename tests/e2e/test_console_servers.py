@@ -339,6 +339,26 @@ def check_the_newest_version(page: Page) -> None:
     assert page.errors == []
 
 
+async def test_server_and_plans_are_described_anew_after_a_restart(page: Page) -> None:
+    engine = FakeEngine()
+    with ThreadPoolExecutor(1) as executor:
+        pipeline = make_pipeline(engine, executor=executor)
+        async with serving(pipeline) as live:
+            await asyncio.to_thread(page.open, f"http://127.0.0.1:{live.http_port}/console")
+            await asyncio.to_thread(page.until, "document.querySelector('#server').innerText")
+            assert "1 worker," in page.text("#server")
+            assert "over 1 cpu rank" in page.text("#plan")
+            pipeline.metrics.workers = 2
+            plan = replace(engine.model.plan, world_size=2)
+            engine = FakeEngine(replace(engine.model, plan=plan))
+            metrics = pipeline.metrics.models["shop"]
+            batcher = Batcher(engine, engine.model, Limits(), metrics, executor)
+            pipeline.models.activate("shop", batcher)
+            await asyncio.to_thread(until_polled, page)
+    assert "2 workers," in page.text("#server")
+    assert "over 2 cpu ranks" in page.text("#plan")
+
+
 async def test_stopped_server_is_reported_and_hidden_page_does_not_poll(
     page: Page, tmp_path: Path
 ) -> None:
@@ -363,6 +383,11 @@ def hide_and_show(page: Page, port: int) -> None:
     page.requests.clear()
     page.until("new Promise((done) => setTimeout(done, 2500, true))")
     assert page.requests == []
+    # An hour later, with requests that nobody saw.
+    page.value("{ const began = Date.now(); performance.now = () => Date.now() - began + 3.6e6; }")
+    page.value("Promise.all(Array.from({ length: 99 }, () => fetch('embed', { method: 'POST' })))")
     page.value(hide.format("false") + event)
     page.until(IS_LIVE)
+    until_polled(page)
+    assert page.text(".tile .value") == "0/s"
     assert any(url.endswith("/metrics") for url in page.requests)

@@ -12,7 +12,6 @@ const POLL_MS = 2000;
 const WINDOW_MS = 10000;
 
 let readings = []; // metrics of the last seconds, oldest first
-let isIntroduced = false; // whether /info has been shown
 let lastResponse = null;
 let timer = null;
 let isAsking = false;
@@ -63,17 +62,14 @@ async function read() {
   const last = readings.at(-1);
   if (last) addPoints(new Between(last, now));
   readings.push(now);
-  while (readings.length > 2 && now.atMs - readings[1].atMs >= WINDOW_MS) readings.shift();
+  while (readings.length > 2 && now.atMs - readings[0].atMs >= WINDOW_MS + POLL_MS) readings.shift();
   return readings.length > 1 ? new Between(readings[0], now) : null;
 }
 
 async function readMore() {
-  if (!isIntroduced) {
-    const info = await ask("info");
-    const workers = info.workers === 1 ? "1 worker" : `${info.workers} workers`;
-    say("server", `${location.host}, embedserve ${info.version}, ${workers}, tables ${info.tables}`);
-    isIntroduced = true;
-  }
+  const info = await ask("info");
+  const workers = info.workers === 1 ? "1 worker" : `${info.workers} workers`;
+  say("server", `${location.host}, embedserve ${info.version}, ${workers}, tables ${info.tables}`);
   showSlow(await ask("slow"));
 }
 
@@ -116,7 +112,10 @@ byId("access").addEventListener("submit", (event) => {
   poll();
 });
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden) showState("paused", "Paused while nobody looks");
+  if (document.hidden) {
+    showState("paused", "Paused while nobody looks");
+    readings = [];
+  }
   poll();
 });
 startForm((error) => {

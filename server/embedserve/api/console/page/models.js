@@ -85,17 +85,17 @@ function shardsOf(model) {
   return element("p", { class: lost.length ? "error" : "hint" }, `${titleOf(model)}: replicas of ${replicas}${lost.map((one) => `; ${one.why}`).join("")}${local}`);
 }
 
-/** Fetches plans that are not cached and draws all; drops those of versions no longer served. */
+/** Fetches plans that are not cached and draws all; drops those that a switch or a restart has changed. */
 export async function showPlans(models) {
-  const names = new Map(models.map((model) => [`${nameOf(model)} ${model.version}`, model]));
-  for (const key of plans.keys()) if (!names.has(key)) plans.delete(key);
-  for (const [key, model] of names) {
+  const drawn = new Map(models.map((model) => [JSON.stringify([titleOf(model), model.tables, model.bytes_per_rank, model.lookup]), model]));
+  for (const key of plans.keys()) if (!drawn.has(key)) plans.delete(key);
+  for (const [key, model] of drawn) {
     if (!plans.has(key)) plans.set(key, await ask(`models/${inPath(nameOf(model))}/plan`));
   }
-  const drawing = JSON.stringify([...names.keys()]);
+  const drawing = [...drawn.keys()].join();
   if (drawing === shown) return;
   shown = drawing;
-  fill("plan", ...[...names].flatMap(([key, model]) => planOf(model, plans.get(key))));
+  fill("plan", ...[...drawn].flatMap(([key, model]) => planOf(model, plans.get(key))));
 }
 
 function planOf(model, plan) {
