@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from embedserve.errors import EmbedServeError
 
 JSON = "application/json"
+_EMPTY = {"type": "object", "description": "An empty object: the operation has no parameters."}
 
 
 class AdminOperations(Protocol):
@@ -81,7 +82,13 @@ async def unload(name: Name, admin: AdminDep) -> Done:
     return Done(status="unloaded")
 
 
-@router.post("/reload", summary="Check the store now", status_code=202)
+@router.post(
+    "/reload",
+    summary="Check the store now",
+    status_code=202,
+    # Without a body generated clients, and the OpenAPI pages, would send no content type.
+    openapi_extra={"requestBody": {"required": True, "content": {JSON: {"schema": _EMPTY}}}},
+)
 async def reload(admin: AdminDep) -> Done:
     """Checks the store immediately, whatever is followed, and retries versions that failed.
     /models shows the outcome."""

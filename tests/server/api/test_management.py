@@ -248,6 +248,19 @@ def test_operation_summaries_differ_from_function_names(
             assert words[1] == "Prometheus" or words[1].islower(), path
 
 
+async def test_openapi_requests_of_administrators_are_accepted(
+    executor: ThreadPoolExecutor,
+) -> None:
+    app = management_app(make_pipeline(FakeEngine(), executor=executor), FakeAdmin())
+    described = app.openapi()
+    operations = {path: one for path, one in described["paths"].items() if "/admin/" in path}
+    assert len(operations) == 5
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+        for path, one in operations.items():
+            assert list(one["post"]["requestBody"]["content"]) == [JSON], path
+        assert (await client.post("/admin/reload", json={})).status_code == 202
+
+
 async def test_openapi_parameters_are_path_and_header_parameters_only(
     rest: httpx.AsyncClient,
 ) -> None:
