@@ -339,7 +339,7 @@ def _authenticate(app: FastAPI, pipeline: RequestPipeline) -> None:
 
 def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
     """Adds a page of links for browsers that open the port. It discloses nothing else."""
-    page = START_PAGE % "".join(f'<li><a href="{link}">{link}</a></li>' for link in links)
+    page = START_PAGE % "".join(f'<li><a href=".{link}">{link}</a></li>' for link in links)
 
     @app.get("/", include_in_schema=False)
     async def start() -> Response:

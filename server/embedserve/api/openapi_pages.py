@@ -20,7 +20,8 @@ POLICY = "; ".join(
 
 
 class OpenApiPages:
-    """ASGI middleware that adds the policy to the OpenAPI pages."""
+    """ASGI middleware that adds the policy to the OpenAPI pages. It also makes the URLs in them
+    relative, because proxies may put a prefix before the paths of this server."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,5 +33,7 @@ class OpenApiPages:
                 message["headers"] = [*message["headers"], policy]
             await send(message)
 
-        is_page = scope["type"] == "http" and scope["path"] in PATHS
-        await self._app(scope, receive, send_with_policy if is_page else send)
+        if scope["type"] == "http" and scope["path"] in PATHS:
+            await self._app({**scope, "root_path": "."}, receive, send_with_policy)
+        else:
+            await self._app(scope, receive, send)
