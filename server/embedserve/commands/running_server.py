@@ -196,7 +196,8 @@ def _split_url(url: str) -> SplitResult:
         is_address = split_url.scheme in PORTS and bool(split_url.hostname) and split_url.port != 0
     except ValueError:
         is_address = False
-    if not is_address or split_url.query or split_url.fragment:
+    is_printable = url.isprintable() and " " not in url
+    if not is_address or not is_printable or split_url.query or split_url.fragment:
         raise ValueError(f"url is {url!r}, expected such as {FORMS}")
     return split_url
 

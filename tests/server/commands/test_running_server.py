@@ -72,6 +72,7 @@ def test_unix_socket_prefix_equals_the_clients_prefix() -> None:
     [
         *("ftp://host", "http://", "http://host:port", "http://host:0", "", "unix:"),
         *("http://host/?a=b", "http://host/#a", "unix://host/path", "http://[::1"),
+        *("http://a b", "http://ho\x7fst", "http://ho\nst", "http://host/a b"),
     ],
 )
 def test_invalid_address_is_rejected(url: str) -> None:
