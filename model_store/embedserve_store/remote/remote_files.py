@@ -53,11 +53,16 @@ class RemoteFolder:
         url: URL of the folder, such as s3://bucket/folder.
 
     Raises:
-        StoreError: this kind of URL is no store, or fsspec or a package that it needs for it is not
-            installed.
+        StoreError: this kind of URL is no store, it names no folder, or fsspec or a package that
+            it needs for it is not installed.
     """
 
     def __init__(self, url: str) -> None:
+        scheme, _, path = url.partition("://")
+        if not path.strip("/"):
+            raise StoreError(f"{url}: names no bucket or folder: is a variable unset?")
+        if url.startswith(LOCAL) and not path.startswith("/"):
+            raise StoreError(f"{url}: names a relative folder, expected {scheme}:///PATH")
         self.url = url.rstrip("/")
         self._files, self.root = _open(self.url)
         self._patient: dict[int, Any] = {}

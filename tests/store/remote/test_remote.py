@@ -192,6 +192,23 @@ def test_missing_package_is_named(
         ModelStore(url, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://", "names no bucket or folder"),
+        ("file:///", "names no bucket or folder"),
+        ("FILE://", "names no bucket or folder"),
+        ("file://localhost/store", "names a relative folder, expected file:///PATH"),
+    ],
+)
+def test_url_that_would_be_a_folder_beside_the_caller_is_rejected(
+    url: str, message: str, tmp_path: Path
+) -> None:
+    """Guards against fsspec, for which s3: and localhost/store are relative paths."""
+    with pytest.raises(StoreError, match=f"^{url}: {message}"):
+        ModelStore(url, tmp_path)
+
+
 def test_each_url_has_its_own_cache_folder(new_version: Publish, url: str, tmp_path: Path) -> None:
     folder = new_version()
     paths = set()
