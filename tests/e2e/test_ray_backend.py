@@ -244,7 +244,7 @@ def test_shards_in_ray_have_tls_and_tokens_of_their_configuration(
     (tmp_path / "ca.pem").write_bytes(authority.root)
     for name in ("shard", "router"):
         authority.sign(name).write(tmp_path, name)
-    make_token("router", "", "embed", "", None, None)
+    make_token("router", None, "embed", None, None, None)
     line, token = capfd.readouterr()
     (tmp_path / "tokens").write_text(line)
     (tmp_path / "token").write_text(token)

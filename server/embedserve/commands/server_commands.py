@@ -223,13 +223,13 @@ def shadow(
 def token(
     name: Annotated[str, typer.Argument(help="Name of the caller, for log and metrics.")],
     models: Annotated[
-        str, typer.Option(help="Models that the caller may use, such as a,b. Default: all.")
-    ] = "",
+        str | None, typer.Option(help="Models that the caller may use, such as a,b. Default: all.")
+    ] = None,
     roles: Annotated[str, typer.Option(help="Roles: embed, admin or embed,admin.")] = "embed",
     expires: Annotated[
-        str,
+        str | None,
         typer.Option(help="Date such as 2027-01-31, or 90d for 90 days from now. Default: never."),
-    ] = "",
+    ] = None,
     requests_per_second: Annotated[
         float | None, typer.Option(help="Rate limit in each process. Default: no limit.")
     ] = None,

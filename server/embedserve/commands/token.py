@@ -13,9 +13,9 @@ from embedserve.access.grants import grant_of, new_token
 
 def make_token(
     name: str,
-    models: str,
+    models: str | None,
     roles: str,
-    expires: str,
+    expires: str | None,
     requests_per_second: float | None,
     concurrent: int | None,
 ) -> None:
@@ -28,13 +28,13 @@ def make_token(
     found = {
         "name": name,
         "sha256": sha256,
-        "models": _listed(models),
+        "models": None if models is None else _listed(models),
         "roles": _listed(roles),
-        "expires": _time(expires),
+        "expires": None if expires is None else _time(expires),
         "requests_per_second": requests_per_second,
         "concurrent": concurrent,
     }
-    line = json.dumps({key: value for key, value in found.items() if value not in (None, [], "")})
+    line = json.dumps({key: value for key, value in found.items() if value is not None})
     if grant_of(line).expires_s <= time.time():
         raise ValueError(f"expires is {expires!r}, expected a time in the future")
     print(line)

@@ -30,3 +30,11 @@ def test_expiry_in_the_past_is_rejected(expires: str) -> None:
     result = run("--expires", expires)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"embedserve: expires is {expires!r}, expected a time in the future\n"
+
+
+@pytest.mark.parametrize("option", ["--models=", "--models=,", "--roles=", "--expires="])
+def test_empty_restriction_is_rejected(option: str) -> None:
+    """Guards against an unset variable in a script: the token would not be restricted."""
+    result = run(option)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"embedserve: {option[2:].partition('=')[0]} is not " in result.stderr
