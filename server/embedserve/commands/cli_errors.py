@@ -1,5 +1,5 @@
-"""Error reporting of the command line: a user's error is one line on stderr, without a
-traceback."""
+"""Error reporting of the command line: a user's error is one line on stderr, without a traceback
+and without the frame that typer draws."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import typer
 
@@ -24,6 +25,28 @@ LOADER_FAULTS = (
 )
 """Parts of messages of a package that is missing, or does not fit torch or this host: the OSError
 that torch raises for its libraries, and what a worker reports."""
+
+USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
+"""Base class of the errors in arguments, which typer does not export."""
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns an error in the arguments into one line on stderr and exit status 2."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        from embedserve_store.terminal.sanitize import sanitize
+
+        message = error.format_message()
+        if not message:  # a group without a command, for which typer prints its help
+            raise
+        if hasattr(error.__cause__, "errors"):  # pydantic's, whose message lacks the value
+            message = f"{message}, found {error.__cause__.errors()[0]['input']!r}"
+        if error.ctx is not None:  # None: a value is missing, or a switch has one
+            message = f"{message} ({error.ctx.command_path} --help)"
+        typer.echo(f"embedserve: {sanitize(message)}", err=True)
+        raise typer.Exit(error.exit_code) from error
 
 
 @contextlib.contextmanager

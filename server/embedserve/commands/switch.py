@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from embedserve.commands.cli_errors import usage_errors
+
 
 def switch(name: str, *, help: str, **more: Any) -> Any:  # noqa: A002  # typer's parameter name
     """Returns the option ``name``, which --help shows without a type."""
@@ -21,7 +23,16 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose --help option is also shown without a type."""
+    """A group of commands whose --help option is also shown without a type, and whose errors in
+    arguments are one line."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with usage_errors():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with usage_errors():
+            return super().invoke(ctx)
 
     def get_help_option(self, ctx: Any) -> Any:
         return _untyped(super().get_help_option(ctx))
