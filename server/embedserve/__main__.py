@@ -3,6 +3,7 @@
 A Python that is too old for the server still reads this file.
 """
 
+import os
 import sys
 
 
@@ -13,6 +14,8 @@ def main() -> None:
             "embedserve: this is Python {}.{}, and embedserve runs on 3.11 to 3.13: install it "
             "with one of them (python3.11 -m venv)".format(*sys.version_info)
         )
+    if os.environ.get("COLUMNS") == "0":  # a terminal of unknown width: rich would print nothing
+        del os.environ["COLUMNS"]
     try:
         from embedserve.commands.cli import app
     except ModuleNotFoundError as error:

@@ -18,6 +18,7 @@ from rich.text import Text
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.plans.plan import Plan, TablePlan, shard_bytes
+from embedserve_store.terminal.plain_console import plain_console
 from embedserve_store.terminal.sizes import human_bytes
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
@@ -25,6 +26,9 @@ NO_LETTER = "*"
 """Symbol shared by all tables beyond the largest ones, which have letters."""
 COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 BAR_CELLS_MIN = 10
+WIDTH_MIN = 60
+"""Columns of the narrowest drawing. In a narrower terminal lines overflow; rich would otherwise
+leave out columns, the names of tables first."""
 NARROW_COLUMNS = 100
 """Terminal width in columns below which the gap between columns is smaller; below
 VERY_NARROW_COLUMNS the dim and dtype columns are also left out."""
@@ -45,6 +49,8 @@ def show_plan(
         memory_bytes: memory of each rank; if given, bars are drawn in proportion to it. Over
             several hosts, the bars of the parts are.
     """
+    if out.width < WIDTH_MIN:
+        out = plain_console(width=WIDTH_MIN)
     letters = _letters(tables)
     title = f"plan over {count_ranks(plan.world_size)}"
     out.print(title, style="italic", soft_wrap=True)

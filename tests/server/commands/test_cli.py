@@ -247,6 +247,14 @@ def test_error_of_a_file_names_it_and_the_reason_alone(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, f"embedserve: {path}: No such file or directory\n")
 
 
+def test_output_to_a_terminal_of_unknown_width_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    done = run_python("-m", "embedserve", "inspect", tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"store {tmp_path}: no models\n")
+
+
 def test_full_disk_of_the_output_prints_one_error_line() -> None:
     assert token_into(os.open("/dev/full", os.O_WRONLY)) == (
         1,

@@ -61,6 +61,15 @@ def test_every_part_fits_the_terminal_width(width: int) -> None:
         assert sum(line.startswith(f"part {i} ") for line in lines) == 1
 
 
+@pytest.mark.parametrize("width", [1, 20, 59])
+def test_plan_in_a_narrow_terminal_overflows(
+    width: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables, plan = many_tables(2, 1)
+    show_plan(Console(width=width), tables, plan)
+    assert capsys.readouterr().out == drawn_plan(tables, plan, 60)
+
+
 def test_free_memory_of_a_host_is_that_of_its_ranks() -> None:
     tables, plan = many_tables(2, 2)
     lines = drawn_plan(tables, with_hosts(plan, tables, 2), 80, 375 << 10).splitlines()
