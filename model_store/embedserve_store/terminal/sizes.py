@@ -28,18 +28,19 @@ def human_bytes(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str) -> int:
     """Returns the number of bytes of a human-readable size: 80GB is 80 * 1000**3, 80GiB is 80 *
     1024**3.
 
     Raises:
-        ValueError: not a number of at least 1 byte, with one of these units or without a unit.
+        ValueError: not a number of at least 1 byte, with one of these units or without a unit. The
+            message begins with ``name``, the option.
 
-    >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
-    (25769803776, 1500000000, 4096)
+    >>> [parse_bytes(text, "size") for text in ("24GiB", "1.5 GB", "4096")]
+    [25769803776, 1500000000, 4096]
     """
     units = {unit.lower(): count for unit, count in UNIT_BYTES.items()}
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in units or not (count := int(float(match[1]) * units[match[2]])):
-        raise ValueError(f"{text!r} is not a size: expected such as 80GB, 24GiB or bytes")
+        raise ValueError(f"{name} is {text!r}, expected a size such as 80GB, 24GiB or bytes")
     return count

@@ -228,7 +228,9 @@ def publish(
             world_size=world_size,
             hosts=hosts,
             constraints=read_constraints(constraints) if constraints else None,
-            device_memory_bytes=parse_bytes(device_memory) if device_memory else None,
+            device_memory_bytes=(
+                parse_bytes(device_memory, "device_memory") if device_memory else None
+            ),
             max_error=max_error,
             expected=expected,
             accept_unchecked=accept_unchecked,

@@ -285,10 +285,8 @@ def _check_backend(settings: ClusterSettings) -> None:
 
 def _memory_bytes(settings: ClusterSettings) -> int:
     """Returns the bytes that a shard reserves in Ray; 0: none. Raises ValueError."""
-    try:
-        return parse_bytes(settings.shard_memory) if settings.shard_memory else 0
-    except ValueError as error:
-        raise ValueError(f"shard_memory is {settings.shard_memory!r}: {error}") from error
+    memory = settings.shard_memory
+    return parse_bytes(memory, "shard_memory") if memory else 0
 
 
 def _absolute(path: str) -> str:

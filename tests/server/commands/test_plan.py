@@ -213,7 +213,7 @@ def test_stored_version_is_replanned_for_another_number_of_ranks(two_rank_store:
         (("--sharding", "rows"), "table 'user': sharding is 'rows', expected one of"),
         (("--sharding", "nobody=row_wise"), "sharding names table 'nobody'"),
         (("--sharding", "none.json"), "none.json: cannot be read"),
-        (("--device-memory", "much"), "'much' is not a size"),
+        (("--device-memory", "much"), "device_memory is 'much', expected a size such as 80GB"),
         (("--device-type", "tpu"), "device_type is 'tpu', expected cpu or cuda"),
         (("--world-size", "0"), "world_size is 0, expected 1 or more"),
         (("--constraints", "none.yaml"), "none.yaml: cannot be read"),

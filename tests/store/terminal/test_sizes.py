@@ -21,13 +21,13 @@ from embedserve_store.terminal.sizes import human_bytes, parse_bytes
     ],
 )
 def test_sizes_are_parsed_with_and_without_units(text: str, count: int) -> None:
-    assert parse_bytes(text) == count
+    assert parse_bytes(text, "size") == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "80 apples", "1e9", "0", "0.1B", "9" * 400])
 def test_invalid_size_is_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size: expected such as 80GB"):
-        parse_bytes(text)
+    with pytest.raises(ValueError, match=r"^size is .*, expected a size such as 80GB"):
+        parse_bytes(text, "size")
 
 
 def test_byte_counts_are_formatted_in_the_largest_fitting_unit() -> None:

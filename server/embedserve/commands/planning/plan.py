@@ -192,7 +192,8 @@ def _planned(
 
 
 def _memory_bytes(options: PlanOptions) -> int | None:
-    return parse_bytes(options.device_memory) if options.device_memory else None
+    memory = options.device_memory
+    return parse_bytes(memory, "device_memory") if memory else None
 
 
 def _show(

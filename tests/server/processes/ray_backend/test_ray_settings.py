@@ -88,7 +88,7 @@ def test_missing_ray_package_error_names_the_extra(
         (ClusterSettings("s", backend="ray", name="a/b"), "the name of shards in Ray is 'a/b'"),
         (
             ClusterSettings("s", backend="ray", shard_memory="4XB"),
-            "shard_memory is '4XB': '4XB' is",
+            "shard_memory is '4XB', expected a size",
         ),
         (ClusterSettings("s", shard_memory="1GB"), "shard_memory is '1GB', but backend is local"),
         (ClusterSettings("s", name="shop"), "name is 'shop', but backend is local: it is for ray"),
