@@ -123,8 +123,8 @@ Meta = Annotated[
 ]
 PlanSource = Annotated[
     str,
-    typer.Argument(
-        help="Description of the tables (YAML or JSON), or a model store: a folder or a URL."
+    store_argument(
+        "Description of the tables (YAML or JSON), or a model store: a folder or a URL."
     ),
 ]
 PlanSharding = Annotated[

@@ -323,6 +323,7 @@ def test_invalid_numbers_are_rejected(flag: str, value: str) -> None:
         ("demo", ""),
         ("deltas", "list", "", "m"),
         ("inspect", ""),
+        ("plan", "", "model"),
         ("publish", "checkpoint", "tables", "", "--model", "m"),
         ("serve", ""),
     ],
