@@ -18,6 +18,10 @@ from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
 from embedserve.commands.store_commands import Version, store_argument
 from embedserve.commands.switch import switch
 
+PLACES_MAX = 1024
+"""Most ranks and hosts of a plan, as many as the parts whose absence a router counts. The planner
+and the view of a plan take minutes for ten times as many."""
+
 Checkpoint = Annotated[
     Path,
     typer.Argument(
@@ -51,7 +55,10 @@ Sharding = Annotated[
     ),
 ]
 WorldSize = Annotated[
-    int | None, typer.Option(help="Ranks of the sharding plan. Default: from the plan, else 1.")
+    int | None,
+    typer.Option(
+        help="Ranks of the sharding plan. Default: from the plan, else 1.", min=1, max=PLACES_MAX
+    ),
 ]
 Hosts = Annotated[
     int | None,
@@ -59,6 +66,7 @@ Hosts = Annotated[
         help="Hosts over which the tables are divided by rows, with the ranks of the plan on each."
         " Above 1, the default sharding is auto. Default: from the plan, else 1.",
         min=1,
+        max=PLACES_MAX,
     ),
 ]
 Constraints = Annotated[
@@ -167,7 +175,9 @@ def demo(
         str, typer.Option(help="Type of stored rows: float32, float16, int8 or int4.")
     ] = "float32",
     sharding: Annotated[str, typer.Option(help="Sharding: table_wise or row_wise.")] = "row_wise",
-    world_size: Annotated[int, typer.Option(help="Ranks of the sharding plan.")] = 2,
+    world_size: Annotated[
+        int, typer.Option(help="Ranks of the sharding plan.", min=1, max=PLACES_MAX)
+    ] = 2,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Also save the trained state dict here.")
     ] = None,
@@ -266,9 +276,7 @@ def plan(
     source: PlanSource,
     model: Annotated[str, typer.Argument(help="Name of the model, if SOURCE is a store.")] = "",
     version: Version = None,
-    world_size: Annotated[
-        int | None, typer.Option(help="Ranks of the plan. Default: from the stored plan, else 1.")
-    ] = None,
+    world_size: WorldSize = None,
     sharding: PlanSharding = None,
     hosts: Hosts = None,
     constraints: Constraints = None,

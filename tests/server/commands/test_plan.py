@@ -215,7 +215,6 @@ def test_stored_version_is_replanned_for_another_number_of_ranks(two_rank_store:
         (("--sharding", "none.json"), "none.json: cannot be read"),
         (("--device-memory", "much"), "device_memory is 'much', expected a size such as 80GB"),
         (("--device-type", "tpu"), "device_type is 'tpu', expected cpu or cuda"),
-        (("--world-size", "0"), "world_size is 0, expected 1 or more"),
         (("--constraints", "none.yaml"), "none.yaml: cannot be read"),
     ],
 )
@@ -226,6 +225,14 @@ def test_invalid_option_prints_one_error_line(
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize("option", ["--world-size", "--hosts"])
+@pytest.mark.parametrize("count", ["0", "1025"])
+def test_number_of_ranks_and_hosts_is_bounded(tables: Path, option: str, count: str) -> None:
+    result = run(tables, option, count)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"'{option}'" in result.stderr
 
 
 def test_store_without_a_model_name_lists_its_models(two_rank_store: Path) -> None:
