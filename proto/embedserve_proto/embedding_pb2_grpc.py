@@ -66,8 +66,9 @@ class EmbeddingServiceServicer(object):
         NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (over a limit, or the queue is full),
         DEADLINE_EXCEEDED, UNAVAILABLE (draining before the stop), INTERNAL; UNAUTHENTICATED and
         PERMISSION_DENIED if the server authenticates callers. With the status come the trailers
-        embedserve-field, the field of the request that is wrong, such as "features.movie[3]", and
-        retry-after, the seconds until the same request may be tried again; each where there is one.
+        embedserve-field, the field of the request that is wrong, such as "features.movie[3]",
+        percent-encoded, and retry-after, the seconds until the same request may be tried again;
+        each where there is one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

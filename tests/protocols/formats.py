@@ -244,7 +244,7 @@ class Grpc(Format):
             return Response("OK", None, raw.headers, vectors=self.decode(raw))
         assert raw.body == b""
         message = unquote(raw.headers.get("grpc-message", ""))
-        field = raw.headers.get("embedserve-field", "")
+        field = unquote(raw.headers.get("embedserve-field", ""))
         return Response(code, None, raw.headers, message, field)
 
 

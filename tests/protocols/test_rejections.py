@@ -99,6 +99,10 @@ INVALID: Mapping[str, tuple[Request, Rejection]] = {
         Request({"user": [[1]], "actor": [[1]]}),
         Rejection(400, "features.actor", "model 'shop' has no such feature", NAMED),
     ),
+    "unknown feature in another script": (
+        Request({"user": [[1]], "映画 50%": [[1]]}),
+        Rejection(400, "features.映画 50%", "model 'shop' has no such feature", NAMED),
+    ),
     "id past the table": (
         Request({"user": [[0], [1, 7]], "movie": [[], []], "tag": [[], []]}),
         Rejection(400, "features.user[1][1]", "is 7: ids of 'user' are row numbers from 0 to 6"),

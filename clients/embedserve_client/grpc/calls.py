@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import grpc
 
@@ -69,7 +70,7 @@ def status_error(
     return error_from(
         code.name,
         details or "",
-        field=str(metadata.get("embedserve-field", "")),
+        field=unquote(str(metadata.get("embedserve-field", ""))),
         retry_after_s=float(retry_after) if str(retry_after).isdigit() else None,
     )
 

@@ -1,4 +1,4 @@
-"""Tests of the status of an ended gRPC call while a failed write hides it."""
+"""Tests of the status of an ended gRPC call: its error, and while a failed write hides it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from embedserve_client.grpc.calls import Ending, Status
+from embedserve_client.grpc.calls import Ending, Status, status_error
 
 SERVER_STATUS = (grpc.StatusCode.UNAVAILABLE, "draining", (("retry-after", "7"),))
 GRPC_STATUS = (grpc.StatusCode.INTERNAL, "Internal error from Core", ())
@@ -61,3 +61,9 @@ async def test_server_status_takes_precedence_whenever_received(
 
 async def test_status_not_recorded_at_the_end_is_read_from_the_call() -> None:
     assert await Ending(FakeCall(SERVER_STATUS)).status() == SERVER_STATUS
+
+
+def test_field_of_an_error_is_percent_decoded() -> None:
+    trailing = (("embedserve-field", "features.%E6%98%A0 50%25[0]"),)
+    error = status_error(grpc.StatusCode.INVALID_ARGUMENT, "invalid", trailing)
+    assert error.field == "features.映 50%[0]"

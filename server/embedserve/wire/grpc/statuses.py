@@ -24,9 +24,9 @@ CODES = {
     "UNAUTHENTICATED": 16,
 }
 """Status codes that the server uses, by name (github.com/grpc/grpc, doc/statuscodes.md)."""
-MESSAGE_BYTES_MAX = 2000
-"""Bytes of a status message before percent-encoding, which may triple it. Clients reject trailers
-over 8 KiB."""
+MESSAGE_BYTES_MAX, FIELD_BYTES_MAX = 2000, 500
+"""Bytes of the message and the field of a status before percent-encoding, which may triple them.
+Clients reject trailers over 8 KiB."""
 BLOCKS_MAX = 16
 """Header blocks of errors that are cached."""
 
@@ -47,10 +47,10 @@ def error_block(error: EmbedServeError) -> bytes:
 
 
 def _error_trailers(code: str, message: str, field: str, retry_after_s: int) -> Headers:
-    message = message.encode()[:MESSAGE_BYTES_MAX].decode(errors="ignore")
-    trailers = _trailers(code, message)
+    trailers = _trailers(code, _cut(message, MESSAGE_BYTES_MAX))
     if field:
-        trailers.append((b"embedserve-field", _printable(field)))
+        field = _cut(field, FIELD_BYTES_MAX).strip(" ")
+        trailers.append((b"embedserve-field", percent_encoded(field)))
     if retry_after_s:
         trailers.append((b"retry-after", b"%d" % retry_after_s))
     return trailers
@@ -82,7 +82,5 @@ def only_trailers(trailers: Headers) -> bytes:
     return encode([*_HEAD, *trailers])
 
 
-def _printable(text: str) -> bytes:
-    """Returns ``text`` as a metadata value: printable ASCII."""
-    shown = "".join(c if " " <= c <= "~" else "?" for c in text)
-    return shown.strip().encode()
+def _cut(text: str, bytes_max: int) -> str:
+    return text.encode()[:bytes_max].decode(errors="ignore")

@@ -45,7 +45,7 @@ def test_unimplemented_error_lists_the_accepted_encodings(code: str, is_listed: 
 
 
 @given(st.text(max_size=3000), st.text(max_size=3000))
-def test_error_trailers_are_printable_bounded_and_keep_the_message_start(
+def test_error_trailers_are_printable_bounded_and_keep_the_starts_of_message_and_field(
     message: str, field: str
 ) -> None:
     try:
@@ -55,6 +55,7 @@ def test_error_trailers_are_printable_bounded_and_keep_the_message_start(
     trailers = dict(error_trailers(InvalidRequestError(message, field)))
     assert sum(len(name) + len(value) + 32 for name, value in trailers.items()) < 8192
     assert all(0x20 <= byte <= 0x7E for value in trailers.values() for byte in value)
+    assert field.lstrip(" ").startswith(unquote(trailers.get(b"embedserve-field", b"").decode()))
     decoded = unquote(trailers.get(b"grpc-message", b"").decode())
     assert message.startswith(decoded)
     if len(message.encode()) <= MESSAGE_BYTES_MAX:
