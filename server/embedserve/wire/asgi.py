@@ -154,7 +154,8 @@ def _scope(request: HttpRequest, http_version: str) -> Scope:
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": http_version,
-        "method": request.method.decode("latin-1"),
+        # The application's routes know GET alone. AsgiHandler sends no body to HEAD.
+        "method": "GET" if request.method == b"HEAD" else request.method.decode("latin-1"),
         "scheme": request.scheme.decode("latin-1"),
         "path": unquote(path.decode("latin-1")),
         "raw_path": path,

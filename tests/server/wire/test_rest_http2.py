@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, str, bytes, dict[str, str]]] = {
     "one model": ("GET", "/models/shop", b"", {}),
     "ready": ("GET", "/health/ready", b"", {}),
     "openapi": ("GET", "/openapi.json", b"", {}),
+    "headers of models": ("HEAD", "/models", b"", {}),
     "too large": ("POST", "/embed", b" " * 2_000_001, {}),
 }
 

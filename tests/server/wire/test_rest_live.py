@@ -28,6 +28,14 @@ async def test_other_methods_keep_the_connection_usable(live: Live, method: str)
     assert (await live.http.post("/embed", content=BODY)).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/", "/console", "/health/ready", "/models/shop", "/v2", "/docs"])
+async def test_head_gets_the_headers_of_get(live: Live, path: str) -> None:
+    headers = {"x-request-id": "same"}
+    got, head = [await live.http.request(one, path, headers=headers) for one in ("GET", "HEAD")]
+    assert (head.status_code, head.headers, head.content) == (200, got.headers, b"")
+    assert got.content
+
+
 async def test_request_of_a_disconnected_client_is_not_looked_up(
     engine: FakeEngine,
 ) -> None:
