@@ -149,6 +149,16 @@ async def test_unpooled_model_returns_a_vector_for_each_id(servers: Servers, pro
         check_vectors(await driver.request(some), driver.engine, some)
 
 
+async def test_large_response_of_an_unpooled_model_may_have_a_key_without_vectors(
+    servers: Servers, protocol: str
+) -> None:
+    """The response is larger than those that are written in one piece over HTTP/1."""
+    driver = await servers.driver(protocol, SEQUENCE)
+    ids = np.random.default_rng(1).integers(0, 9, (40, 100)).tolist()
+    request = Request({"last": [[]] * 40, "tag": [[]] * 40, "item": ids})
+    check_vectors(await driver.request(request), driver.engine, request)
+
+
 WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3, 256)})])
 
 

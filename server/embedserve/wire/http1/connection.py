@@ -248,7 +248,8 @@ class Http1Connection(Connection):
         if nbytes <= COPY_BYTES_MAX:
             transport.write(b"".join((head, *chunks)))
         else:
-            transport.writelines([head, *chunks])
+            # The transport fails at the empty view of an array, such as a key without vectors.
+            transport.writelines([head, *filter(len, chunks)])
             # uvloop keeps all chunks alive until the last is sent.
             self._unsent = UnsentMemory(chunks) if transport.get_write_buffer_size() else None
 
