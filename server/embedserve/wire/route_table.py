@@ -30,7 +30,7 @@ PROBE_PATHS = frozenset({"/health/live", "/health/ready", "/v2/health/live", "/v
 server that does not respond for some seconds."""
 PROBES_PER_ITERATION = 8
 """Probes begun in an event-loop iteration. One takes less than half a millisecond."""
-_INVALID_TARGET_BYTE = re.compile(rb"[^!-~]")
+_INVALID_TARGET_BYTE = re.compile(rb"[^!-~]|#")
 
 
 class RouteTable:
@@ -102,10 +102,8 @@ class RouteTable:
 
 
 def target_error(target: bytes) -> InvalidRequestError | None:
-    """Returns the error for a target that is not printable ASCII; None if it is.
-
-    Other characters must be percent-encoded (RFC 3986, section 2). HTTP/1 rejects such targets,
-    too.
+    """Returns the error for a target with a byte that must be percent-encoded: all but printable
+    ASCII, and "#", because a target has no fragment (RFC 9112, section 3.2). None if it has none.
     """
     found = _INVALID_TARGET_BYTE.search(target)
     if found is None:

@@ -42,6 +42,8 @@ CASES = {
     "two lengths of JSON": Case(
         "/v2/models/shop/infer", (("inference-header-content-length", "2"),) * 2, 400, "several"
     ),
+    "a fragment": Case("/models/shop/embed#x", (), 400, "percent-encode it"),
+    "a fragment in a name": Case("/models/shop#x/embed", (), 400, "percent-encode it"),
     "a slash at the end": Case("/models/", (), 404),
     "a slash after a lookup": Case("/embed/", (), 404),
     "two slashes": Case("//embed", (), 404),

@@ -29,6 +29,8 @@ TARGETS = {
     "byte in the query of an embed route": b"/embed?\xff",
     "byte in the path": b"/models/\xff",
     "byte in the path of an embed route": b"/models/\xff/embed",
+    "fragment": b"/health/live#x",
+    "empty fragment of a query": b"/embed?a#",
     "control": b"/models/\x1b[2J",
     "delete": b"/models/\x7f",
 }

@@ -53,7 +53,7 @@ SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT, *LIST_HEADERS)
 """Headers that a template may have once. If a request repeats such a header, llhttp parses it, and
 headers_by_name decides its value."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
-SPECIAL_CHARACTERS = set("%?")
+SPECIAL_CHARACTERS = set("%?#")
 """Characters of a URL that is not a literal path."""
 CONTROLS = bytes(c for c in (*range(32), 127) if c != ord("\t"))
 """Control characters: never part of a header value (RFC 9110, section 5.5), or the end of a line.

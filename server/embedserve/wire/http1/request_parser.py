@@ -141,6 +141,8 @@ class RequestParser:
 
     def _target(self) -> bytes:
         """Returns the path and query of the request's URL, which may be absolute."""
+        if self._url.startswith(b"/"):
+            return self._url
         try:
             url = httptools.parse_url(self._url)
         except httptools.HttpParserInvalidURLError:
