@@ -14,9 +14,15 @@ import grpc
 
 from embedserve_client.core.addresses import names_several
 from embedserve_client.core.retry_loop import CLOSED
-from embedserve_client.errors import EmbedServeClientError, Unavailable, error_from
+from embedserve_client.errors import (
+    EmbedServeClientError,
+    ServerError,
+    Unavailable,
+    error_from,
+)
 
 T = TypeVar("T")
+M = TypeVar("M")
 ErrorOf = Callable[[Any], EmbedServeClientError]
 """Converts a grpc.RpcError."""
 Status: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
@@ -96,6 +102,18 @@ class Rpc(Generic[T]):
         grpc.aio an awaitable of it."""
         every = (*metadata, *self.metadata.items())
         return self.method(self.request, timeout=self.timeout_s, metadata=every)
+
+    def result(self, message: Any) -> T:
+        """Returns the result in a response; raises ServerError if it is missing or malformed."""
+        return self.read(check_message(message))
+
+
+def check_message(message: M | None) -> M:
+    """Returns a response unchanged. Raises ServerError for None, which grpc returns if the server
+    sent no whole message before status OK, and grpc.aio also for a malformed message."""
+    if message is None:
+        raise ServerError("the server's answer is missing or malformed")
+    return message
 
 
 @contextmanager

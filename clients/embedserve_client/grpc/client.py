@@ -96,7 +96,7 @@ class GrpcEmbedClient(BaseClient):
     def _send(self, call: Rpc[T]) -> T:
         with grpc_errors(call.read_error):
             message = call.begin(self._metadata)
-        return call.read(message)
+        return call.result(message)
 
     def _disconnect(self) -> None:
         self._channel.close()
@@ -148,7 +148,7 @@ class AsyncGrpcEmbedClient(AsyncBaseClient):
     async def _send(self, call: Rpc[T]) -> T:
         with grpc_errors(call.read_error), closed_errors(lambda: self._is_closed):
             message = await call.begin(self._metadata)
-        return call.read(message)
+        return call.result(message)
 
     async def _disconnect(self) -> None:
         await self._channel.close()

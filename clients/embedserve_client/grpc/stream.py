@@ -29,7 +29,13 @@ from embedserve_client.core.batch import Features, Weights, batch_of
 from embedserve_client.core.messages import AnswerReader, request_of
 from embedserve_client.core.result import EmbedResult, OutputDType
 from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError
-from embedserve_client.grpc.calls import Ending, closed_errors, grpc_errors, status_error
+from embedserve_client.grpc.calls import (
+    Ending,
+    check_message,
+    closed_errors,
+    grpc_errors,
+    status_error,
+)
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -183,7 +189,7 @@ async def _receive_async(call: Any, ending: Ending) -> pb.EmbedResponse | None:
         if code is grpc.StatusCode.OK:
             return None
         raise status_error(code, details, trailing) from raised
-    return None if answer is grpc.aio.EOF else answer
+    return None if answer is grpc.aio.EOF else check_message(answer)
 
 
 def _outcome(

@@ -61,6 +61,38 @@ def test_method_missing_on_the_server_raises_server_error() -> None:
     assert isinstance(caught.value.__cause__, grpc.RpcError)
 
 
+@pytest.mark.parametrize("messages", [[], [b"\xff"]])
+def test_missing_and_malformed_responses_raise_server_error(messages: list[bytes]) -> None:
+    """The server ends the call with status OK."""
+
+    class Broken(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            if call.method.endswith("/Embed"):
+                return grpc.unary_stream_rpc_method_handler(lambda request, _: iter(messages))
+            return grpc.stream_stream_rpc_method_handler(
+                lambda requests, _: (message for request in requests for message in messages)
+            )
+
+    async def fail(target: str) -> None:
+        async with AsyncGrpcEmbedClient(target) as client:
+            with pytest.raises(ServerError):
+                await client.embed({"user": [1]})
+            with pytest.raises(ServerError):
+                await anext(client.embed_stream([{"user": [1]}]))
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        server = grpc.server(pool, handlers=[Broken()])
+        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        with GrpcEmbedClient(target) as client:
+            with pytest.raises(ServerError):
+                client.embed({"user": [1]})
+            with pytest.raises(ServerError):
+                next(client.embed_stream([{"user": [1]}]))
+        asyncio.run(fail(target))
+        server.stop(grace=None).wait()
+
+
 def test_closed_client_rejects_calls(grpc_target: str) -> None:
     client = GrpcEmbedClient(grpc_target)
     client.close()
