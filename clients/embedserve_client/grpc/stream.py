@@ -108,9 +108,17 @@ async def stream_answers_async(
         is_closed: returns whether the client was closed.
     """
     steps: asyncio.Queue[_Step] = asyncio.Queue()
-    call = open_call(_outgoing_async(items, steps.put_nowait))
+    senders: list[Any] = []
+    call = open_call(_outgoing_async(items, steps.put_nowait, senders.append))
     ending = Ending(call)
-    call.add_done_callback(lambda _: steps.put_nowait(_End.CUT))
+
+    def end(_: Any) -> None:
+        """Stops reading items: grpc.aio does so only if the client ends the call."""
+        for sender in senders:
+            sender.cancel()
+        steps.put_nowait(_End.CUT)
+
+    call.add_done_callback(end)
 
     async def receive() -> pb.EmbedResponse | None:
         with closed_errors(is_closed):
@@ -138,8 +146,11 @@ def _outgoing(items: Iterable[StreamItem], tell: _Tell) -> Iterator[pb.EmbedRequ
 
 
 async def _outgoing_async(
-    items: Iterable[StreamItem] | AsyncIterable[StreamItem], tell: _Tell
+    items: Iterable[StreamItem] | AsyncIterable[StreamItem],
+    tell: _Tell,
+    tell_task: Callable[[Any], None],
 ) -> AsyncIterator[pb.EmbedRequest]:
+    tell_task(asyncio.current_task())
     try:
         async for item in _each(items):
             message, step = _encoded(item)

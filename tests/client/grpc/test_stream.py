@@ -230,6 +230,27 @@ async def test_async_stream_to_a_missing_server_raises_unavailable() -> None:
             await anext(client.embed_stream(items()))
 
 
+async def test_no_item_is_taken_after_the_server_has_ended_a_stream(grpc_target: str) -> None:
+    """The items come from a queue, where the next one stays for another stream."""
+    queue: asyncio.Queue[StreamRequest] = asyncio.Queue()
+    closed = asyncio.Event()
+
+    async def items() -> AsyncIterator[Any]:
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            closed.set()
+
+    queue.put_nowait(StreamRequest({"user": [1]}, model="abort"))
+    async with AsyncGrpcEmbedClient(grpc_target) as client, asyncio.timeout(RESPONSE_S_MAX):
+        with pytest.raises(Unavailable, match="draining"):
+            await anext(client.embed_stream(items()))
+        queue.put_nowait(StreamRequest({"user": [2]}))
+        await closed.wait()
+    assert queue.qsize() == 1
+
+
 def test_stream_fails_when_another_thread_closes_the_client() -> None:
     model = SilentModel()
     with grpc_server(model) as target, ThreadPoolExecutor(max_workers=1) as pool:
