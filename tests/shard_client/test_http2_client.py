@@ -144,6 +144,18 @@ def test_header_block_may_be_continued_and_padded() -> None:
     assert [one.window_increment for one in only(sent, WindowUpdateFrame)] == [3]
 
 
+def test_header_block_in_one_byte_frames_is_read_in_linear_time() -> None:
+    """Lasts minutes if the time is quadratic in the number of frames."""
+    peer = ShardPeer()
+    peer.call(b"x")
+    block = encode([*RESPONSE_HEADERS, (b"x", b"y" * 60_000)])
+    parts = [frames.head(1, CONTINUATION, 0, 1) + block[n : n + 1] for n in range(len(block))]
+    last = frames.head(0, CONTINUATION, END_HEADERS, 1)
+    peer.send(frames.head(0, frames.HEADERS, 0, 1), *parts, last, data(1, framed(b"m")))
+    peer.send(trailers(1))
+    assert peer.replies[0].payload == b"m"
+
+
 def test_response_over_the_limit_fails_only_its_call() -> None:
     peer = ShardPeer()
     peer.call(b"x")

@@ -45,12 +45,12 @@ class ResponseFrames:
     """Reads the frames of one connection."""
 
     __slots__ = (
+        "_block",
+        "_block_head",
         "_blocks",
         "_client",
         "_control",
         "_cut",
-        "_fragments",
-        "_fragments_head",
         "_left",
         "_message_bytes_max",
         "_window",
@@ -68,8 +68,8 @@ class ResponseFrames:
         self._message_bytes_max = message_bytes_max
         self._blocks = HeaderBlocks(read_response_headers)
         self._left = b""
-        self._fragments: list[bytes] = []  # of a header block that is continued
-        self._fragments_head = (0, 0)  # stream identifier and flags of its HEADERS
+        self._block: bytearray | None = None  # the beginning of one that is continued
+        self._block_head = (0, 0)  # stream identifier and flags of its HEADERS
         self._cut = (0, 0, 0)  # stream identifier, flags and missing bytes of a DATA frame
         self._window = CONNECTION_WINDOW
 
@@ -98,7 +98,7 @@ class ResponseFrames:
             length = upper << 16 | lower
             after = start + length
             stream_id &= STREAM_MASK
-            if not client.is_begun or self._fragments:
+            if not client.is_begun or self._block is not None:
                 self._check_order(kind, flags)
             limit = FRAME_BYTES_TAKEN if kind == DATA else LIST_BYTES_MAX
             if length > limit:
@@ -128,7 +128,7 @@ class ResponseFrames:
         return min(position, end)
 
     def _check_order(self, kind: int, flags: int) -> None:
-        if self._fragments:
+        if self._block is not None:
             if kind != CONTINUATION:
                 raise violation("another frame within a header block")
         elif kind != frames.SETTINGS or flags & frames.ACK:
@@ -181,20 +181,20 @@ class ResponseFrames:
             self._on_block(stream_id, flags, payload)
         else:
             self._client.check_opened(stream_id, "HEADERS")
-            self._fragments = [payload]
-            self._fragments_head = stream_id, flags
+            self._block = bytearray(payload)
+            self._block_head = stream_id, flags
 
     def _on_continuation(self, stream_id: int, flags: int, payload: bytes) -> None:
-        if not self._fragments or stream_id != self._fragments_head[0]:
+        block = self._block
+        if block is None or stream_id != self._block_head[0]:
             raise violation("CONTINUATION without its HEADERS")
-        self._fragments.append(payload)
-        nbytes = sum(map(len, self._fragments))
-        if nbytes > LIST_BYTES_MAX or not (payload or flags & END_HEADERS):
-            reason = f"a header block of {nbytes} bytes in {len(self._fragments)} frames"
+        block += payload
+        if len(block) > LIST_BYTES_MAX or not (payload or flags & END_HEADERS):
+            reason = f"an empty CONTINUATION, or a header block of over {LIST_BYTES_MAX} bytes"
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, reason)
         if flags & END_HEADERS:
-            block, self._fragments = b"".join(self._fragments), []
-            self._on_block(stream_id, self._fragments_head[1], block)
+            self._block = None
+            self._on_block(stream_id, self._block_head[1], bytes(block))
 
     def _on_block(self, stream_id: int, flags: int, block: bytes) -> None:
         headers = self._blocks.read(block)  # also of ended streams: it changes the HPACK state
