@@ -117,10 +117,13 @@ def test_status_is_read_from_trailers_with_and_without_headers(
 
 
 def test_http_status_becomes_a_grpc_status() -> None:
+    """Proxies send an error with or without a body."""
     peer = ShardPeer()
-    peer.call(b"x")
+    for _ in range(2):
+        peer.call(b"x")
     peer.send(headers(1, [(b":status", b"503")], END_HEADERS | END_STREAM))
-    assert peer.replies[0].status == UNAVAILABLE
+    peer.send(headers(3, [(b":status", b"502")]), data(3, b"<html>", END_STREAM))
+    assert [reply.status for reply in peer.replies.values()] == [UNAVAILABLE] * 2
 
 
 def test_interim_headers_are_ignored() -> None:

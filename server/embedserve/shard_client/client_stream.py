@@ -80,6 +80,13 @@ class ClientStream:
             return headers.reply()
         return self._complete(headers)
 
+    def on_end(self) -> Reply:
+        """Returns the reply to a call that ends without trailers, such as a proxy's error page."""
+        head = self._head
+        if head is None or head.status is not None or head.http_status == 200:
+            return Reply(INTERNAL, "the response ended without trailers")
+        return head.reply()
+
     def _complete(self, trailers: ResponseHeaders) -> Reply:
         """Returns the reply to a call that ends with status OK."""
         chunks, self._chunks = self._chunks, []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from embedserve.shard_client.client_control import ClientControl
-from embedserve.shard_client.reply import INTERNAL, Reply, read_response_headers
+from embedserve.shard_client.reply import read_response_headers
 from embedserve.wire.grpc.grpc_framing import PREFIX_BYTES
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.frames import (
@@ -170,7 +170,7 @@ class ResponseFrames:
             reason = f"the response has over {limit} bytes"
             raise StreamError(stream_id, ErrorCode.CANCEL, reason)
         if flags & END_STREAM:
-            self._client.end(stream, Reply(INTERNAL, "the response ended without trailers"))
+            self._client.end(stream, stream.on_end())
 
     def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
         if flags & (PADDED | HAS_PRIORITY):
