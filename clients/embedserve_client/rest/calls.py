@@ -5,6 +5,7 @@ errors of the server and of httpx into EmbedServeClientError.
 """
 
 import json
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,7 +113,9 @@ def httpx_errors(address: str) -> Iterator[None]:
         yield
     except httpx.TimeoutException as error:
         raise DeadlineExceeded(f"no answer in time: {_said(error)}") from error
-    except httpx.TransportError as error:
+    except (httpx.TransportError, ssl.SSLError) as error:
+        # httpx.AsyncClient raises SSLError for an alert after the handshake, such as that of a
+        # server which requires another certificate.
         raise Unavailable(f"the server was not reached at {address}: {_said(error)}") from error
     except httpx.HTTPError as error:
         raise ServerError(f"the answer could not be read: {_said(error)}") from error

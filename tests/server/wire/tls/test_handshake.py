@@ -18,6 +18,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire.http2.frames import PREFACE
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 from embedserve.wire.tls.handshake import HANDSHAKE_BYTES_MAX, HANDSHAKE_S_MAX, Handshake
+from embedserve_client import AsyncEmbedClient, Unavailable
 
 CONNECTIONS_MAX = 4
 LIVE = get("/health/live")
@@ -102,6 +103,21 @@ async def test_certificate_chain_over_the_limit_is_rejected(
         await until(lambda: not server.wire.connections)
         assert handshake_outcomes(server).keys() < {"failed", "too_large", "gone"}
         assert await is_served(server, client_context(authority.root, pair.write(tmp_path, "one")))
+
+
+async def test_python_client_without_the_required_certificate_raises_unavailable(
+    pipeline: RequestPipeline, files: TlsFiles, authority: Authority, tmp_path: Path
+) -> None:
+    """With TLS 1.3 the alert arrives after the client's handshake, as the response."""
+    root = tmp_path / "root.pem"
+    root.write_bytes(authority.root)
+    certificates = Certificates(replace(files, client_ca=str(root)))
+    async with (
+        our_server(pipeline, certificates) as server,
+        AsyncEmbedClient(f"https://127.0.0.1:{server.port}", ca=root) as client,
+    ):
+        with pytest.raises(Unavailable, match="certificate required"):
+            await client.embed({"user": [1]})
 
 
 RECORD = b"\x16\x03\x01\x40\x00"
