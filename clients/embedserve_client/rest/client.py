@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
+from urllib.request import getproxies
 
 import httpx
 
@@ -12,6 +13,7 @@ from embedserve_client.core.addresses import base_url_of, unix_path_of
 from embedserve_client.core.retries import check_retries
 from embedserve_client.core.security import File, Files, headers_of, tls_context
 from embedserve_client.rest.calls import Call, httpx_errors
+from embedserve_client.rest.cancel_safe_transport import CancelSafeTransport
 from embedserve_client.rest.requests import RestRequests
 
 T = TypeVar("T")
@@ -103,7 +105,7 @@ class AsyncEmbedClient(AsyncBaseClient):
         self._retries = check_retries(retries)
         self._connections = _Connections(
             httpx.AsyncClient,
-            httpx.AsyncHTTPTransport,
+            CancelSafeTransport,
             base_url,
             connections_max,
             transport,
@@ -142,7 +144,8 @@ class _Connections(Generic[C]):
         ca: File | None,
         certificate: Files | None,
     ) -> None:
-        """Opens the client, with a transport of ``make_transport`` for a Unix socket."""
+        """Opens the client. A Unix socket and an async client need a transport of
+        ``make_transport``, but httpx uses proxies of the environment only with its own."""
         limits = httpx.Limits(
             max_connections=connections_max, max_keepalive_connections=connections_max
         )
@@ -153,9 +156,10 @@ class _Connections(Generic[C]):
             make_client, base_url=url, limits=limits, headers=headers_of(token), verify=tls
         )
         self._make_transport: Callable[[], Any] = lambda: None
+        is_async = make_client is httpx.AsyncClient
         if transport is not None:
             self._make_transport = _InheritedTransport
-        elif path is not None:
+        elif path is not None or (is_async and getproxies().keys() <= {"no"}):
             self._make_transport = partial(make_transport, uds=path, limits=limits, verify=tls)
             transport = self._make_transport()
         self._pid = os.getpid()

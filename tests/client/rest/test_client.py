@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from client.fake import FakeModel
+from client.fake import RESPONSE_S_MAX, FakeModel
 
-from embedserve_client import AsyncEmbedClient, EmbedClient, Overloaded
+from embedserve_client import AsyncEmbedClient, DeadlineExceeded, EmbedClient, Overloaded
 
 
 def test_timeout_is_sent_in_a_header(rest_url: str, model: FakeModel) -> None:
@@ -70,6 +70,36 @@ async def test_async_client_runs_calls_concurrently(rest_url: str) -> None:
         results = await asyncio.gather(*(client.embed({"user": [n]}) for n in range(20)))
 
     assert [result["user"][0, 0] for result in results] == [2 * n for n in range(20)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_calls_cancelled_at_any_moment_free_their_connection(
+    rest_url: str, count: int
+) -> None:
+    """The second call waits for the connection of the first, and is cancelled right after it."""
+    async with AsyncEmbedClient(rest_url, connections_max=1, timeout_s=RESPONSE_S_MAX) as client:
+        for moment in range(20):
+            calls = [asyncio.create_task(client.embed({"user": [1]})) for _ in range(count)]
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+                await asyncio.sleep(0)
+            await asyncio.wait(calls)
+            assert (await client.embed({"user": [1]}))["user"].tolist() == [[2, 3]]
+
+
+async def test_call_that_gets_no_connection_in_time_exceeds_its_deadline(
+    rest_url: str, model: FakeModel
+) -> None:
+    model.may_respond.clear()
+    async with AsyncEmbedClient(rest_url, connections_max=1, timeout_s=RESPONSE_S_MAX) as client:
+        pending = asyncio.create_task(client.embed({"user": [1]}))
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded, match="no connection is free"):
+            await client.embed({"user": [1]}, timeout_s=0.05)
+        model.may_respond.set()
+        assert (await pending)["user"].tolist() == [[2, 3]]
 
 
 CALLS = 50
