@@ -147,17 +147,27 @@ def expected_goldens(
         id_maps: id maps, by table name, for tables with the rule "map".
 
     Raises:
-        InvalidModelError: the rows give other outputs, the description has other keys, or no id is
-            left.
+        InvalidModelError: as check_expected, or no id is left.
     """
-    bags = _in_order(expected, manifest)
-    _check_keys(expected, manifest)
-    _check_answers(expected, bags, manifest, rows)
+    bags = check_expected(expected, manifest, rows)
     goldens, kept = _with_callers_ids(bags, manifest, id_maps)
     answers = expected.answers
     if any(one.dtype != "float32" for one in rows.values()):
         answers = pool(manifest, bags, bags.ids, source_rows(rows))
     return _first_examples(goldens, _answers_of(answers, bags, manifest, kept), manifest)
+
+
+def check_expected(expected: Expected, manifest: Manifest, rows: Mapping[str, TableRows]) -> Bags:
+    """Compares ``expected`` with the outputs of ``rows``, and returns its bags in the manifest's
+    order.
+
+    Raises:
+        InvalidModelError: the rows give other outputs, or the description has other keys.
+    """
+    bags = _in_order(expected, manifest)
+    _check_keys(expected, manifest)
+    _check_answers(expected, bags, manifest, rows)
+    return bags
 
 
 def _in_order(expected: Expected, manifest: Manifest) -> Bags:

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.sharding_types import AUTO
+from embedserve_store.publishing.expected_answers import check_expected
 from embedserve_store.publishing.options import PublishOptions, check_option_names
 from embedserve_store.publishing.publish import as_store_error, check_options, publish
 from embedserve_store.publishing.publish_source import Choice
 from embedserve_store.publishing.rank_calls import RankCalls
 from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.publishing.version_writer import PublishedVersion
+from embedserve_store.publishing.write_expected import expected_of
 from embedserve_store.remote.remote_store import is_url
 from embedserve_store.sources.description import Description
 from embedserve_store.writing.staging import staging_folder
@@ -120,12 +123,22 @@ def _save_and_publish(
     options: PublishOptions,
     ranks: Ranks,
 ) -> PublishedVersion | None:
-    """Saves this rank's shards. Rank 0 then publishes them and returns the version."""
+    """Saves this rank's shards. Rank 0 then publishes them and returns the version.
+
+    Without expected answers in ``options``, those of ``module`` itself are compared first.
+    """
+    from embedserve_store.sources.checkpoint import find_tables, open_checkpoint
     from embedserve_store.sources.live_dmp import save_tables
 
+    prefix = options["prefix"]
     with as_store_error(Path(store) / model):
-        save_tables(module, shards, options["prefix"], ranks.group)
+        own = expected_of(module, prefix) if options.get("expected") is None else None
+        save_tables(module, shards, prefix, ranks.group)
         if ranks.rank == 0:
+            if own is not None:
+                manifest = Manifest(model, 0, description.tables, description.is_weighted)
+                rows, _ = find_tables(open_checkpoint(shards), description.tables, prefix)
+                check_expected(own, manifest, rows)
             return publish(shards, store, model=model, tables=description, **options)
     return None
 

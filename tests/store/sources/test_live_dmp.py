@@ -24,6 +24,7 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
@@ -227,6 +228,34 @@ def test_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
         assert version.manifest.rows_per_feature == (rows,)
     with pytest.raises(InvalidModelError, match="hosts is 31, but part 1 would have no rows"):
         publish_sharded(dmp, tmp_path, model="m", sharding="row_wise", hosts=31)
+
+
+@pytest.mark.parametrize(
+    ("types", "is_weighted", "wrong"),
+    [
+        (
+            {"user": "table_wise", "item": "row_wise"},
+            False,
+            "'user' .* pooling sum: .*, pooling mean",
+        ),
+        ({"user": "row_wise", "item": "row_wise"}, True, "'item' .* pooling mean: "),
+    ],
+    ids=["sum beside a row-wise mean", "weighted row-wise mean"],
+)
+def test_model_that_pools_in_another_way_than_its_tables_say_is_rejected(
+    tmp_path: Path, types: dict[str, str], is_weighted: bool, wrong: str
+) -> None:
+    """TorchRec divides by the lengths of bags beside a row-wise mean, and that by its weights."""
+    model = nn.ModuleDict({"ebc": bags(is_weighted=is_weighted)})
+    sharder = trainer.CpuSharder(trainer.FUSED)
+    kinds = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
+    topology = Topology(world_size=1, compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=kinds)
+    plan = planner.plan(model, [sharder])
+    dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    with pytest.raises(InvalidModelError, match=rf"key {wrong}"):
+        publish_sharded(dmp, tmp_path, model="m")
+    assert not (tmp_path / "m").exists()
 
 
 def test_url_is_rejected_before_anything_is_saved() -> None:
