@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
-_UNSUPPORTED = ("num_embeddings_post_pruning", "need_pos", "total_num_buckets", "use_virtual_table")
-"""Config settings under which an id is not simply a row number."""
-
-
 _CHANGES_IDS = ("ManagedCollision", "FeatureProcessed", "ITEP")
 """Substrings in names of modules that change ids or weights before the collection's lookup."""
 
@@ -109,12 +105,11 @@ def table_of(config: Any) -> TableSpec:
     Raises:
         InvalidModelError: the config has a setting that the store does not support.
     """
-    for setting in _UNSUPPORTED:
-        if getattr(config, setting, None):
-            raise InvalidModelError(
-                f"table {config.name!r}: {setting} is {getattr(config, setting)}, "
-                "the store keeps plain tables only"
-            )
+    if getattr(config, "use_virtual_table", False):
+        raise InvalidModelError(
+            f"table {config.name!r}: use_virtual_table is True: its rows are stored by id, "
+            "and only a table of numbered rows can be published"
+        )
     pooling = getattr(config, "pooling", None)
     return TableSpec(
         name=config.name,

@@ -4,6 +4,7 @@ supported."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,15 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    PoolingType,
 )
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.manifest import FROM_TRAINING, Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.sampled_bags import sample_bags
+from embedserve_store.publishing.publish import publish
 from embedserve_store.sources import live
 
 
@@ -127,17 +128,28 @@ def test_collection_with_generated_weights_is_rejected() -> None:
         live.collection_in(model)
 
 
+def one_table(**settings: Any) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name="t", num_embeddings=8, embedding_dim=4, feature_names=["t"], **settings
+            )
+        ]
+    )
+
+
 @pytest.mark.parametrize(
     "setting", [{"need_pos": True}, {"num_embeddings_post_pruning": 4}, {"total_num_buckets": 2}]
 )
-def test_unsupported_collection_settings_are_rejected(setting: dict[str, Any]) -> None:
-    config = EmbeddingBagConfig(
-        name="t",
-        num_embeddings=8,
-        embedding_dim=4,
-        feature_names=["t"],
-        pooling=PoolingType.SUM,
-        **setting,
-    )
-    with pytest.raises(InvalidModelError, match=f"table 't': {next(iter(setting))} is "):
-        live.describe(EmbeddingBagCollection(tables=[config]))
+def test_settings_that_change_no_lookup_are_published(
+    tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    """The publisher compares the rows with the module's own results."""
+    published = publish(one_table(**setting), tmp_path, model="m")
+    assert published.manifest.source["goldens"] == FROM_TRAINING
+    assert published.manifest.tables[0].num_embeddings == 8
+
+
+def test_table_of_rows_by_id_is_rejected() -> None:
+    with pytest.raises(InvalidModelError, match="table 't': use_virtual_table is True"):
+        live.describe(one_table(use_virtual_table=True))
