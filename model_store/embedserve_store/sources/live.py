@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
-_CHANGES_IDS = ("ManagedCollision", "FeatureProcessed", "ITEP")
+_CHANGES_LOOKUPS = ("FeatureProcessed", "ITEP")
 """Substrings in names of modules that change ids or weights before the collection's lookup."""
 
 
@@ -92,10 +92,16 @@ def check_ids_unchanged(root: torch.nn.Module, path: str) -> None:
     parts = path.split(".") if path else []
     for i in range(len(parts)):
         around = type(root.get_submodule(".".join(parts[:i]))).__name__
-        if any(word in around for word in _CHANGES_IDS):
+        inside = f"the collection at {path} is inside a {around}"
+        if "ManagedCollision" in around:
             raise InvalidModelError(
-                f"the collection at {path} is inside a {around}, which changes ids or weights "
-                "before they are looked up: only its rows could be served"
+                f"{inside}, which maps ids to rows: pass the collection itself, with a vocabulary "
+                "from id to row for each table"
+            )
+        if any(word in around for word in _CHANGES_LOOKUPS):
+            raise InvalidModelError(
+                f"{inside}, which changes ids or weights before they are looked up: only its rows "
+                "could be served"
             )
 
 

@@ -14,6 +14,7 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    KeyedJaggedTensor,
 )
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
@@ -24,6 +25,7 @@ from torchrec.modules.mc_modules import (
 
 from embedserve_store import IdRule, ModelStore, ModelVersion, publish, verify
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.manifest import FROM_TRAINING
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.reference_pooling import row_numbers
 from embedserve_store.publishing.publish_sharded import publish_sharded
@@ -199,6 +201,9 @@ def test_state_dict_of_an_embedding_collection_is_published(tmp_path: Path) -> N
     assert again.manifest.tables == published.manifest.tables
 
 
+SLOTS = ("sorted_raw_ids", "remapped_ids_mapping")
+
+
 def managed_collisions() -> ManagedCollisionEmbeddingBagCollection:
     config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
     module = MCHManagedCollisionModule(
@@ -226,6 +231,31 @@ def test_table_with_managed_collisions_needs_a_vocabulary(tmp_path: Path) -> Non
     slots = {"t": {10**15 + 1: 0, 10**15 + 2: 5}}
     publish(source, tmp_path / "store", tables=tables, model="m", vocabularies=slots)
     assert load(tmp_path / "store").manifest.tables[0].ids.entries == 2
+
+
+def test_slots_of_live_managed_collisions_are_a_vocabulary(tmp_path: Path) -> None:
+    mc: Any = managed_collisions()
+    with pytest.raises(InvalidModelError, match=r"pass the collection itself, with a vocabulary"):
+        publish(mc, tmp_path, model="m")
+    to_rows = mc._managed_collision_collection
+    ids = torch.arange(7000, 7009)
+    features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(9, dtype=torch.int32))
+    for _ in range(12):
+        to_rows(features)  # the table has slots for some of the ids
+    module = to_rows.eval()._managed_collision_modules["t"].state_dict()
+    pairs = zip(*(module[f"_mch_{name}"].tolist() for name in SLOTS), strict=True)
+    slots = {key: row for key, row in pairs if key < 2**63 - 1}
+    assert 0 < len(slots) < len(ids)
+    published = publish(
+        mc._embedding_module,
+        tmp_path,
+        model="m",
+        ids={"t": IdRule(rule="map", unknown="row", default_row=7)},
+        vocabularies={"t": slots},
+    )
+    assert published.manifest.source["goldens"] == FROM_TRAINING
+    found = load(tmp_path).translator.translate(ids.numpy(), np.array([9])).rows
+    assert np.array_equal(found, to_rows(features)["f"].values().numpy())
 
 
 def test_publish_sharded_rejects_an_unsharded_module(
