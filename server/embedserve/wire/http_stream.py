@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from embedserve.access.authenticator import Certificate
+from embedserve.errors import EmbedServeError
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -55,6 +56,10 @@ class Handler:
 
     def reset(self) -> None:
         """Handles a stream that was reset or whose connection ended; no response is possible."""
+
+    def reject(self, error: EmbedServeError) -> None:
+        """Rejects a request whose body is malformed. Handlers that count no requests need not do
+        anything: the connection answers these requests."""
 
     def resume(self) -> None:
         """Continues writing: the response data written so far has been sent. Handlers that write a

@@ -265,9 +265,13 @@ class Http1Connection(Connection):
         """Answers the message being parsed with ``error``, after the requests before it, and ends
         the connection."""
         request, since_s = self._parser.incomplete_request(), self._parser.message_since_s
-        if self._parser.is_in_body:
-            self._streams.pop().reset()  # its body is malformed
         self._pause_reading()
+        if self._parser.is_in_body:  # which is malformed
+            stream = self._streams[-1]
+            stream.handler.reject(error)
+            if stream.is_sent:
+                return
+            self._streams.pop().reset()
         respond = rejecting(error, request, self.pipeline, perf_counter() - since_s)
         self._queue(respond, request, is_last=True)
         self._advance()

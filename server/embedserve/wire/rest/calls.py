@@ -68,6 +68,10 @@ class RestCall(CallWriter[HttpStream]):
             self._stream.consumed(self._stream.held_bytes)
         context.pipeline.submit(context, data)
 
+    def reject(self, error: EmbedServeError) -> None:
+        if self._context is not None:
+            self._context.reject(error)
+
     def _check_size(self, context: RequestContext, nbytes: int, *, is_whole: bool) -> bool:
         """Returns whether a body of ``nbytes`` is allowed; rejects the request if it is not."""
         try:

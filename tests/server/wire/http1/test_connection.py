@@ -258,6 +258,18 @@ async def test_garbage_after_a_request_does_not_lose_its_response(
     writer.close()
 
 
+async def test_request_with_a_malformed_body_counts_once(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(chunked(BODY).removesuffix(b"0\r\n\r\n"))
+    await until(lambda: server.http1() and server.connection.is_busy())
+    writer.write(b"no chunk\r\n")
+    error = error_of(await read_response(reader))
+    assert error["message"].startswith("not a request of HTTP/1.1: ")
+    assert await reader.read() == b""
+    assert server.outcomes() == {"INVALID_ARGUMENT": 1}
+    writer.close()
+
+
 async def test_body_with_invalid_chunk_framing_is_rejected(server: OurServer) -> None:
     response, rest = await send_request(server, chunked(BODY)[:-5], b"no chunk\r\n")
     assert error_of(response)["message"].startswith("not a request of HTTP/1.1: ")
