@@ -246,7 +246,7 @@ class BidiCall(Handler):
         try:
             self._take_all()
         except WireError as error:
-            self.fail(wire_error_trailers(error))
+            self.fail(error)
         except Exception:
             logger.exception("a call failed")
             self.finish(error_trailers(EngineError(INTERNAL)))
@@ -258,9 +258,9 @@ class BidiCall(Handler):
             else:
                 self.finish(error_trailers(NotReadyError(DRAINING)))
 
-    def fail(self, trailers: Headers) -> None:
+    def fail(self, error: WireError) -> None:
         """Ends the call, because its next message is invalid."""
-        self.finish(trailers)
+        self.finish(wire_error_trailers(error))
 
     def _take_all(self) -> None:
         deframer, connection = self._deframer, self._stream.connection
@@ -359,7 +359,8 @@ class BidiCall(Handler):
         if self._is_turn_due or not (self._deframer.nbytes and self.has_room()):
             self._whole_s = now_s
         elif now_s - self._whole_s > UPLOAD_S_MAX:
-            self.fail(error_trailers(late_request()))
+            late = late_request()
+            self.fail(WireError(late.code, late.message))
 
     def drain(self) -> None:
         self._is_draining = True

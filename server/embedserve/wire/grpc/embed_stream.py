@@ -127,13 +127,13 @@ class EmbedStream(BidiCall):
         self._response_bytes = 0
         self._response_bytes_max = response_bytes_max
         self._draining_since_s = 0.0
-        self._failure: Headers | None = None  # trailers to send after the earlier responses
+        self._has_failed = False  # a message is invalid, and none behind it is taken
         timeout_s = options.timeout_s
         self.deadline_s = float("inf") if timeout_s is None else perf_counter() + timeout_s
 
     def has_room(self) -> bool:
         return (
-            self._failure is None
+            not self._has_failed
             and len(self._responses) < REQUESTS_MAX
             and self._response_bytes + self._stream.unsent_bytes < self._response_bytes_max
         )
@@ -145,11 +145,15 @@ class EmbedStream(BidiCall):
     def connection(self) -> Http2Connection:
         return self._stream.connection
 
-    def take(self, message: bytes | LargeMessage) -> None:
+    def _begin_response(self) -> tuple[StreamedResponse, RequestContext]:
         response = StreamedResponse(self._options, self)
         self._responses.append(response)
-        context, authenticator = response.context, self.pipeline.authenticator
-        assert context is not None
+        assert response.context is not None
+        return response, response.context
+
+    def take(self, message: bytes | LargeMessage) -> None:
+        response, context = self._begin_response()
+        authenticator = self.pipeline.authenticator
         if authenticator is None or authenticator.admit(context, self._authorization):
             if isinstance(message, LargeMessage):
                 self.pipeline.submit_compressed(context, message.nbytes, message.whole)
@@ -190,17 +194,15 @@ class EmbedStream(BidiCall):
                 self.finish(first.failure)
                 return True
             self.write(first.chunks, first.nbytes)
-        if self._failure is not None and not responses:
-            self.finish(self._failure)
         self.take_messages()
         return True
 
-    def fail(self, trailers: Headers) -> None:
-        """Ends the stream after the responses to the messages before the invalid one."""
-        if self._responses:
-            self._failure = trailers
-        else:
-            self.finish(trailers)
+    def fail(self, error: WireError) -> None:
+        """Rejects the invalid message, which ends the stream after the responses to the messages
+        before it."""
+        self._has_failed = True
+        _, context = self._begin_response()
+        context.reject(error)
 
     def finish(self, trailers: Headers) -> None:
         super().finish(trailers)

@@ -162,8 +162,9 @@ async def test_header_list_over_the_limit_is_rejected(peer: GrpcPeer) -> None:
     assert "the headers have" in peer.status(1)[1]
 
 
-async def test_incomplete_request_is_rejected_after_the_timeout(peer: GrpcPeer) -> None:
-    peer.send(peer.headers(1, request_headers(EMBED), is_end=False), data(1, framed(MESSAGE)[:3]))
+@pytest.mark.parametrize("path", [EMBED, STREAM])
+async def test_incomplete_request_is_rejected_after_the_timeout(peer: GrpcPeer, path: str) -> None:
+    peer.send(peer.headers(1, request_headers(path), is_end=False), data(1, framed(MESSAGE)[:3]))
     peer.connection.check_time(perf_counter() + UPLOAD_S_MAX - 1)
     assert peer.take() == []
     peer.connection.check_time(perf_counter() + UPLOAD_S_MAX + 1)

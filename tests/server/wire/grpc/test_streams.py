@@ -17,6 +17,7 @@ from server.wire.grpc.grpc_peer import (
     STREAM,
     WATCH,
     GrpcPeer,
+    outcomes,
     request_headers,
 )
 from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, update
@@ -45,10 +46,10 @@ async def test_invalid_message_ends_the_stream_after_the_responses_to_earlier_on
     peer: GrpcPeer, held_engine: FakeEngine, encoding: str
 ) -> None:
     """An invalid compressed message is decompressed in the codec thread."""
-    invalid, code = (1 << 30).to_bytes(5, "big"), 8
+    invalid, code, name = (1 << 30).to_bytes(5, "big"), 8, "RESOURCE_EXHAUSTED"
     if encoding == "gzip":
         packed = gzip.compress(bytes(BODY_MAX))[:-1]
-        invalid, code = b"\1" + len(packed).to_bytes(4, "big") + packed, 13
+        invalid, code, name = b"\1" + len(packed).to_bytes(4, "big") + packed, 13, "INTERNAL"
     peer.call(
         1,
         STREAM,
@@ -62,6 +63,7 @@ async def test_invalid_message_ends_the_stream_after_the_responses_to_earlier_on
     await peer.wait_for_end(1)
     assert len(peer.messages(1)) == 1
     assert peer.status(1)[0] == code
+    assert (outcomes(peer)["OK"], outcomes(peer)[name]) == (1, 1)
 
 
 @pytest.mark.parametrize(
