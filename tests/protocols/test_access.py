@@ -70,7 +70,9 @@ async def test_caller_without_a_valid_token_is_rejected(
     valid = with_token(VALID, "Bearer es_right")
     async with driver.connect() as connection:
         for authorization, (code, status) in [*REJECTED.items()] * 2:
+            before = driver.outcomes()
             response = await driver.request(with_token(VALID, authorization), connection)
+            driver.expect_more(before, **{code: 1})
             assert (authorization, response.code) == (authorization, code)
             check_code(driver, response, code, status)
             assert "x-request-id" in response.headers

@@ -208,6 +208,17 @@ async def test_management_routes_require_the_right_roles(live: Live) -> None:
     assert await code_of(check) == "OK"
 
 
+async def test_rejected_grpc_management_call_is_counted_and_logged(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "embedserve")
+    metadata = metadata_of("es_unknown")
+    call = live.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
+    assert await code_of(call) == "UNAUTHENTICATED"
+    assert live.outcomes("grpc") == {"UNAUTHENTICATED": 1}
+    assert "rejected with UNAUTHENTICATED: the token is unknown" in caplog.text
+
+
 async def test_pipelined_requests_are_authenticated_one_by_one(server: OurServer) -> None:
     reader, writer = await server.open()
     tokens = ["es_right", None, "es_right", "es_unknown", "es_shop"]

@@ -16,7 +16,7 @@ from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
 from embedserve.shared_memory.region_registry import EVERYBODY
-from embedserve.tracing.request_id import REQUEST_ID, request_id_header
+from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
@@ -99,7 +99,6 @@ class GrpcService:
             method: Method = partial(self._embed, codec)
             if is_stream:
                 method = partial(self._embed_stream, codec)
-                method = _restricted(method, pipeline.authenticator, EMBEDDERS, charge=False)
             self._methods[_path(service, name)] = method
         self._methods[_path(PREDICTOR_NAME, "Predict")] = self._predict
         self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
@@ -107,23 +106,25 @@ class GrpcService:
         for name, function in self.open_inference.health.items():
             self._methods[open_inference_path(name)] = _unary(function)
         for name, function_of_owner in self.open_inference.shared_memory.items():
-            self._methods[open_inference_path(name)] = _unary_of_caller(
+            self._methods[open_inference_path(name)] = self._unary_of_caller(
                 partial(self._call_for_owner, function_of_owner), pipeline.authenticator, EMBEDDERS
             )
         if has_management or lists_models:
             for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
-                self._methods[_path(SERVICE_NAME, name)] = _restricted(
+                self._methods[_path(SERVICE_NAME, name)] = self._restricted(
                     _unary(function), authenticator
                 )
         if not has_management:
             return
         for name, function in self.open_inference.management.items():
-            self._methods[open_inference_path(name)] = _restricted(_unary(function), authenticator)
-        self._methods[open_inference_path("ModelStatistics")] = _unary_of_caller(
+            self._methods[open_inference_path(name)] = self._restricted(
+                _unary(function), authenticator
+            )
+        self._methods[open_inference_path("ModelStatistics")] = self._unary_of_caller(
             self.open_inference.statistics, authenticator, CALLERS
         )
         for name in reflection.SERVICE_NAMES:
-            self._methods[_path(name, "ServerReflectionInfo")] = _restricted(
+            self._methods[_path(name, "ServerReflectionInfo")] = self._restricted(
                 self._reflection, authenticator
             )
 
@@ -182,8 +183,14 @@ class GrpcService:
         self, codec: Codec, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
     ) -> MakeCall:
         check_encoding(encoding)
-        options = make_options(codec)
-        return lambda stream: EmbedStream(options, self._pipeline, encoding, headers, stream)
+        options, pipeline = make_options(codec), self._pipeline
+        return self._admitting(
+            lambda stream, _: EmbedStream(options, pipeline, encoding, headers, stream),
+            pipeline.authenticator,
+            EMBEDDERS,
+            headers,
+            charge=False,  # its messages count against the caller's rate
+        )
 
     def _watch(
         self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
@@ -203,6 +210,73 @@ class GrpcService:
         """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
         self._pipeline.models.check_loaded()
         return function(EVERYBODY if quota is None else quota.grant.name, message)
+
+    def _restricted(self, method: Method, authenticator: Authenticator | None) -> Method:
+        """Returns ``method`` for callers only. Each call counts against the caller's rate."""
+
+        def resolve(encoding: bytes, make_options: MakeOptions, headers: HeadersByName) -> MakeCall:
+            make_call = method(encoding, make_options, headers)
+            return self._admitting(
+                lambda stream, _: make_call(stream), authenticator, CALLERS, headers
+            )
+
+        return resolve
+
+    def _unary_of_caller(
+        self,
+        function: Callable[[CallerQuota | None, bytes], bytes],
+        authenticator: Authenticator | None,
+        roles: frozenset[str],
+    ) -> Method:
+        """Returns the method of ``function`` for callers with one of ``roles``. Each call counts
+        against the caller's rate.
+
+        Args:
+            function: takes the caller's quota and the message. The quota is None without
+                ``authenticator``.
+        """
+        return lambda encoding, make_options, headers: self._admitting(
+            lambda stream, quota: GrpcUnaryCall(
+                partial(function, quota), encoding, headers, stream
+            ),
+            authenticator,
+            roles,
+            headers,
+        )
+
+    def _admitting(
+        self,
+        make: Callable[[Stream, CallerQuota | None], Handler],
+        authenticator: Authenticator | None,
+        roles: frozenset[str],
+        headers: HeadersByName,
+        *,
+        charge: bool = True,
+    ) -> MakeCall:
+        """Returns a handler factory for callers with one of ``roles``; for all without
+        ``authenticator``. It rejects other callers, which are counted and logged.
+
+        Args:
+            make: called with the stream and the caller's quota.
+            charge: whether the call counts against the caller's rate.
+        """
+
+        def make_or_reject(stream: Stream) -> Handler:
+            if authenticator is None:
+                return make(stream, None)
+            authorization, client = headers.get(b"authorization"), stream.connection
+            try:
+                quota = authenticator.check(authorization, client.certificate, roles, charge=charge)
+            except EmbedServeError as error:
+                rejection = EarlyRejection(
+                    self._pipeline, self._metrics, error.code, error.message, [*headers.items()]
+                )
+                extra_trailers = rejection.record(client.peer)
+                stream.send_head(error_block(error) + encode(extra_trailers), is_end=True)
+                return NULL_HANDLER
+            return make(stream, quota)
+
+        return make_or_reject
 
     def list_models(self, message: bytes) -> bytes:
         models = self._pipeline.models
@@ -226,83 +300,6 @@ def _unary(function: Callable[[bytes], bytes]) -> Method:
     return lambda encoding, make_options, headers: (
         lambda stream: GrpcUnaryCall(function, encoding, headers, stream)
     )
-
-
-def _restricted(
-    method: Method,
-    authenticator: Authenticator | None,
-    roles: frozenset[str] = CALLERS,
-    *,
-    charge: bool = True,
-) -> Method:
-    """Returns ``method`` for callers with one of ``roles`` only; for all without ``authenticator``.
-
-    With ``charge`` each call counts against the caller's rate, otherwise its messages do. Embed
-    calls authenticate by themselves, and health needs no authentication.
-    """
-    if authenticator is None:
-        return method
-
-    def resolve(encoding: bytes, make_options: MakeOptions, headers: HeadersByName) -> MakeCall:
-        make_call = method(encoding, make_options, headers)
-
-        def make_or_reject(stream: Stream) -> Handler:
-            try:
-                _authenticate(authenticator, roles, headers, stream, charge=charge)
-            except EmbedServeError as error:
-                return _reject(stream, error, headers)
-            return make_call(stream)
-
-        return make_or_reject
-
-    return resolve
-
-
-def _unary_of_caller(
-    function: Callable[[CallerQuota | None, bytes], bytes],
-    authenticator: Authenticator | None,
-    roles: frozenset[str],
-) -> Method:
-    """Returns the method of ``function`` for callers with one of ``roles``. Each call counts
-    against the caller's rate.
-
-    Args:
-        function: takes the caller's quota and the message. The quota is None without
-            ``authenticator``.
-    """
-
-    def resolve(encoding: bytes, make_options: MakeOptions, headers: HeadersByName) -> MakeCall:
-        def make_or_reject(stream: Stream) -> Handler:
-            quota = None
-            try:
-                if authenticator is not None:
-                    quota = _authenticate(authenticator, roles, headers, stream)
-            except EmbedServeError as error:
-                return _reject(stream, error, headers)
-            return GrpcUnaryCall(partial(function, quota), encoding, headers, stream)
-
-        return make_or_reject
-
-    return resolve
-
-
-def _authenticate(
-    authenticator: Authenticator,
-    roles: frozenset[str],
-    headers: HeadersByName,
-    stream: Stream,
-    *,
-    charge: bool = True,
-) -> CallerQuota:
-    """Returns the caller of a stream; raises EmbedServeError as Authenticator.check does."""
-    authorization, certificate = headers.get(b"authorization"), stream.connection.certificate
-    return authenticator.check(authorization, certificate, roles, charge=charge)
-
-
-def _reject(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:
-    trailers = encode(request_id_header(headers.get(REQUEST_ID)))
-    stream.send_head(error_block(error) + trailers, is_end=True)
-    return NULL_HANDLER
 
 
 def _path(service: str, method: str) -> bytes:
