@@ -259,7 +259,9 @@ class VersionManager:
 
     def _begin_load(self, name: str, target: Target) -> _Load:
         metrics = self._metrics.models.get(name)
-        found_s = None if metrics is None else metrics.found_s
+        found_s = None
+        if metrics is not None and metrics.wanted_version == target.version:
+            found_s = metrics.found_s
         pending = PendingVersion(target.version, "loading", "", now_iso())
         load = self._loads[name] = _Load(target, pending, found_s or perf_counter())
         task = asyncio.create_task(self._load(name, load))

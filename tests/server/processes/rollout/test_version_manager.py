@@ -197,6 +197,23 @@ async def test_version_that_fails_to_open_may_be_loaded_later(
     await process.prepare_and_wait(8)
 
 
+async def test_load_seconds_do_not_include_those_of_an_earlier_version_that_failed(
+    process: SwitchingProcess,
+) -> None:
+    process.desire(store_version=8)
+    process.fail(8, "is cut")
+    metrics = process.pipeline.metrics.models["shop"]
+    assert metrics.found_s is not None
+    metrics.found_s -= 1e6
+    process.desire(
+        version=9, store_version=9, failure=None, phase=TargetPhase.PREPARE
+    )  # found and opened at one poll
+    await until(lambda: process.state().state is LoadState.PREPARED)
+    process.activate()
+    await process.check_served(9)
+    assert 0 < metrics.load_seconds < 1e6
+
+
 async def test_repeated_failure_keeps_its_start_time(process: SwitchingProcess) -> None:
     process.fail(8, "is cut")
     shown = process.pipeline.models.pending_versions["shop"]
