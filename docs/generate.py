@@ -22,12 +22,14 @@ from typer.main import get_group
 from embedserve.access.authenticator import UNKNOWN
 from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
+from embedserve.deltas.status import BUCKETS_S
 from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.families import FAMILIES, Family
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import PROTOCOLS
 from embedserve.metrics.part_stats import SHARD_OUTCOMES
 from embedserve.metrics.request_metrics import OUTCOMES
+from embedserve.metrics.shadow_metrics import BATCH_OUTCOMES
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
 from embedserve.processes.memory_bounds import (
     CONNECTION_TLS_BYTES,
@@ -185,13 +187,15 @@ def _label_values() -> str:
     return (
         f"- `protocol`: {_named(PROTOCOLS)}.\n"
         f"- `outcome`: {_named(OUTCOMES)}; for TLS handshakes {_named(HANDSHAKE_OUTCOMES)}; for "
-        f"calls to a part {_named(SHARD_OUTCOMES)}.\n"
+        f"calls to a part {_named(SHARD_OUTCOMES)}; for batches of a shadow "
+        f"{_named(BATCH_OUTCOMES)}.\n"
         "- `part`: a part of a router's tables, from 0. `direction`: `sent`, `received`.\n"
         f"- `caller`: a name in the token file, for up to {CALLERS_MAX} callers; `{UNKNOWN}` for "
         f"unauthenticated callers, `{OTHERS}` for all others.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"
         f"- Histograms of seconds have buckets from {seconds}, six per decade; "
-        f"`embedserve_lookup_seconds` has {before} microseconds before these.\n"
+        f"`embedserve_lookup_seconds` has {before} microseconds before these. Those of deltas have "
+        f"{', '.join(f'{bound:g}' for bound in BUCKETS_S)}.\n"
         f"- Histograms of examples and of ids have powers of two, {COUNT_BUCKETS[0]:g} to "
         f"{COUNT_BUCKETS[-1]:.0f}.\n"
     )
