@@ -103,20 +103,12 @@ class GrpcEmbedCall(CallWriter[Stream]):
         try:
             message = self._message.receive(data, is_end)
         except WireError as error:
-            self._fail_framing(context, error)
+            context.reject(error)
             return
         if isinstance(message, LargeMessage):
             context.pipeline.submit_compressed(context, message.nbytes, message.whole)
         elif message is not None:
             context.pipeline.submit(context, message)
-
-    def _fail_framing(self, context: RequestContext, error: WireError) -> None:
-        def write(headers: HeaderList) -> None:
-            self._context = None
-            block = only_trailers([*wire_error_trailers(error), *headers])
-            self._stream.send_head(block, is_end=True)
-
-        context.reject_with(error.code, error.message, write)
 
     def write_response(
         self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
@@ -130,7 +122,11 @@ class GrpcEmbedCall(CallWriter[Stream]):
         )
 
     def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        self._stream.send_head(error_block(error) + encode(headers), is_end=True)
+        if isinstance(error, WireError):
+            block = only_trailers(wire_error_trailers(error))
+        else:
+            block = error_block(error)
+        self._stream.send_head(block + encode(headers), is_end=True)
 
 
 class GrpcUnaryCall(Handler):

@@ -52,12 +52,15 @@ class WireError(EmbedServeError):
     """The client's bytes are malformed gRPC. It ends the whole call, also that of a stream.
 
     Attributes:
-        code: name of the canonical status code that ends the call.
+        status: name of the canonical status code that ends the call.
+        code: name that the call is counted under. For a malformed message gRPC prescribes INTERNAL,
+            which in metrics and alerts is a fault of the server.
     """
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
-        self.code = code
+        self.status = status
+        self.code = "INVALID_ARGUMENT" if status == "INTERNAL" else status
 
 
 def framed(*chunks: bytes | memoryview) -> bytes:

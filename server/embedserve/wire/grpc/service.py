@@ -150,9 +150,10 @@ class GrpcService:
                 return RequestOptions("", codec, codec, timeout_s, self._metrics, has_id)
 
             return method(encoding, make_options, headers)
-        except (WireError, InvalidRequestError) as error:
-            wrong = WireError(error.code, error.message)
-            return self.rejecting(wrong, request)
+        except WireError as error:
+            return self.rejecting(error, request)
+        except InvalidRequestError as error:
+            return self.rejecting(WireError(error.code, error.message), request)
 
     def rejecting(self, error: WireError, request: HttpRequest) -> MakeCall:
         """Returns a handler factory that ends each call with ``error``."""

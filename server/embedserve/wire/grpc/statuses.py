@@ -64,8 +64,8 @@ def _error_block(code: str, message: str, field: str, retry_after_s: int) -> byt
 
 def wire_error_trailers(error: WireError) -> Headers:
     """Returns the trailers of a call whose bytes are malformed gRPC."""
-    trailers = _trailers(error.code, error.message)
-    if error.code == "UNIMPLEMENTED":
+    trailers = _trailers(error.status, error.message)
+    if error.status == "UNIMPLEMENTED":
         trailers.append((b"grpc-accept-encoding", ENCODINGS))
     return trailers
 

@@ -51,7 +51,12 @@ async def test_end_of_stream_may_arrive_in_an_empty_frame(peer: GrpcPeer) -> Non
     assert peer.status(1) == (0, "")
 
 
-OUTCOME_OF = {3: "INVALID_ARGUMENT", 8: "RESOURCE_EXHAUSTED", 12: "UNIMPLEMENTED", 13: "INTERNAL"}
+OUTCOME_OF = {
+    3: "INVALID_ARGUMENT",
+    8: "RESOURCE_EXHAUSTED",
+    12: "UNIMPLEMENTED",
+    13: "INVALID_ARGUMENT",
+}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +147,7 @@ async def test_grpc_content_type_variants_are_accepted(peer: GrpcPeer, content_t
 async def test_malformed_timeout_is_rejected(peer: GrpcPeer, value: bytes) -> None:
     peer.call(1, EMBED, framed(MESSAGE), more=[(b"grpc-timeout", value)])
     assert peer.status(1) == (13, f"grpc-timeout is {value.decode()!r}")
+    assert outcomes(peer) == {"INVALID_ARGUMENT": 1}
 
 
 @pytest.mark.parametrize("name", [b"x-routing-key", b"grpc-timeout", b"grpc-encoding"])

@@ -94,7 +94,7 @@ def test_message_over_the_limit_after_decompression_is_rejected(nbytes: int) -> 
 def test_message_that_cannot_be_decompressed_is_rejected(encoding: bytes, body: bytes) -> None:
     with pytest.raises(WireError, match="compressed") as caught:
         messages_of(Deframer(BYTES_MAX, encoding), body)
-    assert caught.value.code == "INTERNAL"
+    assert caught.value.status == "INTERNAL"
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
