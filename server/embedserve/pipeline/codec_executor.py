@@ -25,7 +25,7 @@ SOURCE_SHARE = 1 / 2
 
 
 class CodecExecutor:
-    """A single codec thread with a byte budget for queued work.
+    """A single codec thread with a byte budget for queued work, which executors may share.
 
     Sources (`PendingRequest.source`) take turns, one call each, and each has at most its share of
     the budget. While other calls wait, every second turn at most is of a call that decompresses:
@@ -33,11 +33,14 @@ class CodecExecutor:
     with the event loop for the interpreter lock. All methods are called on the event loop.
     """
 
-    def __init__(self, other: CodecExecutor | None = None) -> None:
-        """Creates the executor. If there is an ``other`` one, both share its budget."""
+    def __init__(self, waiting_bytes: Counter[object]) -> None:
+        """
+        Args:
+            waiting_bytes: bytes by source of work that is not done, which the executor counts.
+                Executors with the same counter share one budget.
+        """
         self._thread = _new_thread()
-        # by source, of work that is not done
-        self._bytes: Counter[object] = Counter() if other is None else other._bytes
+        self._bytes = waiting_bytes
         # By whether they decompress; each in the order of its sources' turns.
         self._waiting: tuple[WaitingCalls, WaitingCalls] = ({}, {})
         self._is_compressed_next = self._is_busy = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -67,8 +68,9 @@ class RequestPipeline:
         self.telemetry = telemetry or RequestTelemetry()
         self._large_response_callbacks: list[Callable[[int], None]] = []
         self.limits = models.limits
-        self._codec_executor = CodecExecutor()
-        self._shared_memory_writer = CodecExecutor(self._codec_executor)
+        waiting_bytes: Counter[object] = Counter()
+        self._codec_executor = CodecExecutor(waiting_bytes)
+        self._shared_memory_writer = CodecExecutor(waiting_bytes)
         self._log = RateLimitedLogger(logger)
         self._unflushed: list[Callable[[], None]] = []
         self._queue_reopened_callbacks: list[Callable[[], None]] = []
