@@ -1,4 +1,4 @@
-"""Stream handler of an embed request that writes its response, for REST and gRPC."""
+"""Response writers of streams, and the stream handler of an embed request, for REST and gRPC."""
 
 from __future__ import annotations
 
@@ -20,29 +20,13 @@ from embedserve.wire.http_stream import Handler, HttpStream
 AnyStream = TypeVar("AnyStream", bound=HttpStream)
 
 
-class CallWriter(ResponseWriter, Handler, Generic[AnyStream]):
-    """Stream handler of one embed request, and its response writer. Subclasses read the body and
-    encode the response for their protocol.
+class StreamWriter(ResponseWriter, Generic[AnyStream]):
+    """Response writer that knows the stream of its request and the headers of that stream."""
 
-    The constructors of the subclasses set all attributes: a call for each request would cost a
-    percent of its time. A subclass drops ``_context`` when it writes the response. The request
-    refers to its writer, and such a cycle would live until the next garbage collection.
-    """
+    __slots__ = ("_headers", "_stream")
 
-    __slots__ = ("_context", "_headers", "_is_rejected", "_stream")
-
-    _context: RequestContext | None
     _headers: Mapping[bytes, bytes]
     _stream: AnyStream
-    _is_rejected: bool
-    """Whether the caller is not admitted. The body is then discarded, because the rejection may be
-    written after a delay."""
-
-    def admit(self, context: RequestContext, authenticator: Authenticator) -> bool:
-        """Returns whether the caller may make the request; rejects the request if not."""
-        is_admitted = authenticator.admit(context, self._headers.get(b"authorization"))
-        self._is_rejected = not is_admitted
-        return is_admitted
 
     @property
     def origin(self) -> object:
@@ -56,12 +40,38 @@ class CallWriter(ResponseWriter, Handler, Generic[AnyStream]):
     def peer(self) -> str:
         return self._stream.connection.peer
 
+    def header(self, name: bytes) -> bytes | None:
+        return self._headers.get(name)
+
+    def abort(self) -> None:
+        self._stream.abort()
+
+
+class CallWriter(StreamWriter[AnyStream], Handler):
+    """Stream handler of one embed request, and its response writer. Subclasses read the body and
+    encode the response for their protocol.
+
+    The constructors of the subclasses set all attributes: a call for each request would cost a
+    percent of its time. A subclass drops ``_context`` when it writes the response. The request
+    refers to its writer, and such a cycle would live until the next garbage collection.
+    """
+
+    __slots__ = ("_context", "_is_rejected")
+
+    _context: RequestContext | None
+    _is_rejected: bool
+    """Whether the caller is not admitted. The body is then discarded, because the rejection may be
+    written after a delay."""
+
+    def admit(self, context: RequestContext, authenticator: Authenticator) -> bool:
+        """Returns whether the caller may make the request; rejects the request if not."""
+        is_admitted = authenticator.admit(context, self._headers.get(b"authorization"))
+        self._is_rejected = not is_admitted
+        return is_admitted
+
     @property
     def can_delay_rejection(self) -> bool:
         return self._stream.can_delay_rejection
-
-    def header(self, name: bytes) -> bytes | None:
-        return self._headers.get(name)
 
     @abstractmethod
     def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
@@ -72,9 +82,6 @@ class CallWriter(ResponseWriter, Handler, Generic[AnyStream]):
         if isinstance(error, OverloadedError):
             self._stream.slow_next_uploads()
         self.end_with_error(error, headers)
-
-    def abort(self) -> None:
-        self._stream.abort()
 
     def reset(self) -> None:
         if self._context is not None:

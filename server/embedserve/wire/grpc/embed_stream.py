@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from embedserve.access.authenticator import Certificate
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
-from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
+from embedserve.wire.call_writer import StreamWriter
 from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
 from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, LargeMessage, WireError
 from embedserve.wire.grpc.statuses import wire_error_trailers
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http_stream import Headers
-
-if TYPE_CHECKING:
-    from embedserve.wire.http2.connection import Http2Connection
 
 DRAIN_STREAM_S = 1.0
 """Seconds a stream continues while the server drains; shorter streams can finish completely."""
@@ -32,7 +28,7 @@ REQUESTS_MAX = 256
 """Requests of one stream that wait for a response or for sending it; more are left unread."""
 
 
-class StreamedResponse(ResponseWriter):
+class StreamedResponse(StreamWriter[Stream]):
     """The response to one request of a stream, kept until the earlier responses are sent.
 
     Attributes:
@@ -43,42 +39,29 @@ class StreamedResponse(ResponseWriter):
         failure: trailers that end the stream in place of a response; None for a response.
     """
 
-    __slots__ = ("_options", "_stream", "chunks", "context", "failure", "nbytes", "reserved_bytes")
+    __slots__ = ("_call", "_options", "chunks", "context", "failure", "nbytes", "reserved_bytes")
 
-    def __init__(self, options: RequestOptions, stream: EmbedStream) -> None:
+    def __init__(self, options: RequestOptions, call: EmbedStream, stream: Stream) -> None:
         self._options = options
+        self._call = call
+        self._headers = call.headers
         self._stream = stream
         self.chunks: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
         self.failure: Headers | None = None
         self.context: RequestContext | None = RequestContext(
-            options, perf_counter(), stream.pipeline, self
+            options, perf_counter(), call.pipeline, self
         )
-        self.context.deadline_s = stream.deadline_s
-
-    @property
-    def origin(self) -> object:
-        return self._stream.connection
-
-    @property
-    def certificate(self) -> Certificate | None:
-        return self._stream.connection.certificate
-
-    @property
-    def peer(self) -> str:
-        return self._stream.connection.peer
-
-    def header(self, name: bytes) -> bytes | None:
-        return self._stream.headers.get(name)
+        self.context.deadline_s = call.deadline_s
 
     def request_id(self) -> bytes:
         """Returns the request id of the whole stream, which is sent in its trailers."""
-        return self._stream.request_id
+        return self._call.request_id
 
     def on_enqueued(self) -> None:
-        self._stream.reserve(self)
-        self._stream.take_messages()
+        self._call.reserve(self)
+        self._call.take_messages()
 
     def write_response(
         self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
@@ -93,11 +76,15 @@ class StreamedResponse(ResponseWriter):
         body = self._options.response_codec.encode_streamed_error(error)
         self._end((body,), len(body))
 
+    def abort(self) -> None:
+        super().abort()
+        self._call.reset()
+
     def _end(self, chunks: ResponseChunks, nbytes: int) -> None:
         self.context = None
         self.chunks = chunks
         self.nbytes = nbytes
-        if not self._stream.write_ready_responses(self):
+        if not self._call.write_ready_responses(self):
             self.chunks = (b"".join(chunks),)  # a copy: it waits for earlier responses
 
 
@@ -141,12 +128,8 @@ class EmbedStream(BidiCall):
     def is_idle(self) -> bool:
         return not self._responses
 
-    @property
-    def connection(self) -> Http2Connection:
-        return self._stream.connection
-
     def _begin_response(self) -> tuple[StreamedResponse, RequestContext]:
-        response = StreamedResponse(self._options, self)
+        response = StreamedResponse(self._options, self, self._stream)
         self._responses.append(response)
         assert response.context is not None
         return response, response.context

@@ -22,9 +22,11 @@ from server.wire.grpc.grpc_peer import (
 )
 from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, update
 
+from embedserve.errors import EmbedServeError
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
+from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.grpc.calls import BidiCall
-from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
+from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream, StreamedResponse
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.request_headers import ResolvedRoute
@@ -93,6 +95,20 @@ async def test_unexpected_error_ends_a_stream_that_waits_for_responses(
     peer.call(3, EMBED)
     await peer.wait_for_end(3)
     assert peer.messages(1) == []
+
+
+async def test_stream_with_an_error_that_cannot_be_written_is_reset(
+    peer: GrpcPeer, held_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(response: StreamedResponse, error: EmbedServeError, headers: HeaderList) -> None:
+        raise ZeroDivisionError("secret of the server")
+
+    monkeypatch.setattr(StreamedResponse, "write_error", fail)
+    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
+    await until(lambda: held_engine.lookups)
+    frames = peer.send(data(1, framed(b"no message")))
+    assert resets(frames) == [(1, ErrorCode.INTERNAL_ERROR)]
+    assert outcomes(peer) == {"INVALID_ARGUMENT": 1, "CANCELLED": 1}
 
 
 async def test_stream_blocked_by_its_window_does_not_block_other_calls(
