@@ -9,26 +9,19 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from certificates import Authority
 from running_servers import free_port
+from waits import wait_until
 
 KINDS = ("redis", "nats")
 USER, PASSWORD = "trainer", "open sesame: 7%"
 QUOTED = "open%20sesame%3A%207%25"
 WAIT_S_MAX = 60.0
-
-
-def until(is_true: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + WAIT_S_MAX
-    while not is_true():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
 
 
 class Broker:
@@ -62,7 +55,7 @@ class Broker:
             self.process = subprocess.Popen(
                 [_program(command[0]), *command[1:]], stdout=log, stderr=log, cwd=self._folder
             )
-        until(self._listens)
+        wait_until(self._listens)
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from running_servers import command, is_running
+from waits import wait_until
 from warm_relay import SITE, WarmRelay, warm_relay
 
 WAIT_S_MAX = 120
@@ -30,13 +30,6 @@ def start(relay: WarmRelay, *arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S_MAX
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
 
 
 def test_output_and_exit_code_are_those_of_the_server(relay: WarmRelay, tmp_path: Path) -> None:

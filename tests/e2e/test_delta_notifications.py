@@ -12,9 +12,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from brokers import KINDS, QUOTED, Broker, until
+from brokers import KINDS, QUOTED, Broker
 from brokers import running as running_broker
 from running_servers import ANSWER_S_MAX, free_port, running
+from waits import wait_until
 
 from embedserve_client import EmbedClient
 from embedserve_store import DeltaWriter, TableSpec, publish
@@ -48,14 +49,14 @@ def test_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
             DeltaWriter(store, model="m", notify=url_file) as writer,
             EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
         ):
-            until(lambda: state() == "connected")
+            wait_until(lambda: state() == "connected")
             for seq in (1, 2):
                 writer.push_rows({"t": ([3], np.full((1, 4), seq, np.float32))})
-                until(lambda: client.embed({"f": [[3]]}).seq == seq)  # noqa: B023
+                wait_until(lambda: client.embed({"f": [[3]]}).seq == seq)  # noqa: B023
                 assert client.embed({"f": [[3]]}).values.tolist() == [[seq] * 4]
             assert connected() == "1.0"
             broker.kill()
-            until(lambda: state() == "disconnected")
+            wait_until(lambda: state() == "disconnected")
             assert connected() == "0.0"
             assert client.embed({"f": [[3]]}).seq == 2
             shown = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True)

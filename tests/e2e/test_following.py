@@ -18,6 +18,7 @@ import s3fs
 import torch
 from running_servers import ANSWER_S_MAX, Running, running
 from store.remote.s3_server import environment, serve_s3
+from waits import wait_until
 
 from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
 from embedserve_store import StoreError, TableSpec, prune, publish, remove_version, set_alias
@@ -298,10 +299,3 @@ def mapped_versions(server: Running, store: Path, workers: int) -> set[int]:
         for number in (1, 2, 3, 4)
         if any(f"{store}/m/{number}/tables.safetensors" in text for text in maps)
     }
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S_MAX
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.05)

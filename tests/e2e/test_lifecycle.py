@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from running_servers import (
     run_warm_command,
     running,
 )
+from waits import wait_until
 from writable import writable
 
 from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClient, Unavailable
@@ -132,13 +132,6 @@ def status(url: str, body: bytes | None = None) -> int:
         return error.code
     except OSError:
         return 0
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + READY_S_MAX
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

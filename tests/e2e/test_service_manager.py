@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import struct
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from running_servers import READY_S_MAX, Running, running
+from waits import wait_until
 
 from embedserve_store import TableSpec, publish
 
@@ -73,10 +73,7 @@ def replace_worker(server: Running) -> None:
     """Kills a worker, and waits until its replacement is ready."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
-    end = time.monotonic() + READY_S_MAX
-    while "is ready again" not in server.log.read_text():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: "is ready again" in server.log.read_text(), server.log.read_text)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from e2e.parts_cluster import (
     BOTH_PARTS,
     PARTS,
-    WAIT_S_MAX,
     Cluster,
     cluster,
     publish_next,
@@ -23,6 +21,7 @@ from e2e.parts_cluster import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from running_servers import Running
 from server.collector import Collector, collecting
+from waits import wait_until
 
 CALLER = "00f067aa0ba902b7"
 BODY = {"features": {"user": [BOTH_PARTS]}}
@@ -63,13 +62,6 @@ def embed(router: Running, trace: int | None) -> int:
     return httpx.post(f"{router.http}/embed", json=BODY, headers=headers, timeout=60).status_code
 
 
-def wait_for(is_true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S_MAX
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-
-
 def spans_of(collector: Collector, trace: int, kind: int) -> list[Span]:
     own = f"{trace:032x}"
     return [one for one in list(collector.spans) if (one.trace_id.hex(), one.kind) == (own, kind)]
@@ -82,7 +74,7 @@ def router_span(collector: Collector, trace: int) -> Span:
         servers = spans_of(collector, trace, Span.SPAN_KIND_SERVER)
         return [one for one in servers if one.parent_span_id.hex() == CALLER]
 
-    wait_for(lambda: bool(found()))
+    wait_until(lambda: bool(found()))
     (root,) = found()
     return root
 
@@ -101,7 +93,7 @@ def test_call_spans_link_the_spans_of_router_and_shards(
     assert embed(router, None) == 200
     assert embed(router, 1) == 200
     root = router_span(collector, 1)
-    wait_for(lambda: len(spans_of(collector, 1, Span.SPAN_KIND_SERVER)) == 1 + PARTS)
+    wait_until(lambda: len(spans_of(collector, 1, Span.SPAN_KIND_SERVER)) == 1 + PARTS)
     calls = spans_of(collector, 1, Span.SPAN_KIND_CLIENT)
     assert {call.parent_span_id for call in calls} == {root.span_id}
     assert [attributes(call) for call in sorted(calls, key=lambda call: call.name)] == [
@@ -146,7 +138,7 @@ def test_failed_call_span_has_its_outcome(parts: Cluster, collector: Collector) 
 
 def test_hedge_of_a_slow_call_is_a_separate_span(parts: Cluster, collector: Collector) -> None:
     router = start(parts, collector, (0, 0), (0, 1), (1, 0))
-    wait_for(lambda: replicas(router) == [2, 1])
+    wait_until(lambda: replicas(router) == [2, 1])
     hung = parts.shards[0, 0]
 
     def traced_calls(trace: int) -> list[dict[str, object]]:

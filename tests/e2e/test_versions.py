@@ -15,8 +15,9 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from e2e.test_following import DIM, FOLLOW, STEP, publish_next, wait_until
+from e2e.test_following import DIM, FOLLOW, STEP, publish_next
 from running_servers import ANSWER_S_MAX, Running, free_port, running
+from waits import wait_until
 
 from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient

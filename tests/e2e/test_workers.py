@@ -16,6 +16,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from running_servers import ANSWER_S_MAX, Running, run_commands, running
+from waits import wait_until
 
 from embedserve_client import EmbedClient
 from embedserve_store import TableSpec, publish
@@ -94,10 +95,7 @@ class Load:
                     return
 
     def wait_for_ok_responses(self, ok_count: int) -> None:
-        end = time.monotonic() + RESTART_S_MAX
-        while self.outcomes["200"] < ok_count:
-            assert time.monotonic() < end, self.outcomes
-            time.sleep(0.01)
+        wait_until(lambda: self.outcomes["200"] >= ok_count, lambda: self.outcomes)
 
     def __enter__(self) -> Load:
         for thread in self._threads:

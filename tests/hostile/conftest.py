@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from hostile.peer import GREETING, Peer
 from hostile.target_server import table
 from server.python import environment
 from server.waiting import given_up_after
+from waits import wait_until
 
 SCRIPT = Path(__file__).with_name("target_server.py")
 STOP_S_MAX = 60
@@ -149,10 +149,11 @@ class Bounds:
         assert seen.slowest_s < SLOWEST_S_MAX
         assert growth_kib < self._growth_kib_max
         self.close()
-        end = time.monotonic() + FORGET_S_MAX
-        while open_sockets(self._victim.pid) > self._sockets:
-            assert time.monotonic() < end, "sockets of closed connections are still open"
-            time.sleep(0.01)
+        wait_until(
+            lambda: open_sockets(self._victim.pid) <= self._sockets,
+            lambda: "sockets of closed connections are still open",
+            FORGET_S_MAX,
+        )
         assert "Traceback" not in self._victim.log.read_text()[self._log_bytes :]
         return {
             "health_ms": round(seen.health_s_max * 1e3, 1),

@@ -33,6 +33,7 @@ from interop.proxies import CONFIGURATIONS, Ports, haproxy_of
 from interop.test_proxy_restart import ANSWERED, PROTOBUF, Load, add_clients
 from packaging.utils import canonicalize_name
 from running_servers import free_port
+from waits import wait_until
 
 from embedserve_proto import __version__
 from embedserve_proto import embedding_pb2 as pb
@@ -87,18 +88,13 @@ def assert_serves(pod: Pod) -> None:
 
 
 def wait_for_log(pod: Pod, text: str) -> None:
-    end = time.monotonic() + EXIT_S_MAX
-    while text not in pod.log():
-        assert time.monotonic() < end, pod.log()
-        time.sleep(0.2)
+    wait_until(lambda: text in pod.log(), pod.log)
 
 
 def test_pod_runs_with_the_settings_of_its_manifest(pods: ExitStack, tmp_path: Path) -> None:
     begin = time.monotonic()
     pod = start(pods, tmp_path, "one", 11)
-    while pod.probe("startupProbe") != 200:
-        assert time.monotonic() < begin + EXIT_S_MAX, pod.log()
-        time.sleep(0.05)
+    wait_until(lambda: pod.probe("startupProbe") == 200, pod.log)
     live_s = time.monotonic() - begin
     pod.wait_until_ready()
     print(f"\nlive after {live_s:.1f} s, ready after {time.monotonic() - begin:.1f} s", end=" ")
@@ -172,10 +168,7 @@ def test_pod_with_insufficient_memory_is_killed_and_restarted(
     pods: ExitStack, tmp_path: Path
 ) -> None:
     pod = start(pods, tmp_path, "small", 11, memory=INSUFFICIENT_MEMORY)
-    end = time.monotonic() + EXIT_S_MAX
-    while pod.inspect()["RestartCount"] < 2:
-        assert time.monotonic() < end, pod.inspect()["State"]
-        time.sleep(0.2)
+    wait_until(lambda: pod.inspect()["RestartCount"] >= 2, lambda: pod.inspect()["State"])
     assert pod.probe("readinessProbe") != 200
     pod.remove()
     restarted = start(pods, tmp_path, "enough", 11)
@@ -188,10 +181,7 @@ def test_killed_pod_serves_again_after_its_restart(pods: ExitStack, tmp_path: Pa
     pod = start(pods, tmp_path, "killed", 11)
     pod.wait_until_ready()
     os.kill(pod.inspect()["State"]["Pid"], signal.SIGKILL)  # podman kill would prevent the restart
-    end = time.monotonic() + EXIT_S_MAX
-    while pod.inspect()["RestartCount"] < 1:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: pod.inspect()["RestartCount"])
     pod.wait_until_ready()
     assert_serves(pod)
 

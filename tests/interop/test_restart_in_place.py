@@ -8,8 +8,7 @@ nginx cannot.
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from interop.test_proxy_restart import ANSWERED, Load, add_clients
 from interop.tools import ANSWER_S_MAX
 from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, running
+from waits import wait_until
 
 CLIENTS = 2
 """Number of clients of each kind, so that requests arrive while others are in flight."""
@@ -94,13 +94,6 @@ def test_restart_in_place_behind_a_proxy_loses_no_requests(
             load.stop()
     for name, counts in load.outcomes.items():
         assert set(counts) <= ANSWERED, (name, counts)
-
-
-def wait_until(is_met: Callable[[], bool]) -> None:
-    end = time.monotonic() + STEP_S_MAX
-    while not is_met():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def is_live(port: int) -> bool:

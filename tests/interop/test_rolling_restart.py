@@ -8,16 +8,16 @@ streams send requests throughout, to the Service, and through nginx and HAProxy 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
-from interop.proxies import START_S_MAX, Ports, Proxy, haproxy, haproxy_of, nginx
+from interop.proxies import Ports, Proxy, haproxy, haproxy_of, nginx
 from interop.test_proxy_restart import ANSWERED, Load, add_clients
 from running_servers import Running, free_port, running
+from waits import wait_until
 
 ROLLS = 1
 ANSWERS = 30
@@ -66,10 +66,7 @@ class Service:
         HAProxy listens on its ports a moment before the socket exists, and on the socket a moment
         later.
         """
-        end = time.monotonic() + START_S_MAX
-        while not self._is_listening():
-            assert time.monotonic() < end, "HAProxy listens on no socket"
-            time.sleep(0.01)
+        wait_until(self._is_listening)
 
     def _is_listening(self) -> bool:
         with socket.socket(socket.AF_UNIX) as admin:

@@ -6,12 +6,11 @@ import os
 import select
 import signal
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from server.deltas.followed import Followed
+from waits import wait_until
 
 from embedserve.config import ServeSettings
 from embedserve.deltas import applier_process
@@ -49,13 +48,6 @@ class ApplierProcess:
         _, status = os.waitpid(self.pid, 0)
         self.supervisor.close()
         return os.waitstatus_to_exitcode(status)
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + WAIT_S_MAX
-    while not is_true():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_terminated", [False, True])

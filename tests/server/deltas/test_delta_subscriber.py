@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from brokers import KINDS, PASSWORD, WAIT_S_MAX, Broker, FakeBroker, running, until
+from brokers import KINDS, PASSWORD, WAIT_S_MAX, Broker, FakeBroker, running
 from server.deltas.followed import Followed
 from server.deltas.test_applier_process import ApplierProcess
+from waits import wait_until
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings
@@ -122,7 +123,7 @@ def set_connect_s_max(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def publish(url: str, *topics: Topic, seq: int = 1) -> None:
     """Publishes once the broker accepts it: a broker that has just started may not do so yet."""
-    until(lambda: is_published(url, *topics, seq=seq))
+    wait_until(lambda: is_published(url, *topics, seq=seq))
 
 
 def is_published(url: str, *topics: Topic, seq: int) -> bool:
@@ -152,15 +153,15 @@ def test_each_notification_is_announced(broker: Broker) -> None:
     count as one."""
     publish(broker.url, TOPIC)
     subscription = Subscription(broker.url)
-    until(lambda: subscription.waiter.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
+    wait_until(lambda: subscription.waiter.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
     assert subscription.subscriber.is_connected
     for seq in (7, 7, 3):
         before = subscription.count
         publish(broker.url, TOPIC, seq=seq)
-        until(lambda: subscription.count > before)  # noqa: B023
+        wait_until(lambda: subscription.count > before)  # noqa: B023
     assert subscription.waiter.counts[OTHER] == 1
     publish(broker.url, OTHER)
-    until(lambda: subscription.waiter.counts[OTHER] > 1)
+    wait_until(lambda: subscription.waiter.counts[OTHER] > 1)
 
 
 @pytest.mark.usefixtures("long_connect_timeout")
@@ -177,28 +178,28 @@ def test_subscriber_reconnects_and_warns_once_per_broker_outage(
     monkeypatch.setattr(module, "open_channel", open_and_count)
     subscription = Subscription(broker.url)
     for outage in (1, 2):
-        until(lambda: subscription.subscriber.is_connected)
-        until(lambda: subscription.count >= outage)  # noqa: B023
+        wait_until(lambda: subscription.subscriber.is_connected)
+        wait_until(lambda: subscription.count >= outage)  # noqa: B023
         broker.kill()
-        until(lambda: not subscription.subscriber.is_connected)
+        wait_until(lambda: not subscription.subscriber.is_connected)
         enough = len(attempts) + 3
-        until(lambda: len(attempts) >= enough)  # noqa: B023
+        wait_until(lambda: len(attempts) >= enough)  # noqa: B023
         assert len(warnings(caplog)) == outage
         broker.start()
-    until(lambda: subscription.subscriber.is_connected and subscription.count >= 3)
+    wait_until(lambda: subscription.subscriber.is_connected and subscription.count >= 3)
     assert broker.address in warnings(caplog)[0]
     before = subscription.count
     publish(broker.url, TOPIC)
-    until(lambda: subscription.count > before)
+    wait_until(lambda: subscription.count > before)
 
 
 def test_hanging_broker_counts_as_disconnected(broker: Broker) -> None:
     subscription = Subscription(broker.url)
-    until(lambda: subscription.subscriber.is_connected)
+    wait_until(lambda: subscription.subscriber.is_connected)
     broker.signal(signal.SIGSTOP)
-    until(lambda: not subscription.subscriber.is_connected)
+    wait_until(lambda: not subscription.subscriber.is_connected)
     broker.signal(signal.SIGCONT)
-    until(lambda: subscription.subscriber.is_connected)
+    wait_until(lambda: subscription.subscriber.is_connected)
 
 
 def test_url_file_is_read_for_each_connection(
@@ -207,20 +208,20 @@ def test_url_file_is_read_for_each_connection(
     """Covers changes of the password, and a file that is temporarily missing."""
     file = tmp_path / "broker.url"
     subscription = Subscription(file)
-    until(lambda: warnings(caplog))
+    wait_until(lambda: warnings(caplog))
     assert "is no URL, and no file that can be read" in warnings(caplog)[0]
     file.write_text(broker.url)
-    until(lambda: subscription.subscriber.is_connected)
+    wait_until(lambda: subscription.subscriber.is_connected)
 
 
 @pytest.mark.usefixtures("long_connect_timeout")
 def test_flood_of_notifications_is_announced_at_a_limited_rate(broker: Broker) -> None:
     """Checks that one announcement in PACE_S stands for all notifications in that time."""
     subscription = Subscription(broker.url)
-    until(lambda: subscription.count)
+    wait_until(lambda: subscription.count)
     begin_s, before = time.monotonic(), subscription.count
     publish(broker.url, *[TOPIC] * 3000)
-    until(lambda: subscription.count > before)
+    wait_until(lambda: subscription.count > before)
     announced, took_s = subscription.count - before, time.monotonic() - begin_s
     assert announced <= took_s / PACE_S + 1
     assert subscription.subscriber.is_connected
@@ -232,12 +233,12 @@ def test_denied_access_is_logged_without_the_password(
 ) -> None:
     with running(Broker(kind, tmp_path, has_password=True)) as broker:
         denied = Subscription(broker.address)
-        until(lambda: warnings(caplog))
+        wait_until(lambda: warnings(caplog))
         assert not denied.subscriber.is_connected
         allowed = Subscription(broker.url)
-        until(lambda: allowed.subscriber.is_connected)
+        wait_until(lambda: allowed.subscriber.is_connected)
         publish(broker.url, TOPIC)
-        until(lambda: allowed.count > 1)
+        wait_until(lambda: allowed.count > 1)
         assert denied.count == 0
     assert "sesame" not in caplog.text
     assert PASSWORD not in caplog.text
@@ -274,7 +275,7 @@ def test_garbage_from_the_broker_is_read_within_limits(
     fake = FakeBroker(*parts, is_endless=len(parts) > 1)
     try:
         subscription = Subscription(f"{kind}://127.0.0.1:{fake.port}")
-        until(lambda: fake.connections >= 3)
+        wait_until(lambda: fake.connections >= 3)
         assert subscription.count <= fake.connections
         assert fake.sent_bytes_max < BUFFERED_BYTES
     finally:
@@ -287,16 +288,16 @@ def test_notified_delta_is_applied_before_the_next_poll(broker: Broker, tmp_path
     followed = Followed(tmp_path / "store")
     applier = ApplierProcess(followed, tmp_path / "store", poll_s=3600.0, notify=broker.url)
     try:
-        until(lambda: followed.notify.is_set)
+        wait_until(lambda: followed.notify.is_set)
         with DeltaWriter(tmp_path / "store", model="m", notify=broker.url) as writer:
             for seq in (1, 2):
                 writer.push_rows({})
-                until(lambda: followed.live.seq == seq)  # noqa: B023
+                wait_until(lambda: followed.live.seq == seq)  # noqa: B023
             broker.kill()
-            until(lambda: not followed.notify.is_set)
+            wait_until(lambda: not followed.notify.is_set)
             writer.push_rows({})
             broker.start()  # the applier polls after a new connection
-            until(lambda: followed.live.seq == 3)
+            wait_until(lambda: followed.live.seq == 3)
     finally:
         os.kill(applier.pid, signal.SIGKILL)
         applier.wait_for_exit()
@@ -325,7 +326,7 @@ def test_polling_finds_all_deltas_while_the_broker_is_killed_and_floods(
                     broker.kill()
                 if seq % 10 == 5 and broker.process is None:
                     broker.start()
-            until(lambda: followed.live.seq == 30)
+            wait_until(lambda: followed.live.seq == 30)
         assert followed.status.read().refused == 0
     finally:
         is_over.set()
@@ -352,12 +353,12 @@ def test_invalid_delta_notify_setting_is_rejected(notify: str, reason: str) -> N
 def test_line_followed_after_connecting_is_announced(broker: Broker) -> None:
     """Covers a server that switches to a version that begins a line of its own."""
     subscription = Subscription(broker.url)
-    until(lambda: subscription.count)
+    wait_until(lambda: subscription.count)
     publish(broker.url, LATER)
     subscription.subscriber.follow([LATER])
-    until(lambda: subscription.waiter.counts[LATER] == 1)  # deltas may have come before
+    wait_until(lambda: subscription.waiter.counts[LATER] == 1)  # deltas may have come before
     publish(broker.url, LATER, seq=2)
-    until(lambda: subscription.waiter.counts[LATER] == 2)
+    wait_until(lambda: subscription.waiter.counts[LATER] == 2)
 
 
 def test_announcement_ends_the_wait_and_taken_topics_are_cleared() -> None:

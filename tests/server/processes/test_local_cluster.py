@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from forkserver import PYTHON, WarmPopen
 from running_servers import is_running
 from server.python import environment
+from waits import wait_until
 
 from embedserve.processes.cluster_child import SHARD_PORTS, Child
 from embedserve.processes.forked import QUICK_END_S
@@ -96,10 +96,7 @@ class RunningCluster:
         ]
 
     def wait_for(self, words: str, count: int = 1) -> None:
-        end = time.monotonic() + WAIT_S_MAX
-        while self.log().count(words) < count:
-            assert time.monotonic() < end, self.log()
-            time.sleep(0.01)
+        wait_until(lambda: self.log().count(words) >= count, self.log)
 
 
 @contextmanager
@@ -114,10 +111,7 @@ def cluster(folder: Path, *kinds: str) -> Iterator[RunningCluster]:
 
 
 def wait_until_ended(pids: list[int]) -> None:
-    end = time.monotonic() + WAIT_S_MAX
-    while found := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < end, found
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, pids)), lambda: pids)
 
 
 def test_write_of_shard_addresses_is_retried_after_a_failure(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler
@@ -19,6 +19,7 @@ from server.collector import Collector, collecting
 from server.fake_engine import FakeEngine
 from server.live import Live, make_pipeline, serving
 from server.waiting import WAIT_S_MAX, until
+from waits import wait_until
 
 from embedserve.metrics import rate_limited_logger
 from embedserve.pipeline.telemetry import RequestTelemetry
@@ -65,14 +66,6 @@ ERROR_BY_FAULT = {
     "is not there": "Connection refused",
     "does not end": "the response exceeds 65536 bytes",
 }
-
-
-def becomes_false(condition: Callable[[], bool]) -> bool:
-    """Returns whether ``condition`` turns false within a minute."""
-    end_s = time.monotonic() + WAIT_S_MAX
-    while condition() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return not condition()
 
 
 def attributes(span: Span) -> dict[str, object]:
@@ -303,7 +296,7 @@ def test_trace_queue_is_bounded_and_drops_are_logged(
     assert not collector.spans
     collector.may_answer.set()
     # The thread ends after the current send. The stop does not wait for the remaining spans.
-    assert becomes_false(lambda: any(one.name == "traces" for one in threading.enumerate()))
+    wait_until(lambda: "traces" not in [one.name for one in threading.enumerate()])
 
 
 @pytest.mark.usefixtures("long_stop_timeout")

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import KINDS, WAIT_S_MAX, Broker, running, tls_files, until
+from brokers import KINDS, WAIT_S_MAX, Broker, running, tls_files
 from nats.errors import SecureConnRequiredError
 from server.python import environment
 from store.deltas.conftest import rows
 from store.deltas.test_delta_writer import deltas_in
+from waits import wait_until
 
 from embedserve_store import DeltaWriter, StoreError, undo_deltas
 from embedserve_store.deltas.notify import nats_channel, redis_channel
@@ -136,14 +137,14 @@ def test_push_succeeds_while_the_broker_is_down(
     caplog.set_level(logging.INFO, "embedserve_store")
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
         writer.push_rows(tag_row(1))
-        until(lambda: stored_seqs(broker.url) == [1])
+        wait_until(lambda: stored_seqs(broker.url) == [1])
         broker.kill()
         for seq in (2, 3):
             assert writer.push_rows(tag_row(seq)) == seq
-        until(lambda: "not notified" in caplog.text)
+        wait_until(lambda: "not notified" in caplog.text)
         assert writer.push_rows(tag_row(4)) == 4
         broker.start()
-        until(lambda: "notified of deltas again" in caplog.text)
+        wait_until(lambda: "notified of deltas again" in caplog.text)
         assert stored_seqs(broker.url)[-1] == 4
     messages = [one.message for one in caplog.records]
     assert len([one for one in messages if "not notified" in one]) == 1
@@ -155,13 +156,13 @@ def test_push_succeeds_while_the_broker_hangs(store: Path, broker: Broker) -> No
     """The broker stays stopped until the end of the test."""
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
         writer.push_rows(tag_row(1))
-        until(lambda: stored_seqs(broker.url) == [1])
+        wait_until(lambda: stored_seqs(broker.url) == [1])
         broker.signal(signal.SIGSTOP)
         for seq in (2, 3):
             assert writer.push_rows(tag_row(seq)) == seq
         assert len(deltas_in(store)) == 3
         broker.signal(signal.SIGCONT)
-        until(lambda: stored_seqs(broker.url)[-1] == 3)
+        wait_until(lambda: stored_seqs(broker.url)[-1] == 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +174,7 @@ def test_broker_with_a_password_rejects_other_credentials(
             caplog.clear()
             with DeltaWriter(store, model="m", notify=url) as writer:
                 writer.push_rows({})
-            until(lambda: "not notified" in caplog.text)
+            wait_until(lambda: "not notified" in caplog.text)
             assert "sesame" not in caplog.text
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
             writer.push_rows({})
@@ -192,7 +193,7 @@ def test_tls_certificate_of_the_broker_is_verified(
     with running(Broker(kind, tmp_path, authority=files)) as broker:
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
             writer.push_rows({})
-        until(lambda: "not notified" in caplog.text)
+        wait_until(lambda: "not notified" in caplog.text)
         assert "certificate" in caplog.text.lower()
         monkeypatch.setenv("SSL_CERT_FILE", str(files / "root.pem"))
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
