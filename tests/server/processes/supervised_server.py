@@ -81,28 +81,16 @@ class SupervisedServer:
                 lines.append(TIME.sub("", line.decode().strip()))
         return lines
 
+    async def until_ready(self) -> list[str]:
+        """Returns the output up to the line with the port."""
+        lines = await self.until_line("ready")
+        self.http_port = int(lines[-1].split()[1])
+        return lines
+
     async def ended(self) -> tuple[int, str]:
         """Returns (exit status, remaining output)."""
         async with asyncio.timeout(WAIT_S_MAX):
             return await self.process.ended()
-
-
-async def start(
-    tmp_path: Path,
-    workers: int,
-    drain_s: float = 10,
-    lookup_s: float = 0,
-    hang_s: float = 0,
-    is_warm: bool = True,
-) -> SupervisedServer:
-    failure = tmp_path / "failure"
-    process = await start_python(
-        *(SCRIPT, workers, drain_s, lookup_s, hang_s, failure),
-        is_warm=is_warm,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    return SupervisedServer(process, 0, failure)
 
 
 @asynccontextmanager
@@ -113,14 +101,24 @@ async def supervised(
     lookup_s: float = 0,
     hang_s: float = 0,
     is_warm: bool = True,
+    is_awaited: bool = True,
 ) -> AsyncIterator[SupervisedServer]:
-    """Starts a server and waits until it is ready. Kills its remaining processes at the end."""
-    server = await start(tmp_path, workers, drain_s, lookup_s, hang_s, is_warm)
+    """Starts a server, and waits until it is ready if it ``is_awaited``. Kills its remaining
+    processes at the end."""
+    failure = tmp_path / "failure"
+    process = await start_python(
+        *(SCRIPT, workers, drain_s, lookup_s, hang_s, failure),
+        is_warm=is_warm,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    server = SupervisedServer(process, 0, failure)
     try:
-        server.http_port = int((await server.until_line("ready"))[-1].split()[1])
+        if is_awaited:
+            await server.until_ready()
         yield server
     finally:
-        if server.process.returncode is None:
-            for pid in (server.process.pid, *server.worker_pids()):
+        if process.returncode is None:
+            for pid in (process.pid, *server.worker_pids()):
                 os.kill(pid, signal.SIGKILL)
-        await server.process.wait()
+        await process.wait()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from server.processes.supervised_server import start, supervised
+from server.processes.supervised_server import supervised
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
@@ -33,8 +33,7 @@ def fail() -> NoReturn:
 async def test_workers_listen_only_after_the_first_poll(tmp_path: Path) -> None:
     mode = tmp_path / "failure.deltas"
     mode.write_text("wait")
-    server = await start(tmp_path, workers=1)
-    try:
+    async with supervised(tmp_path, workers=1, is_awaited=False) as server:
         await server.until_line("started 0")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2):
@@ -44,17 +43,13 @@ async def test_workers_listen_only_after_the_first_poll(tmp_path: Path) -> None:
         server.process.terminate()
         status, _ = await server.ended()
         assert status == 0
-    finally:
-        if server.process.returncode is None:
-            os.kill(server.process.pid, signal.SIGKILL)
 
 
 async def test_killed_applier_is_replaced_while_workers_serve(tmp_path: Path) -> None:
     (tmp_path / "failure.deltas").write_text("")
-    server = await start(tmp_path, workers=1)
-    try:
+    async with supervised(tmp_path, workers=1, is_awaited=False) as server:
         applier = int((await server.until_line("applier"))[-1].split()[1])
-        server.http_port = int((await server.until_line("ready"))[-1].split()[1])
+        await server.until_ready()
         os.kill(applier, signal.SIGKILL)
         lines = await server.until_line("applier")
         assert any(f"(process {applier}) was ended by SIGKILL: restarted" in one for one in lines)
@@ -64,18 +59,13 @@ async def test_killed_applier_is_replaced_while_workers_serve(tmp_path: Path) ->
         status, output = await server.ended()
         assert status == 0
         assert "killed" not in output
-    finally:
-        if server.process.returncode is None:
-            os.kill(server.process.pid, signal.SIGKILL)
 
 
 async def test_hung_applier_is_replaced_while_workers_serve(tmp_path: Path) -> None:
     (tmp_path / "failure.deltas").write_text("")
-    server = await start(tmp_path, workers=1, hang_s=3)
-    try:
+    async with supervised(tmp_path, workers=1, hang_s=3, is_awaited=False) as server:
         hung = int((await server.until_line("applier"))[-1].split()[1])
-        server.http_port = int((await server.until_line("ready"))[-1].split()[1])
-        lines = await server.until_line("applier")
+        lines = [*await server.until_ready(), *await server.until_line("applier")]
         logged = "\n".join(lines)
         assert f"applier of deltas (process {hung}) hangs: no heartbeat for " in logged
         assert "in applier_main" in logged  # its stack
@@ -84,9 +74,6 @@ async def test_hung_applier_is_replaced_while_workers_serve(tmp_path: Path) -> N
         assert await server.metric("embedserve_worker_hangs_total") == 0
         server.process.terminate()
         assert (await server.ended())[0] == 0
-    finally:
-        if server.process.returncode is None:
-            os.kill(server.process.pid, signal.SIGKILL)
 
 
 async def test_applier_that_exits_immediately_does_not_prevent_the_start(

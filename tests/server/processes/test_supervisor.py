@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server.processes.supervised_server import WAIT_S_MAX, start, supervised
+from server.processes.supervised_server import WAIT_S_MAX, supervised
 
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
@@ -38,17 +38,12 @@ async def test_no_worker_responds_before_the_startup_server_has_ended(tmp_path: 
     """Checks that a caller who knows that the server is ready gets no response of the startup
     server. A request that comes meanwhile waits, and is not rejected."""
     (tmp_path / "failure.asked").touch()
-    server = await start(tmp_path, workers=1)
-    try:
-        lines = await server.until_line("ready")
+    async with supervised(tmp_path, workers=1, is_awaited=False) as server:
+        lines = await server.until_ready()
         assert lines == ["started 0", "waited", lines[-1]]
-        server.http_port = int(lines[-1].split()[1])
         assert await server.post() == 200
         server.process.terminate()
         assert (await server.ended())[0] == 0
-    finally:
-        if server.process.returncode is None:
-            server.process.kill()
 
 
 async def test_unix_socket_serves_while_a_worker_is_stopped_or_killed(
@@ -110,7 +105,8 @@ async def test_second_signal_ends_all_workers_immediately(tmp_path: Path) -> Non
 
 async def test_worker_failure_during_startup_ends_the_server(tmp_path: Path) -> None:
     (tmp_path / "failure").write_text("tables are damaged")
-    status, output = await (await start(tmp_path, 2)).ended()
+    async with supervised(tmp_path, is_awaited=False) as server:
+        status, output = await server.ended()
     assert status == 1
     assert "failed: tables are damaged" in output
     assert "Traceback" not in output
@@ -137,10 +133,10 @@ async def test_a_worker_that_does_not_drain_is_killed(tmp_path: Path) -> None:
 async def test_signal_stops_a_server_that_is_not_ready_yet(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    server = await start(tmp_path, 2)
-    await server.until_line("started")
-    server.process.send_signal(number)
-    status, output = await server.ended()
+    async with supervised(tmp_path, is_awaited=False) as server:
+        await server.until_line("started")
+        server.process.send_signal(number)
+        status, output = await server.ended()
     assert status == 0
     assert "Traceback" not in output
 
