@@ -77,11 +77,10 @@ class RecordingCall(RequestContext):
         self,
         pipeline: RequestPipeline,
         options: RequestOptions,
-        start_s: float | None = None,
         writer: RecordingWriter | None = None,
+        age_s: float = 0.0,
     ) -> None:
-        start_s = perf_counter() if start_s is None else start_s
-        super().__init__(options, start_s, pipeline, writer or RecordingWriter())
+        super().__init__(options, perf_counter() - age_s, pipeline, writer or RecordingWriter())
 
     @property
     def responses(self) -> list[bytes | EmbedServeError]:
@@ -113,9 +112,18 @@ def make_options(
 
 
 def submit_request(
-    pipeline: RequestPipeline, body: bytes = BODY, *, model: str = ""
+    pipeline: RequestPipeline,
+    body: bytes = BODY,
+    codec: Codec = JSON,
+    *,
+    model: str = "",
+    timeout_s: float | None = None,
+    age_s: float = 0.0,
+    writer: RecordingWriter | None = None,
 ) -> RecordingCall:
-    call = RecordingCall(pipeline, make_options(pipeline, model=model))
+    """Submits a request that started ``age_s`` ago."""
+    options = make_options(pipeline, codec, model=model, timeout_s=timeout_s)
+    call = RecordingCall(pipeline, options, writer, age_s)
     pipeline.submit(call, body)
     return call
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from time import perf_counter
 
 import pytest
 from server.codecs import JSON, PROTOBUF
@@ -90,10 +89,7 @@ def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
 
 
 def submit_each(pipeline: RequestPipeline, codec: Codec, *bodies: bytes) -> list[RecordingCall]:
-    calls = [RecordingCall(pipeline, make_options(pipeline, codec)) for _ in bodies]
-    for call, body in zip(calls, bodies, strict=True):
-        pipeline.submit(call, body)
-    return calls
+    return [submit_request(pipeline, body, codec) for body in bodies]
 
 
 async def test_request_to_an_overloaded_model_is_rejected_before_decoding(
@@ -101,8 +97,8 @@ async def test_request_to_an_overloaded_model_is_rejected_before_decoding(
 ) -> None:
     decoded: list[bytes] = []
     for model in ("", "shop"):
-        call = RecordingCall(full, make_options(full, recording_codec(decoded, JSON), model=model))
-        full.submit(call, b"not decoded, so not said to be wrong")
+        body = b"not decoded, so not said to be wrong"
+        call = submit_request(full, body, recording_codec(decoded, JSON), model=model)
         assert isinstance(call.error, OverloadedError)
         assert call.error.message == "the queue of 'shop' is full: it holds 1 examples and 1 ids"
     assert decoded == []
@@ -125,9 +121,8 @@ async def test_model_named_in_a_message_decides_rejection_before_decoding(
     full: RequestPipeline, named_model: str, is_rejected: bool
 ) -> None:
     decoded: list[bytes] = []
-    call = RecordingCall(full, make_options(full, recording_codec(decoded, PROTOBUF)))
     message = pb.EmbedRequest(model=named_model, keys=["user"], ids=[1], lengths=[1])
-    full.submit(call, message.SerializeToString())
+    call = submit_request(full, message.SerializeToString(), recording_codec(decoded, PROTOBUF))
     await until(lambda: call.responses)
     assert bool(decoded) != is_rejected
     assert isinstance(call.responses[0], OverloadedError) == is_rejected
@@ -233,9 +228,8 @@ async def test_deadline_counts_from_the_start_of_the_request(
     pipeline: RequestPipeline, engine: FakeEngine
 ) -> None:
     decoded: list[bytes] = []
-    options = make_options(pipeline, recording_codec(decoded, JSON), timeout_s=500.0)
-    late = RecordingCall(pipeline, options, perf_counter() - 510)
-    pipeline.submit(late, BODY)
+    codec = recording_codec(decoded, JSON)
+    late = submit_request(pipeline, BODY, codec, timeout_s=500.0, age_s=510)
     assert isinstance(late.error, DeadlineExceededError)
     message = "the deadline had passed when the request was read, "
     assert late.error.message.startswith(message)
@@ -244,8 +238,7 @@ async def test_deadline_counts_from_the_start_of_the_request(
     assert 510_000 <= float(late.error.message.removeprefix(message).split()[0]) < 570_000
     assert decoded == []
     assert outcomes(pipeline) == {"DEADLINE_EXCEEDED": 1}
-    in_time = RecordingCall(pipeline, options, perf_counter() - 100)
-    pipeline.submit(in_time, BODY)
+    in_time = submit_request(pipeline, BODY, codec, timeout_s=500.0, age_s=100)
     await until(lambda: in_time.responses)
     assert isinstance(in_time.responses[0], bytes)
     assert len(engine.lookups) == 1
@@ -258,8 +251,7 @@ async def test_rejected_slow_requests_are_among_the_slowest(
     pipeline.telemetry = RequestTelemetry(slow_ms=100_000)
     submit_request(pipeline, b"{")
     assert pipeline.telemetry.slow.fields() == []
-    late = RecordingCall(pipeline, make_options(pipeline, timeout_s=5.0), perf_counter() - 110)
-    pipeline.submit(late, BODY)
+    submit_request(pipeline, timeout_s=5.0, age_s=110)
     (slow,) = pipeline.telemetry.slow.fields()
     assert slow["outcome"] == "DEADLINE_EXCEEDED"
     assert 110_000 <= slow["total_ms"] < 170_000
@@ -273,8 +265,7 @@ async def test_rejected_slow_requests_are_among_the_slowest(
 async def test_unexpected_error_while_decoding_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RecordingCall(pipeline, make_options(pipeline, replace(JSON, try_decode_inline=fail)))
-    pipeline.submit(call, BODY)
+    call = submit_request(pipeline, BODY, replace(JSON, try_decode_inline=fail))
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
 
@@ -282,8 +273,7 @@ async def test_unexpected_error_while_decoding_returns_a_general_message(
 async def test_unexpected_error_while_reading_the_model_returns_a_general_message(
     full: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RecordingCall(full, make_options(full, replace(PROTOBUF, peek_model=fail)))
-    full.submit(call, b"")
+    call = submit_request(full, b"", replace(PROTOBUF, peek_model=fail))
     expect_internal(call, caplog)
 
 
@@ -310,10 +300,9 @@ async def test_write_error_fails_only_its_own_request(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
-    first, second = (RecordingCall(pipeline, make_options(pipeline)) for _ in range(2))
-    first.writer.failure = ZeroDivisionError(SECRET)
-    for call in (first, second):
-        pipeline.submit(call, BODY)
+    failing = RecordingWriter()
+    failing.failure = ZeroDivisionError(SECRET)
+    first, second = submit_request(pipeline, writer=failing), submit_request(pipeline)
     await until(lambda: first.responses and second.responses)
     expect_internal(first, caplog)
     assert isinstance(second.responses[0], bytes)
@@ -326,10 +315,9 @@ async def test_request_whose_error_cannot_be_written_fails_alone(
 ) -> None:
     """Covers a response that cannot be written, and a rejection of the batcher."""
     pipeline = make_pipeline(engine, executor=executor)
-    first, second = (RecordingCall(pipeline, make_options(pipeline)) for _ in range(2))
-    first.writer.failure = first.writer.error_failure = ZeroDivisionError(SECRET)
-    pipeline.submit(first, body)
-    pipeline.submit(second, BODY)
+    failing = RecordingWriter()
+    failing.failure = failing.error_failure = ZeroDivisionError(SECRET)
+    first, second = submit_request(pipeline, body, writer=failing), submit_request(pipeline)
     await until(lambda: second.responses)
     assert isinstance(second.responses[0], bytes)
     assert first.writer.is_aborted
@@ -372,8 +360,7 @@ async def test_responses_of_a_batch_are_flushed_together_at_its_end(
     pipeline = make_pipeline(engine, executor=executor)
     outputs = Output(), Output()
     for i in range(5):
-        writer = BufferedWriter(pipeline, outputs[i % 2])
-        pipeline.submit(RecordingCall(pipeline, make_options(pipeline), writer=writer), BODY)
+        submit_request(pipeline, writer=BufferedWriter(pipeline, outputs[i % 2]))
     await until(lambda: outputs[1].flushes)
     await asyncio.sleep(0)
     assert [output.flushes for output in outputs] == [[3], [2]]

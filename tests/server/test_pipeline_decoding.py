@@ -22,7 +22,6 @@ from server.recording_call import (
     RecordingCall,
     expect_internal,
     fail,
-    make_options,
     outcomes,
     submit_request,
 )
@@ -60,16 +59,10 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
     return make_pipeline(engine, executor=executor, limits=LIMITS)
 
 
-def submit_large(pipeline: RequestPipeline, codec: Codec, body: bytes = LARGE) -> RecordingCall:
-    call = RecordingCall(pipeline, make_options(pipeline, codec))
-    pipeline.submit(call, body)
-    return call
-
-
 async def test_other_requests_are_served_while_a_large_request_is_decoded(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
 ) -> None:
-    large = submit_large(pipeline, gated_codec(gate))
+    large = submit_request(pipeline, LARGE, gated_codec(gate))
     small = submit_request(pipeline)
     await until(lambda: small.responses)
     assert large.responses == []
@@ -85,7 +78,7 @@ async def test_other_requests_are_served_while_a_large_request_is_decoded(
 
 
 async def test_invalid_large_request_names_the_wrong_field(pipeline: RequestPipeline) -> None:
-    call = submit_large(pipeline, JSON, WRONG)
+    call = submit_request(pipeline, WRONG)
     assert call.responses == []
     await until(lambda: call.responses)
     assert isinstance(call.error, InvalidRequestError)
@@ -96,7 +89,7 @@ async def test_invalid_large_request_names_the_wrong_field(pipeline: RequestPipe
 async def test_unexpected_error_in_the_decoding_thread_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = submit_large(pipeline, replace(JSON, decode=fail))
+    call = submit_request(pipeline, LARGE, replace(JSON, decode=fail))
     await until(lambda: call.responses)
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
@@ -106,10 +99,10 @@ async def test_unexpected_error_in_the_decoding_thread_returns_a_general_message
 async def test_request_cancelled_during_decoding_is_not_looked_up(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate, body: bytes
 ) -> None:
-    cancelled = submit_large(pipeline, gated_codec(gate), body)
+    cancelled = submit_request(pipeline, body, gated_codec(gate))
     await until(lambda: gate.threads)
     cancelled.cancel()
-    after = submit_large(pipeline, gated_codec(gate))
+    after = submit_request(pipeline, LARGE, gated_codec(gate))
     gate.opened.set()
     await until(lambda: after.responses)
     assert cancelled.responses == []
@@ -120,8 +113,7 @@ async def test_request_cancelled_during_decoding_is_not_looked_up(
 async def test_deadline_that_passes_during_decoding_rejects_the_request(
     pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
 ) -> None:
-    late = RecordingCall(pipeline, make_options(pipeline, gated_codec(gate), timeout_s=60.0))
-    pipeline.submit(late, LARGE)
+    late = submit_request(pipeline, LARGE, gated_codec(gate), timeout_s=60.0)
     await until(lambda: gate.threads)
     late.deadline_s = perf_counter()
     gate.opened.set()
@@ -134,15 +126,15 @@ async def test_requests_waiting_to_be_decoded_are_limited_by_bytes(
     pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 2 * len(LARGE))
-    waiting = [submit_large(pipeline, gated_codec(gate)) for _ in range(2)]
-    over = submit_large(pipeline, gated_codec(gate))
+    waiting = [submit_request(pipeline, LARGE, gated_codec(gate)) for _ in range(2)]
+    over = submit_request(pipeline, LARGE, gated_codec(gate))
     assert isinstance(over.error, OverloadedError)
     assert f"{2 * len(LARGE)} of other large requests and answers wait" in over.error.message
     small = submit_request(pipeline)
     await until(lambda: small.responses)
     gate.opened.set()
     await until(lambda: all(call.responses for call in waiting))
-    again = submit_large(pipeline, gated_codec(gate))
+    again = submit_request(pipeline, LARGE, gated_codec(gate))
     await until(lambda: again.responses)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 4}
 
@@ -153,11 +145,7 @@ async def test_decoding_thread_is_shared_fairly_between_callers(
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 6 * len(LARGE))
 
     def submit_as(origin: str) -> RecordingCall:
-        call = RecordingCall(
-            pipeline, make_options(pipeline, gated_codec(gate)), writer=OriginWriter(origin)
-        )
-        pipeline.submit(call, LARGE)
-        return call
+        return submit_request(pipeline, LARGE, gated_codec(gate), writer=OriginWriter(origin))
 
     many = [submit_as("A") for _ in range(3)]
     await until(lambda: gate.threads)
@@ -185,10 +173,9 @@ async def test_decoding_thread_is_shared_fairly_between_callers(
 async def test_request_that_expires_while_queued_is_not_decoded(
     pipeline: RequestPipeline, gate: Gate
 ) -> None:
-    first = submit_large(pipeline, gated_codec(gate))
+    first = submit_request(pipeline, LARGE, gated_codec(gate))
     await until(lambda: gate.threads)
-    late = RecordingCall(pipeline, make_options(pipeline, gated_codec(gate), timeout_s=60.0))
-    pipeline.submit(late, LARGE)
+    late = submit_request(pipeline, LARGE, gated_codec(gate), timeout_s=60.0)
     late.deadline_s = perf_counter()
     gate.opened.set()
     await until(lambda: first.responses and late.responses)
@@ -210,11 +197,11 @@ async def test_decoding_thread_is_restarted_after_failed_starts(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-    calls = [submit_large(pipeline, JSON) for _ in range(3)]
+    calls = [submit_request(pipeline, LARGE) for _ in range(3)]
     await until(lambda: all(call.responses for call in calls))
     assert [call.error.code for call in calls[:2]] == ["INTERNAL"] * 2
     assert "can't start new thread: second" in caplog.text
-    again = submit_large(pipeline, JSON)
+    again = submit_request(pipeline, LARGE)
     await until(lambda: again.responses)
     assert outcomes(pipeline) == {"INTERNAL": 2, "OK": 2}
 
@@ -223,7 +210,7 @@ async def test_single_request_is_decoded_whatever_its_size(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 1)
-    call = submit_large(pipeline, JSON)
+    call = submit_request(pipeline, LARGE)
     await until(lambda: call.responses)
     assert outcomes(pipeline) == {"OK": 1}
 

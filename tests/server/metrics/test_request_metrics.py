@@ -148,8 +148,7 @@ async def test_expired_and_cancelled_requests_are_counted_for_their_version(
     canary.hold()
     running = submit_request(pipeline, USER, model="shop@canary")
     await until(lambda: canary.lookups)
-    late = RecordingCall(pipeline, make_options(pipeline, model="shop@canary", timeout_s=60.0))
-    pipeline.submit(late, USER)
+    late = submit_request(pipeline, USER, model="shop@canary", timeout_s=60.0)
     late.deadline_s = perf_counter()
     running.cancel()
     canary.release()
@@ -158,8 +157,7 @@ async def test_expired_and_cancelled_requests_are_counted_for_their_version(
     assert request_counts(pipeline.metrics) == {
         ("canary", "8"): {"CANCELLED": 1, "DEADLINE_EXCEEDED": 1},
     }
-    queued = RecordingCall(pipeline, make_options(pipeline, model="shop@canary"))
-    pipeline.submit(queued, USER)
+    queued = submit_request(pipeline, USER, model="shop@canary")
     queued.cancel()
     assert request_counts(pipeline.metrics)["canary", "8"]["CANCELLED"] == 2
 
