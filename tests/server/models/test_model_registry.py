@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve_store.errors import StoreError
 
 USER: Bags = {"user": [[1, 2]]}
+ONE_QUEUED = Limits(inline_bytes_max=0, queue_examples_max=1)
 
 
 @pytest.fixture
@@ -191,34 +193,32 @@ async def test_version_retired_during_the_check_is_skipped(
     models.check_ready()
 
 
-class FullQueue:
-    """Two models: the default one, "shop", has a full queue; that of "films" is open."""
-
-    def __init__(self, engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor) -> None:
-        limits = Limits(inline_bytes_max=0, queue_examples_max=1)
-        self.models = make_pipeline(engine, films, executor=executor, limits=limits).models
-        engine.hold()
-        self.running = submit_to(self.models, make_request(USER))
-        self._engine = engine
-
-    async def fill(self) -> None:
-        await until(lambda: self._engine.lookups)
-        self.waiting = submit_to(self.models, make_request(USER))
-        with pytest.raises(OverloadedError):
-            submit_to(self.models, make_request(USER))
+@asynccontextmanager
+async def full_queue(
+    models: ModelRegistry, engine: FakeEngine, bags: Bags = USER, model: str = ""
+) -> AsyncIterator[None]:
+    """Keeps the queue of a model of ``engine``, which has room for one example, full."""
+    engine.hold()
+    answers = [submit_to(models, make_request(bags, model=model))]
+    await until(lambda: engine.lookups)
+    answers.append(submit_to(models, make_request(bags, model=model)))
+    assert not models.has_full_queue
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(bags, model=model))
+    yield
+    engine.release()
+    await asyncio.gather(*answers)
+    assert not models.has_full_queue
 
 
 @pytest.fixture
 async def full_registry(
     engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> AsyncIterator[ModelRegistry]:
-    one = FullQueue(engine, films, executor)
-    assert not one.models.has_full_queue
-    await one.fill()
-    yield one.models
-    engine.release()
-    await asyncio.gather(one.running, one.waiting)
-    assert not one.models.has_full_queue
+    """Yields two models: the default one, "shop", has a full queue; that of "films" is open."""
+    models = make_pipeline(engine, films, executor=executor, limits=ONE_QUEUED).models
+    async with full_queue(models, engine):
+        yield models
 
 
 class FakeEstimator:
@@ -261,22 +261,14 @@ async def test_body_is_inspected_only_if_its_model_matters(full_registry: ModelR
 async def test_full_queue_of_the_only_model_rejects_every_body(
     engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
-    limits = Limits(inline_bytes_max=0, queue_examples_max=1)
-    models = make_pipeline(engine, executor=executor, limits=limits).models
-    engine.hold()
-    running = submit_to(models, make_request(USER))
-    await until(lambda: engine.lookups)
-    waiting = submit_to(models, make_request(USER))
+    models = make_pipeline(engine, executor=executor, limits=ONE_QUEUED).models
     models.check_queue_for_body("", b"", BODY_NOT_INSPECTED)
-    with pytest.raises(OverloadedError):
-        submit_to(models, make_request(USER))
-    for model in ("", "shop", "nobody"):
-        with pytest.raises(OverloadedError):
-            models.check_queue_for_body(model, b"", BODY_NOT_INSPECTED)
-        with pytest.raises(OverloadedError):
-            models.check_unsized_queue(model)
-    engine.release()
-    await asyncio.gather(running, waiting)
+    async with full_queue(models, engine):
+        for model in ("", "shop", "nobody"):
+            with pytest.raises(OverloadedError):
+                models.check_queue_for_body(model, b"", BODY_NOT_INSPECTED)
+            with pytest.raises(OverloadedError):
+                models.check_unsized_queue(model)
 
 
 async def test_full_queue_for_large_requests_admits_small_requests(
@@ -285,49 +277,31 @@ async def test_full_queue_for_large_requests_admits_small_requests(
     large: Bags = {"user": [[1, 2, 3]]}
     limits = Limits(inline_bytes_max=50, queue_examples_max=1)
     models = make_pipeline(engine, executor=executor, limits=limits).models
-    engine.hold()
-    answers = [submit_to(models, make_request(large))]
-    await until(lambda: engine.lookups)
-    answers.append(submit_to(models, make_request(large)))
-    with pytest.raises(OverloadedError):
-        submit_to(models, make_request(large))
-    assert (models.has_full_queue, models.has_full_unsized_queue) == (True, False)
-    models.check_unsized_queue("shop")
-    models.check_queue_for_body("", b"", FakeEstimator(sizes=(1, 1)))
-    with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
-        models.check_queue_for_body("", b"", FakeEstimator(sizes=(1, 1000)))
-    with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
-        models.check_queue_for_body("", b"", FakeEstimator(sizes=(1000, 1)))
-    large_body = bytes(QUICK_BYTES_MAX + 1)
-    models.check_queue_for_body("", large_body, FakeEstimator(sizes=(1, 1000)), is_quick=True)
-    with pytest.raises(OverloadedError):
-        models.check_queue_for_body(
-            "", large_body[1:], FakeEstimator(sizes=(1, 1000)), is_quick=True
-        )
-    with pytest.raises(OverloadedError):
-        models.check_queue_for_body("", large_body, FakeEstimator(sizes=(1, 1000)))
-    engine.release()
-    await asyncio.gather(*answers)
-    assert not models.has_full_queue
+    many_ids = FakeEstimator(sizes=(1, 1000))
+    async with full_queue(models, engine, large):
+        assert (models.has_full_queue, models.has_full_unsized_queue) == (True, False)
+        models.check_unsized_queue("shop")
+        models.check_queue_for_body("", b"", FakeEstimator(sizes=(1, 1)))
+        for estimator in (many_ids, FakeEstimator(sizes=(1000, 1))):
+            with pytest.raises(OverloadedError, match="of 'shop' for large requests is full"):
+                models.check_queue_for_body("", b"", estimator)
+        large_body = bytes(QUICK_BYTES_MAX + 1)
+        models.check_queue_for_body("", large_body, many_ids, is_quick=True)
+        with pytest.raises(OverloadedError):
+            models.check_queue_for_body("", large_body[1:], many_ids, is_quick=True)
+        with pytest.raises(OverloadedError):
+            models.check_queue_for_body("", large_body, many_ids)
 
 
 async def test_named_model_decides_about_overload_without_a_default(
     engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
-    limits = Limits(inline_bytes_max=0, queue_examples_max=1)
-    pipeline = make_pipeline(engine, films, executor=executor, limits=limits, default_model="")
+    pipeline = make_pipeline(engine, films, executor=executor, limits=ONE_QUEUED, default_model="")
     models = pipeline.models
-    engine.hold()
-    answers = [submit_to(models, make_request(USER, model="shop"))]
-    await until(lambda: engine.lookups)
-    answers.append(submit_to(models, make_request(USER, model="shop")))
-    with pytest.raises(OverloadedError):
-        submit_to(models, make_request(USER, model="shop"))
-    models.check_queue_for_body("", b"", FakeEstimator("films"))
-    with pytest.raises(OverloadedError):
-        models.check_queue_for_body("", b"", FakeEstimator("shop"))
-    engine.release()
-    await asyncio.gather(*answers)
+    async with full_queue(models, engine, model="shop"):
+        models.check_queue_for_body("", b"", FakeEstimator("films"))
+        with pytest.raises(OverloadedError):
+            models.check_queue_for_body("", b"", FakeEstimator("shop"))
 
 
 async def test_only_requests_that_name_a_full_model_are_rejected_before_the_body(
