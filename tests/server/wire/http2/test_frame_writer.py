@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.wire.http2.peer import (
     Peer,
+    RecordingHandler,
     assert_connection_error,
     body_of,
     has_ended,
@@ -34,18 +35,19 @@ WINDOW = 65535
 LARGE = np.random.default_rng(0).integers(0, 256, 7_000_000, np.uint8).tobytes()
 
 
-def respond(peer: Peer, stream_id: int, body: bytes, tail: bytes = b"") -> None:
-    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), tail)
+def respond(peer: Peer, stream_id: int, body: bytes, tail: bytes = b"") -> RecordingHandler:
+    """Opens a stream, and writes the response to its request."""
+    handler = peer.open(stream_id)
+    handler.stream.send_response(OK, (body,), len(body), tail)
+    return handler
 
 
 @pytest.mark.parametrize("tail", [b"", TAIL])
 @pytest.mark.parametrize("body", [b"", b"x", b"x" * 16384])
 def test_small_response_is_written_as_one_chunk(body: bytes, tail: bytes) -> None:
     peer = Peer()
-    peer.open(1)
     respond(peer, 1, b"first")  # the first response signals that the peer's table is unused
     peer.take()
-    peer.open(3)
     respond(peer, 3, body, tail)
     (chunk,) = peer.connection.frame_writer.out
     frames = peer.take()
@@ -58,7 +60,6 @@ def test_small_response_is_written_as_one_chunk(body: bytes, tail: bytes) -> Non
 def test_first_header_block_sets_the_table_size_to_zero() -> None:
     """Checks the table size update of RFC 7541, section 4.2: prebuilt blocks depend on no table."""
     peer = Peer()
-    peer.open(1)
     respond(peer, 1, b"x", TAIL)
     first, _, tail = peer.take()
     assert isinstance(first, HeadersFrame)
@@ -85,7 +86,6 @@ def test_long_header_block_is_split_into_continuations() -> None:
 @pytest.mark.parametrize("tail", [b"", TAIL])
 def test_large_response_reaches_a_client_with_small_windows_complete(tail: bytes) -> None:
     peer = Peer()
-    peer.open(1)
     respond(peer, 1, LARGE, tail)
     frames = peer.take()
     received = bytearray(body_of(frames, 1))
@@ -114,7 +114,6 @@ def test_responses_are_complete_and_never_exceed_a_window(
     bodies = {}
     for i, size in enumerate(sizes):
         number = 2 * i + 1
-        peer.open(number)
         windows[number] = WINDOW
         bodies[number] = LARGE[i : i + size]
         respond(peer, number, bodies[number], TAIL if i % 2 else b"")
@@ -136,7 +135,6 @@ def test_responses_are_complete_and_never_exceed_a_window(
 def test_streams_share_the_connection_window_fairly() -> None:
     peer = Peer(settings={4: 10_000_000})
     for number in range(1, 20, 2):
-        peer.open(number)
         respond(peer, number, LARGE[:300_000])
     peer.take()
     frames = peer.send(update(0, 10 * TURN_BYTES))
@@ -148,8 +146,6 @@ def test_streams_share_the_connection_window_fairly() -> None:
 
 def test_small_response_does_not_wait_for_a_large_response() -> None:
     peer = Peer(settings={4: 10_000_000})
-    peer.open(1)
-    peer.open(3)
     respond(peer, 1, LARGE)
     peer.take()
     respond(peer, 3, b"small")
@@ -160,10 +156,8 @@ def test_small_response_does_not_wait_for_a_large_response() -> None:
 
 def test_stream_without_a_window_does_not_block_other_streams() -> None:
     peer = Peer(settings={4: 0})
-    peer.open(1)
-    peer.open(3)
-    for number in (1, 3):
-        respond(peer, number, b"abc", TAIL)
+    for handler in [peer.open(1), peer.open(3)]:
+        handler.stream.send_response(OK, (b"abc",), 3, TAIL)
     frames = peer.take()
     assert len(of(frames, HeadersFrame)) == 2
     assert of(frames, DataFrame) == []
@@ -177,7 +171,6 @@ def test_stream_without_a_window_does_not_block_other_streams() -> None:
 
 def test_response_without_a_body_needs_no_window() -> None:
     peer = Peer(settings={4: 0})
-    peer.open(1)
     respond(peer, 1, b"", TAIL)
     assert has_ended(peer.take(), 1)
 
@@ -185,7 +178,6 @@ def test_response_without_a_body_needs_no_window() -> None:
 def test_settings_change_the_windows_of_open_streams() -> None:
     """Checks RFC 9113, section 6.9.2: windows may also become negative."""
     peer = Peer()
-    peer.open(1)
     respond(peer, 1, LARGE[:100_000])
     assert len(body_of(peer.take(), 1)) == WINDOW
     peer.send(update(0, 1_000_000))
@@ -202,7 +194,6 @@ def test_settings_change_the_windows_of_open_streams() -> None:
 def test_max_frame_size_of_the_client_is_used() -> None:
     peer = Peer(settings={4: 1_000_000, 5: 50_000})
     peer.send(update(0, 1_000_000))
-    peer.open(1)
     respond(peer, 1, LARGE[:100_000])
     sizes = [len(one.data) for one in of(peer.take(), DataFrame)]
     assert max(sizes) == 50_000
@@ -292,12 +283,10 @@ def test_cancelled_stream_sends_no_more_frames() -> None:
 
 def test_stream_without_window_updates_is_reset_after_the_timeout() -> None:
     peer = Peer()
-    handlers = [peer.open(1), peer.open(3)]
     peer.send(update(0, 1_000_000))
-    respond(peer, 1, LARGE[:100_000])
-    respond(peer, 3, b"x" * 100)
+    handlers = [respond(peer, 1, LARGE[:100_000]), respond(peer, 3, b"x" * 100)]
     peer.take()
-    blocked_since_s = peer.handlers[1].stream.blocked_since_s
+    blocked_since_s = handlers[0].stream.blocked_since_s
     peer.connection.check_time(blocked_since_s + UNREAD_S_MAX - 1)
     assert peer.take() == []
     peer.connection.check_time(perf_counter() + UNREAD_S_MAX)
@@ -307,9 +296,8 @@ def test_stream_without_window_updates_is_reset_after_the_timeout() -> None:
 
 def test_stream_of_a_slow_reader_is_not_reset() -> None:
     peer = Peer()
-    handler = peer.open(1)
     peer.send(update(0, 1_000_000))
-    respond(peer, 1, LARGE[:300_000])
+    handler = respond(peer, 1, LARGE[:300_000])
     peer.take()
     before_s = perf_counter()
     peer.send(update(1, 65_536))
@@ -319,15 +307,14 @@ def test_stream_of_a_slow_reader_is_not_reset() -> None:
 
 def test_stream_with_one_byte_window_updates_is_reset_after_the_timeout() -> None:
     peer = Peer()
-    peer.open(1)
     peer.send(update(0, 1_000_000))
-    respond(peer, 1, LARGE[:300_000])
+    stream = respond(peer, 1, LARGE[:300_000]).stream
     peer.take()
-    blocked_since_s = peer.handlers[1].stream.blocked_since_s
+    blocked_since_s = stream.blocked_since_s
     assert blocked_since_s
     for _ in range(10):
         peer.send(update(1, 1))
-    assert peer.handlers[1].stream.blocked_since_s == blocked_since_s
+    assert stream.blocked_since_s == blocked_since_s
     peer.connection.check_time(blocked_since_s + UNREAD_S_MAX + 1)
     assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
 
@@ -335,10 +322,9 @@ def test_stream_with_one_byte_window_updates_is_reset_after_the_timeout() -> Non
 def test_connection_without_window_progress_is_closed_after_the_timeout() -> None:
     """Checks a client whose streams have windows of their own, so that no stream is at fault."""
     peer = Peer(settings={4: 1_000_000})
-    handler = peer.open(1)
     start_s = perf_counter()
     peer.connection.check_time(start_s)
-    respond(peer, 1, LARGE[:300_000])
+    handler = respond(peer, 1, LARGE[:300_000])
     peer.take()
     for _ in range(10):  # a byte at a time is no progress
         peer.send(update(0, 1))
@@ -351,7 +337,6 @@ def test_connection_without_window_progress_is_closed_after_the_timeout() -> Non
 
 def test_connection_with_periodic_window_updates_stays_open() -> None:
     peer = Peer(settings={4: 10_000_000})
-    peer.open(1)
     respond(peer, 1, LARGE)
     peer.take()
     now_s = perf_counter()
@@ -364,7 +349,6 @@ def test_connection_with_periodic_window_updates_stays_open() -> None:
 
 def test_connection_without_unsent_data_needs_no_window_updates() -> None:
     peer = Peer()
-    peer.open(1)
     respond(peer, 1, b"x" * WINDOW)
     peer.take()
     now_s = perf_counter()
@@ -376,9 +360,8 @@ def test_connection_without_unsent_data_needs_no_window_updates() -> None:
 def test_connection_whose_waiting_stream_was_reset_stays_open() -> None:
     """Checks that a response which the client has cancelled needs no window updates either."""
     peer = Peer(settings={4: 1_000_000})
-    peer.open(1)
-    handler = peer.open(3)
     respond(peer, 1, LARGE[: 2 * WINDOW])
+    handler = peer.open(3)
     peer.take()
     now_s = perf_counter()
     peer.connection.check_time(now_s)
@@ -390,12 +373,11 @@ def test_connection_whose_waiting_stream_was_reset_stays_open() -> None:
 
 def test_second_response_to_a_blocked_stream_is_ignored() -> None:
     peer = Peer(settings={4: 0})
-    peer.open(1)
-    respond(peer, 1, b"waits for a window")
+    stream = respond(peer, 1, b"waits for a window").stream
     # A window arrives while the connection reads, before the blocked response is written.
-    peer.handlers[1].stream.send_window = 100
-    respond(peer, 1, b"second")
-    peer.handlers[1].stream.send_window = 0
+    stream.send_window = 100
+    stream.send_response(OK, (b"second",), 6, b"")
+    stream.send_window = 0
     peer.take()
     peer.send(update(1, 1000))
     assert len(of(peer.seen, HeadersFrame)) == 1
