@@ -178,36 +178,23 @@ def test_edited_manifest_is_rejected(
         reload(version)
 
 
-def test_manifest_with_other_rows_than_the_plan_is_rejected(
-    version: ModelVersion, edit_json: EditJson
+@pytest.mark.parametrize(
+    ("table", "changed", "message"),
+    [
+        (0, {"num_embeddings": 299}, r"plan\.json: user: shards cover 300 of 299 rows"),
+        (
+            0,
+            {"dtype": "float16", "row_bytes": 32},
+            r"tables\.safetensors: tensor .* the manifest means",
+        ),
+        (1, {"feature_names": ["new"]}, r"goldens\.safetensors: lengths is int32 \[4, 16\]"),
+    ],
+)
+def test_manifest_that_contradicts_another_file_is_rejected(
+    version: ModelVersion, edit_json: EditJson, table: int, changed: dict[str, Any], message: str
 ) -> None:
-    edit_json(
-        version.path / "manifest.json",
-        lambda data: data["tables"][0].update(num_embeddings=299),
-    )
-    with pytest.raises(StoreError, match=r"plan\.json: user: shards cover 300 of 299 rows"):
-        reload(version)
-
-
-def test_manifest_with_another_dtype_than_the_file_is_rejected(
-    version: ModelVersion, edit_json: EditJson
-) -> None:
-    edit_json(
-        version.path / "manifest.json",
-        lambda data: data["tables"][0].update(dtype="float16", row_bytes=32),
-    )
-    with pytest.raises(StoreError, match=r"tables\.safetensors: tensor .* the manifest means"):
-        reload(version)
-
-
-def test_manifest_with_other_features_than_the_goldens_is_rejected(
-    version: ModelVersion, edit_json: EditJson
-) -> None:
-    edit_json(
-        version.path / "manifest.json",
-        lambda data: data["tables"][1].update(feature_names=["new"]),
-    )
-    with pytest.raises(StoreError, match=r"goldens\.safetensors: lengths is int32 \[4, 16\]"):
+    edit_json(version.path / "manifest.json", lambda data: data["tables"][table].update(changed))
+    with pytest.raises(StoreError, match=message):
         reload(version)
 
 

@@ -152,22 +152,13 @@ def test_string_ids_are_encoded_with_their_keys() -> None:
     assert message.lengths_bytes == bytes.fromhex("02000000 01000000")
 
 
-def test_unknown_ids_are_a_dict_that_is_empty_without_unknown_ids() -> None:
-    reader = AnswerReader()
+@pytest.mark.parametrize("field", ["unknown_ids", "missing_ids"])
+def test_counts_of_ids_are_a_dict_that_is_empty_without_such_ids(field: str) -> None:
+    reader, counts = AnswerReader(), {"user": 3}
 
-    assert reader.read(response_message([[1, 2]], unknown_ids={"user": 3}), 1).unknown_ids == {
-        "user": 3
-    }
-    assert reader.read(response_message([[1, 2]]), 1).unknown_ids == {}
-
-
-def test_missing_ids_are_a_dict_that_is_empty_without_missing_ids() -> None:
-    reader = AnswerReader()
-
-    assert reader.read(response_message([[1, 2]], missing_ids={"user": 3}), 1).missing_ids == {
-        "user": 3
-    }
-    assert reader.read(response_message([[1, 2]]), 1).missing_ids == {}
+    read = reader.read(response_message([[1, 2]], **{field: counts}), 1)
+    assert getattr(read, field) == counts
+    assert getattr(reader.read(response_message([[1, 2]]), 1), field) == {}
 
 
 @pytest.mark.parametrize("seq", [0, 1234, 2**63 - 1])

@@ -36,22 +36,24 @@ def unpooled() -> LookupResult:
     return LookupResult(UNPOOLED, values, {"tag": 1}, lengths)
 
 
-def test_large_pooled_values_are_encoded_as_small_json_chunks() -> None:
-    result = pooled()
-    assert JSON.try_encode_inline(result) is None
-    chunks = [bytes(chunk) for chunk in JSON.encode(result)]
+def encoded(codec: Codec, result: LookupResult) -> bytes:
+    """Encodes a large result, and checks that it is encoded as small chunks."""
+    assert codec.try_encode_inline(result) is None
+    chunks = [bytes(chunk) for chunk in codec.encode(result)]
     assert len(chunks) > 2
     assert max(map(len, chunks)) < CHUNK_BYTES_MAX
-    response = json.loads(b"".join(chunks))
+    return b"".join(chunks)
+
+
+def test_large_pooled_values_are_encoded_as_small_json_chunks() -> None:
+    result = pooled()
+    response = json.loads(encoded(JSON, result))
     assert response["values"] == [*result.values.tolist(), *result.extra_chunks[0].tolist()]
 
 
 def test_many_lengths_are_encoded_as_small_json_chunks() -> None:
     result = unpooled()
-    assert JSON.try_encode_inline(result) is None
-    chunks = [bytes(chunk) for chunk in JSON.encode(result)]
-    assert max(map(len, chunks)) < CHUNK_BYTES_MAX
-    response = json.loads(b"".join(chunks))
+    response = json.loads(encoded(JSON, result))
     assert result.lengths is not None
     assert list(response["lengths"].values()) == result.lengths.tolist()
     assert list(response["values"].values()) == [[row] for row in result.values.tolist()]
@@ -60,10 +62,7 @@ def test_many_lengths_are_encoded_as_small_json_chunks() -> None:
 
 def test_many_lengths_are_encoded_as_small_protobuf_chunks() -> None:
     result = unpooled()
-    assert PROTOBUF.try_encode_inline(result) is None
-    chunks = [bytes(chunk) for chunk in PROTOBUF.encode(result)]
-    assert max(map(len, chunks)) < CHUNK_BYTES_MAX
-    response = pb.EmbedResponse.FromString(b"".join(chunks))
+    response = pb.EmbedResponse.FromString(encoded(PROTOBUF, result))
     assert result.lengths is not None
     assert list(response.lengths) == result.lengths.reshape(-1).tolist()
     assert response.values == result.values.tobytes()

@@ -282,13 +282,24 @@ async def test_client_may_close_after_reading_the_last_response(
     assert not server.wire.connections
 
 
+async def expect_failure(server: OurServer, sent: bytes) -> None:
+    """Checks that a connection that sends ``sent`` ends, and that the error is reported."""
+    loop_errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
+    reader, writer = await server.open()
+    writer.write(sent)
+    with contextlib.suppress(ConnectionResetError):
+        await reader.read()
+    await until(lambda: not server.wire.connections)
+    assert isinstance(loop_errors[0]["exception"], ZeroDivisionError)
+    writer.close()
+
+
 async def test_unexpected_error_in_a_later_iteration_ends_the_connection(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers the input left for a later iteration of the event loop: the transport does not call
     the connection for it."""
-    loop_errors: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
     receive = Http2Connection.receive
 
     def fail_later(connection: Http2Connection, data: bytes) -> None:
@@ -301,21 +312,13 @@ async def test_unexpected_error_in_a_later_iteration_ends_the_connection(
     client.initiate_connection()
     for number in range(100):
         client.ping(b"%08d" % number)
-    reader, writer = await server.open()
-    writer.write(client.data_to_send())
-    with contextlib.suppress(ConnectionResetError):
-        await reader.read()
-    await until(lambda: not server.wire.connections)
-    assert isinstance(loop_errors[0]["exception"], ZeroDivisionError)
-    writer.close()
+    await expect_failure(server, client.data_to_send())
 
 
 async def test_unexpected_error_in_held_requests_ends_the_connection(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers a pipelined request, which is parsed after the response to the one before it."""
-    loop_errors: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
     take_held = FastPathConnection.take_held
 
     def fail(connection: FastPathConnection, data: bytes) -> None:
@@ -326,13 +329,7 @@ async def test_unexpected_error_in_held_requests_ends_the_connection(
         take_held(connection)
 
     monkeypatch.setattr(FastPathConnection, "take_held", take_and_fail)
-    reader, writer = await server.open()
-    writer.write(post(b'{"features": {"user": [[1]]}}') * 2)
-    with contextlib.suppress(ConnectionResetError):
-        await reader.read()
-    await until(lambda: not server.wire.connections)
-    assert isinstance(loop_errors[0]["exception"], ZeroDivisionError)
-    writer.close()
+    await expect_failure(server, post(b'{"features": {"user": [[1]]}}') * 2)
 
 
 async def test_response_that_cannot_be_written_ends_only_its_own_connection(

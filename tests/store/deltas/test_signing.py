@@ -138,28 +138,21 @@ def test_delta_stored_under_another_seq_is_rejected(signed: Path, key_files: Key
     assert "is delta 4 of line 1" in rejection(signed, key_files.public, 5)
 
 
-def test_signed_delta_of_another_model_is_rejected(
-    signed: Path, key_files: KeyPair, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model", "line", "own"), [("n", 1, {"model": "m"}), ("m", 2, {"line": 1})]
+)
+def test_signed_delta_of_another_model_or_line_is_rejected(
+    signed: Path, key_files: KeyPair, model: str, line: int, own: dict[str, Any]
 ) -> None:
-    """The attacker cannot change the model's name in it, either."""
-    publish(small_collection(), signed, model="n")
-    with DeltaWriter(signed, model="n", key=key_files.private) as writer:
+    """The attacker cannot change the model's name or the line in it, either."""
+    publish(small_collection(), signed, model=model)
+    with DeltaWriter(signed, model=model, version=line, key=key_files.private) as writer:
         push(writer)
-    other = (signed / "n/deltas/1" / manifest_name(1)).read_bytes()
+    other = (signed / f"{model}/deltas/{line}" / manifest_name(1)).read_bytes()
     replace_file(manifest_path(signed, 1), other)
-    assert "is delta 1 of line 1 of model 'n'" in rejection(signed, key_files.public, 1)
-    replace_file(manifest_path(signed, 1), resealed(other, lambda data: data.update(model="m")))
-    assert "or not of this delta" in rejection(signed, key_files.public, 1)
-
-
-def test_signed_delta_of_another_line_is_rejected(signed: Path, key_files: KeyPair) -> None:
-    publish(small_collection(), signed, model="m")
-    with DeltaWriter(signed, model="m", version=2, key=key_files.private) as writer:
-        push(writer)
-    other = (signed / "m/deltas/2" / manifest_name(1)).read_bytes()
-    replace_file(manifest_path(signed, 1), other)
-    assert "is delta 1 of line 2" in rejection(signed, key_files.public, 1)
-    replace_file(manifest_path(signed, 1), resealed(other, lambda data: data.update(line=1)))
+    said = f"is delta 1 of line {line} of model '{model}'"
+    assert said in rejection(signed, key_files.public, 1)
+    replace_file(manifest_path(signed, 1), resealed(other, lambda data: data.update(own)))
     assert "or not of this delta" in rejection(signed, key_files.public, 1)
 
 

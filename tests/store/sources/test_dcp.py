@@ -203,9 +203,9 @@ def test_table_with_offsets_of_another_rank_is_no_table(
     assert KEY in others
 
 
-def test_code_in_a_shard_is_rejected_and_not_executed(folder: Path) -> None:
-    marker = folder.parent / "ran"
-    torch.save(Marker(marker), folder / "__1_0.distcp")
+def replace_shard(folder: Path, value: object) -> None:
+    """Replaces a shard of the table with ``value``."""
+    torch.save(value, folder / "__1_0.distcp")
     size = (folder / "__1_0.distcp").stat().st_size
 
     def resize(metadata: Metadata) -> None:
@@ -213,19 +213,17 @@ def test_code_in_a_shard_is_rejected_and_not_executed(folder: Path) -> None:
         place.offset, place.length = 0, size
 
     edit_metadata(folder, resize)
+
+
+def test_code_in_a_shard_is_rejected_and_not_executed(folder: Path) -> None:
+    marker = folder.parent / "ran"
+    replace_shard(folder, Marker(marker))
     assert_read_fails(folder, r"refused: it holds \S*mkdir")
     assert not marker.exists()
 
 
 def test_shard_that_is_no_tensor_is_rejected(folder: Path) -> None:
-    torch.save({"a": WEIGHT}, folder / "__1_0.distcp")
-    size = (folder / "__1_0.distcp").stat().st_size
-
-    def resize(metadata: Metadata) -> None:
-        place: Any = metadata.storage_data[MetadataIndex(KEY, (6, 0))]
-        place.offset, place.length = 0, size
-
-    edit_metadata(folder, resize)
+    replace_shard(folder, {"a": WEIGHT})
     assert_read_fails(folder, "is not a plain 2-D floating-point tensor")
 
 
