@@ -11,7 +11,7 @@ import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.gate import Gate
 from server.live import Live, live_server, make_pipeline
-from server.raw_http import OurServer, http_client, our_server
+from server.raw_http import OurServer, http_client
 from server.small_store import TWO_RANKS, publish_small_model
 from server.waiting import given_up_after
 
@@ -90,7 +90,7 @@ async def rest(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def server(pipeline: RequestPipeline) -> AsyncIterator[OurServer]:
     """Yields an HTTP server over ``pipeline`` with small socket buffers."""
-    async with our_server(pipeline) as server:
+    async with OurServer(pipeline) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import httpx
 import uvicorn
@@ -59,7 +59,7 @@ class RecordingServer(WireServer):
 
 
 class RawServer:
-    """A listening port and its connections."""
+    """A listening port and its connections. It runs until its ``async with`` block ends."""
 
     def __init__(self, pipeline: RequestPipeline) -> None:
         self.pipeline = pipeline
@@ -72,13 +72,20 @@ class RawServer:
         self.port = listening.getsockname()[1]
         return listening
 
-    async def start(self) -> None:
+    async def _start(self) -> None:
         raise NotImplementedError
 
-    async def stop(self) -> None:
+    async def _stop(self) -> None:
         """Aborts the connections at both ends, and waits until all have closed."""
         for writer in self._writers:
             writer.transport.abort()
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
 
     def outcomes(self) -> dict[str, int]:
         return dict(outcomes_of(self.pipeline.metrics.protocols["rest"]))
@@ -128,12 +135,12 @@ class OurServer(RawServer):
         super().__init__(pipeline)
         self.wire = RecordingServer(pipeline, certificates, management)
 
-    async def start(self) -> None:
+    async def _start(self) -> None:
         await self.wire.listen([self._bind()])
 
-    async def stop(self) -> None:
+    async def _stop(self) -> None:
         await self.wire.drain(0)
-        await super().stop()
+        await super()._stop()
         await until(lambda: not self.wire.connections)
 
     async def open_held(
@@ -179,50 +186,24 @@ class PlainServer(RawServer):
         )
         self._listening: asyncio.Server
 
-    async def start(self) -> None:
+    async def _start(self) -> None:
         self._config.load()
         self._listening = await asyncio.get_running_loop().create_server(
             lambda: HttpToolsProtocol(self._config, self._state, {}), sock=self._bind()
         )
 
-    async def stop(self) -> None:
+    async def _stop(self) -> None:
         self._listening.close()
         for connection in list(self._state.connections):
             connection.transport.abort()
-        await super().stop()
+        await super()._stop()
         await until(lambda: not self._state.connections and not self._state.tasks)
-
-
-@asynccontextmanager
-async def our_server(
-    pipeline: RequestPipeline,
-    certificates: Certificates | None = None,
-    management: ASGIApp | None = None,
-) -> AsyncIterator[OurServer]:
-    """Runs our server until the block ends, then aborts its connections."""
-    server = OurServer(pipeline, certificates, management)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
-
-
-@asynccontextmanager
-async def plain_server(pipeline: RequestPipeline) -> AsyncIterator[PlainServer]:
-    """Runs plain uvicorn until the block ends."""
-    server = PlainServer(pipeline)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
 
 
 @asynccontextmanager
 async def http_client(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
     """Yields a client of a server over ``pipeline``."""
-    async with our_server(pipeline) as server:
+    async with OurServer(pipeline) as server:
         base_url = f"http://127.0.0.1:{server.port}"
         async with httpx.AsyncClient(
             base_url=base_url, timeout=READ_S_MAX, trust_env=False, verify=False

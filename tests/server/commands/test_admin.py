@@ -16,7 +16,7 @@ from server.fake_admin import FakeAdmin
 from server.fake_deltas import at_seq
 from server.fake_engine import FakeEngine, model_info
 from server.live import make_pipeline
-from server.raw_http import our_server
+from server.raw_http import OurServer
 from typer.testing import CliRunner
 
 from embedserve.api import delta_hold
@@ -90,7 +90,7 @@ async def test_deltas_are_held_and_resumed(
     films = FakeEngine(model_info("films", {"user": (7, 2)}))
     pipeline = make_pipeline(FakeEngine(shop), films, executor=executor)
     monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
-    async with our_server(pipeline, management=management_app(pipeline, FakeAdmin())) as server:
+    async with OurServer(pipeline, management=management_app(pipeline, FakeAdmin())) as server:
 
         async def run_admin(*words: str) -> tuple[int, str]:
             arguments: list[Any] = ["admin", f"127.0.0.1:{server.port}", *words]

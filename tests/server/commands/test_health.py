@@ -12,7 +12,7 @@ import pytest
 from certificates import Authority
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline, serving
-from server.raw_http import our_server
+from server.raw_http import OurServer
 from server.waiting import WAIT_S_MAX
 from typer.testing import CliRunner
 
@@ -68,14 +68,14 @@ async def test_health_over_tls_and_with_required_client_certificates(
     root.write_bytes(authority.root)
     over_tls = {"EMBEDSERVE_TLS_CERT": files.certificate}
     for used in (files, replace(files, client_ca=str(root))):
-        async with our_server(pipeline, Certificates(used)) as server:
+        async with OurServer(pipeline, Certificates(used)) as server:
             assert await run_health(server.port, **over_tls) == (0, "")
             status, output = await run_health(server.port)
             assert (status, "answered 400: this port takes TLS only" in output) == (1, True)
             status, output = await run_health(server.port, "--ready", **over_tls)
             assert status == int(bool(used.client_ca))
             assert ("it requires a client certificate" in output) == bool(used.client_ca)
-    async with our_server(pipeline) as server:
+    async with OurServer(pipeline) as server:
         status, output = await run_health(server.port, **over_tls)
     assert status == 1
     assert "SSL" in output

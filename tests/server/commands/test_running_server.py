@@ -12,7 +12,7 @@ from certificates import Authority
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline, serving
 from server.other_servers import Responder, page, serve_http
-from server.raw_http import our_server
+from server.raw_http import OurServer
 from typer.testing import CliRunner
 
 from embedserve.access.authenticator import Authenticator
@@ -99,7 +99,7 @@ async def test_tls_authenticates_server_and_client(
     both.write_bytes(client.read_bytes() + client_key.read_bytes())
     certificates = Certificates(TlsFiles(str(certificate), str(key), str(root)))
     trusting = ("--ca", root)
-    async with our_server(pipeline, certificates) as server:
+    async with OurServer(pipeline, certificates) as server:
         url = f"https://localhost:{server.port}"
         for shown in (("--cert", client, "--key", client_key), ("--cert", both)):
             status, output = await run_command("shadow", url, *trusting, *shown)
@@ -130,7 +130,7 @@ async def test_token_is_read_from_a_file_or_a_variable(
     tokens.write_text(f'{{"name": "ops", "sha256": "{sha256}", "roles": ["admin"]}}\n')
     file.write_text(f"{token}\n")
     pipeline = make_pipeline(engine, executor=executor, authenticator=Authenticator(str(tokens)))
-    async with our_server(pipeline) as server:
+    async with OurServer(pipeline) as server:
         url = f"127.0.0.1:{server.port}"
         assert (await run_command("shadow", url, "--token-file", file))[0] == 0
         assert (await run_command("shadow", url, **{TOKEN_VARIABLE: token}))[0] == 0

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.fake_engine import FakeEngine, model_info
 from server.http2_client import Http2Client
 from server.live import Live, make_pipeline, serving
-from server.raw_http import OurServer, chunked, our_server, post, read_response
+from server.raw_http import OurServer, chunked, post, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.authenticator import Authenticator
@@ -296,7 +296,7 @@ async def test_names_of_client_certificates_are_used(
         name: client_context(authority.root, authority.sign(name).write(tmp_path, name))
         for name in ("ranker", "stranger")
     }
-    async with our_server(pipeline, Certificates(files)) as server:
+    async with OurServer(pipeline, Certificates(files)) as server:
         for name, wanted in {"ranker": 200, "stranger": 401}.items():
             for make in MAKES:
                 reader, writer = await server.open(contexts[name])

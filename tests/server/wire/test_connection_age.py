@@ -14,7 +14,7 @@ from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, PROTOBUF, live_server, make_pipeline
 from server.pipelines import outcomes_of
-from server.raw_http import OurServer, our_server
+from server.raw_http import OurServer
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -72,7 +72,7 @@ async def test_python_client_with_two_servers_loses_no_call(
 ) -> None:
     """Lets both servers retire the client's connections, while calls alternate between them."""
     pipelines = [make_pipeline(one, executor=executor) for one in (engine, FakeEngine())]
-    async with our_server(pipelines[0]) as one, our_server(pipelines[1]) as other:
+    async with OurServer(pipelines[0]) as one, OurServer(pipelines[1]) as other:
         target = f"ipv4:127.0.0.1:{one.port},127.0.0.1:{other.port}"
         async with AsyncGrpcEmbedClient(target, timeout_s=ANSWER_S_MAX) as client:
 

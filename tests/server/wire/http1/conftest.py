@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from server.fake_engine import FakeEngine
 from server.live import IN_THREAD, make_pipeline
-from server.raw_http import OurServer, our_server
+from server.raw_http import OurServer
 
 
 @pytest.fixture
@@ -17,5 +17,5 @@ async def threaded_server(
 ) -> AsyncIterator[OurServer]:
     """Runs a server that looks up in a thread, where the engine can be held."""
     pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
-    async with our_server(pipeline) as server:
+    async with OurServer(pipeline) as server:
         yield server

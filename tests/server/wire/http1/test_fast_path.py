@@ -22,8 +22,6 @@ from server.raw_http import (
     chunked,
     cut,
     get,
-    our_server,
-    plain_server,
     post,
     read_response,
 )
@@ -50,7 +48,7 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -
 async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[PlainServer]:
     """Runs plain uvicorn over an equal pipeline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    async with plain_server(
+    async with PlainServer(
         make_pipeline(engine, films, executor=executor, limits=LIMITS)
     ) as server:
         yield server
@@ -256,7 +254,7 @@ def test_pipelined_requests_split_at_random_get_the_responses_of_uvicorn(
 
     async def compare() -> None:
         pipeline = make_pipeline(engine, executor=executor, limits=LIMITS)
-        async with our_server(pipeline) as server, plain_server(pipeline) as plain:
+        async with OurServer(pipeline) as server, PlainServer(pipeline) as plain:
             responses = await server.talk(*packets)
             assert comparable(responses) == comparable(await plain.talk(sent))
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from server.raw_http import OurServer, get, our_server, read_response
+from server.raw_http import OurServer, get, read_response
 from server.waiting import until
 
 from embedserve.pipeline import RequestPipeline
@@ -52,7 +52,7 @@ def app() -> StreamingApp:
 
 @pytest.fixture
 async def server(pipeline: RequestPipeline, app: StreamingApp) -> AsyncIterator[OurServer]:
-    async with our_server(pipeline, management=app) as server:
+    async with OurServer(pipeline, management=app) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority, client_context
-from server.raw_http import OurServer, our_server
+from server.raw_http import OurServer
 
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
@@ -32,7 +32,7 @@ def certificates(files: TlsFiles) -> Certificates:
 
 @pytest.fixture
 async def server(pipeline: RequestPipeline, certificates: Certificates) -> AsyncIterator[OurServer]:
-    async with our_server(pipeline, certificates) as server:
+    async with OurServer(pipeline, certificates) as server:
         yield server
 
 

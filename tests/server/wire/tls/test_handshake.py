@@ -10,7 +10,7 @@ from time import perf_counter
 
 import pytest
 from certificates import Authority, client_context
-from server.raw_http import OurServer, get, our_server, read_response
+from server.raw_http import OurServer, get, read_response
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
@@ -76,7 +76,7 @@ OVERSIZED_HELLO = b"\x16\x03\x01\x40\x00\x01\xff\xff\xff" + bytes(0x4000 - 4)
 async def test_tls_client_gets_an_ssl_error_from_a_plain_port(
     pipeline: RequestPipeline, client: ssl.SSLContext
 ) -> None:
-    async with our_server(pipeline) as server:
+    async with OurServer(pipeline) as server:
         with pytest.raises(ssl.SSLError, match=r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE"):
             await server.open(client)
         await until(lambda: not server.wire.connections)
@@ -93,7 +93,7 @@ async def test_certificate_chain_over_the_limit_is_rejected(
     der = ssl.PEM_cert_to_DER_cert(authority.root.decode())
     chain = replace(pair, certificate=pair.certificate + authority.root * (nbytes // len(der)))
     client = client_context(authority.root, chain.write(tmp_path, "long"))
-    async with our_server(pipeline, Certificates(replace(files, client_ca=str(root)))) as server:
+    async with OurServer(pipeline, Certificates(replace(files, client_ca=str(root)))) as server:
         try:
             reader, writer = await server.open(client)
             writer.write(LIVE)
@@ -113,7 +113,7 @@ async def test_python_client_without_the_required_certificate_raises_unavailable
     root.write_bytes(authority.root)
     certificates = Certificates(replace(files, client_ca=str(root)))
     async with (
-        our_server(pipeline, certificates) as server,
+        OurServer(pipeline, certificates) as server,
         AsyncEmbedClient(f"https://127.0.0.1:{server.port}", ca=root) as client,
     ):
         with pytest.raises(Unavailable, match="certificate required"):
