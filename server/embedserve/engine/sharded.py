@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,10 @@ def shard_without_rows(
             r).
         is_weighted: whether to build the lookup that takes a weight for every id.
     """
-    module = _meta_collection(version.manifest, is_weighted)
+    config = partial(EmbeddingBagConfig, pooling=PoolingType.SUM)
+    module = meta_collection(
+        version.manifest, QuantEmbeddingBagCollection, config, is_weighted=is_weighted
+    )
     sharder = _PooledSharder(fused_params=fused_params(FUSED_PARAM_BOUNDS_CHECK_MODE))
     return distribute(module, plan, device_type, sharder, first_gpu)
 
@@ -154,20 +158,20 @@ def kernels_without_rows() -> Iterator[None]:
         Kernel.initialize_weights = original
 
 
-def _meta_collection(manifest: Manifest, is_weighted: bool) -> QuantEmbeddingBagCollection:
-    return QuantEmbeddingBagCollection(
+def meta_collection(manifest: Manifest, collection: Any, config: Any, **options: Any) -> Any:
+    """Returns the tables as a torchrec ``collection`` of ``config`` on the meta device."""
+    return collection(
         tables=[
-            EmbeddingBagConfig(
+            config(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
                 embedding_dim=table.stored_dim,
                 feature_names=list(table.feature_names),
-                pooling=PoolingType.SUM,
                 data_type=DATA_TYPES[table.dtype],
             )
             for table in manifest.tables
         ],
-        is_weighted=is_weighted,
+        **options,
         device=torch.device("meta"),
         output_dtype=torch.float32,
         register_tbes=True,

@@ -21,8 +21,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from embedserve.engine.sharded import DATA_TYPES, distribute, fused_params
-from embedserve_store.format.manifest import Manifest
+from embedserve.engine.sharded import distribute, fused_params, meta_collection
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 
@@ -83,23 +82,5 @@ def shard_unpooled_without_rows(
     """
     # torchrec's name of the parameter reaches pooled kernels only; this is FBGEMM's name.
     sharder = _UnpooledSharder(fused_params=fused_params("bounds_check_mode"))
-    return distribute(_meta_collection(version.manifest), plan, device_type, sharder, first_gpu)
-
-
-def _meta_collection(manifest: Manifest) -> QuantEmbeddingCollection:
-    return QuantEmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=table.name,
-                num_embeddings=table.num_embeddings,
-                embedding_dim=table.stored_dim,
-                feature_names=list(table.feature_names),
-                data_type=DATA_TYPES[table.dtype],
-            )
-            for table in manifest.tables
-        ],
-        device=torch.device("meta"),
-        output_dtype=torch.float32,
-        register_tbes=True,
-        quant_state_dict_split_scale_bias=True,
-    )
+    module = meta_collection(version.manifest, QuantEmbeddingCollection, EmbeddingConfig)
+    return distribute(module, plan, device_type, sharder, first_gpu)
