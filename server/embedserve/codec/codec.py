@@ -49,10 +49,10 @@ class Codec:
         encode: function from a result to the chunks of its response, each quick to encode.
         try_encode_inline: function from a result to (chunks, byte count) where all of it is quick;
             returns None where encoding takes long.
-        peek_model: function from a body to the model that it names, "" if none. Decodes nothing
-            else.
         estimate_size: function from a body to its approximate (bags, ids), seldom too many. Decodes
             nothing.
+        peek_model: function from a body to the model that it names, "" if none. Decodes nothing
+            else.
         encode_error: function from an error to the body of a REST error response.
         encode_streamed_error: function from an error to the message that a stream sends in place of
             the response.
@@ -71,8 +71,8 @@ class Codec:
     try_decode_inline: TryDecodeInline
     encode: Callable[[LookupResult], Iterable[bytes | memoryview]]
     try_encode_inline: Callable[[LookupResult], EncodedResponse | None]
-    peek_model: Callable[[bytes], str]
     estimate_size: Callable[[bytes], tuple[int, int]]
+    peek_model: Callable[[bytes], str] = lambda body: ""
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
     encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_responses.encode_error
     head_bytes: Callable[[ResponseChunks], int] | None = None
@@ -103,7 +103,6 @@ JSON = Codec(
     try_decode_inline=json_codec.try_decode_inline,
     encode=json_codec.encode_chunks,
     try_encode_inline=json_codec.try_encode_inline,
-    peek_model=lambda body: "",
     estimate_size=json_codec.estimate_size,
 )
 PREDICT = Codec(
@@ -113,7 +112,6 @@ PREDICT = Codec(
     try_decode_inline=predictor_codec.try_decode_inline,
     encode=predictor_codec.encode_chunks,
     try_encode_inline=predictor_codec.try_encode_inline,
-    peek_model=lambda body: "",
     estimate_size=predictor_codec.estimate_size,
     response_headers=predictor_codec.response_headers,
 )
@@ -201,7 +199,6 @@ def _arrow(decoder: ArrowDecoder) -> Codec:
         try_decode_inline=decoder.try_decode_inline,
         encode=arrow_responses.encode_chunks,
         try_encode_inline=arrow_responses.try_encode_inline,
-        peek_model=lambda body: "",
         estimate_size=decoder.estimate_size,
     )
 
@@ -214,23 +211,24 @@ def _infer(decoder: BodyDecoder) -> Codec:
         try_decode_inline=decoder.try_decode_inline,
         encode=body_responses.encode_chunks,
         try_encode_inline=body_responses.try_encode_inline,
-        peek_model=lambda body: "",
         estimate_size=bodies.estimate_size,
         encode_error=body_responses.encode_error,
         head_bytes=body_responses.head_bytes,
-        in_regions=partial(_bodies_in, decoder, None),
+        in_regions=partial(_in_regions, decoder.try_decode_inline, decoder.decode_request),
     )
 
 
 def _infer_binary(decoder: BodyDecoder, infer: Codec, json_bytes: int) -> Codec:
+    decode = partial(decoder.decode_request, json_bytes=json_bytes)
+    try_decode_inline = partial(decoder.try_decode_inline, json_bytes=json_bytes)
     return replace(
         infer,
         content_type=BINARY,
         limit="body_bytes_max",
-        decode=partial(decoder.decode_request, json_bytes=json_bytes),
-        try_decode_inline=partial(decoder.try_decode_inline, json_bytes=json_bytes),
+        decode=decode,
+        try_decode_inline=try_decode_inline,
         estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
-        in_regions=partial(_bodies_in, decoder, json_bytes),
+        in_regions=partial(_in_regions, try_decode_inline, decode),
     )
 
 
@@ -244,21 +242,13 @@ def _infer_message(decoder: MessageDecoder) -> Codec:
         try_encode_inline=message_responses.try_encode_inline,
         peek_model=infer_messages.peek_model,
         estimate_size=infer_messages.estimate_size,
-        in_regions=partial(_messages_in, decoder),
+        in_regions=partial(_in_regions, decoder.try_decode_inline, decoder.decode_request),
     )
 
 
-def _bodies_in(
-    decoder: BodyDecoder, json_bytes: int | None, regions: Regions
+def _in_regions(
+    try_decode_inline: Callable[..., LookupRequest | None],
+    decode: Callable[..., LookupRequest],
+    regions: Regions,
 ) -> tuple[TryDecodeInline, Decode]:
-    return (
-        partial(decoder.try_decode_inline, json_bytes=json_bytes, regions=regions),
-        partial(decoder.decode_request, json_bytes=json_bytes, regions=regions),
-    )
-
-
-def _messages_in(decoder: MessageDecoder, regions: Regions) -> tuple[TryDecodeInline, Decode]:
-    return (
-        partial(decoder.try_decode_inline, regions=regions),
-        partial(decoder.decode_request, regions=regions),
-    )
+    return partial(try_decode_inline, regions=regions), partial(decode, regions=regions)
