@@ -364,6 +364,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             shaped.code = "NOT_FOUND"
         response = respond(request, shaped, error.status_code)
         response.headers.update(error.headers or {})
+        if response.headers.get("allow") == "GET":
+            response.headers["allow"] = "GET, HEAD"  # AsgiHandler responds to HEAD like to GET
         return response
 
     async def on_invalid_body(request: Request, error: Exception) -> Response:
