@@ -31,7 +31,6 @@ OPTIONS = (
     "--no-zygote",
     "--process-per-site",
     "--disable-site-isolation-trials",
-    "--disable-threaded-compositing",
     "--disable-software-rasterizer",
     "--force-prefers-reduced-motion",  # otherwise each frame of a transition is drawn
     "--disable-features=BackForwardCache,MediaRouter,OptimizationHints,"

@@ -49,6 +49,12 @@ def hostile_engine() -> FakeEngine:
     return FakeEngine(info_of("shop", tables, {"t_tag": (MARKUP, "b", "c")}))
 
 
+def test_picture_of_a_page_is_drawn(page: Page, tmp_path: Path) -> None:
+    """Guards ``Page.picture``, which draws docs/console.png."""
+    page.picture(tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
 async def test_names_are_never_rendered_as_markup(page: Page, tmp_path: Path) -> None:
     async with console_server(hostile_engine(), tmp_path) as live:
         live.pipeline.telemetry = RequestTelemetry(slow_ms=1e-6)
