@@ -210,7 +210,7 @@ def enter_tokens(page: Page, port: int) -> None:
     page.until("document.querySelector('#state.paused')")  # no token was rejected yet
     assert "UNAUTHENTICATED" not in page.text("main")
     page.until("document.activeElement.id === 'token'")
-    page.write("es_none")
+    page.write("es_none\u2026")  # no header can have this character
     page.press("Enter")
     page.until("/UNAUTHENTICATED/.test(document.querySelector('#access').innerText)")
     page.until("document.querySelector('#state.bad')")

@@ -14,9 +14,9 @@ function kept() {
 }
 
 export function useToken(given) {
-  token = given;
+  token = given.replace(/[^ -ÿ]/g, "?"); // no header has other characters; the server rejects this token
   try {
-    if (given) sessionStorage.setItem(TOKEN, given);
+    if (token) sessionStorage.setItem(TOKEN, token);
     else sessionStorage.removeItem(TOKEN);
   } catch {
     // The token stays in memory only.
