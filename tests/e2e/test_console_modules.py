@@ -217,6 +217,33 @@ def test_ids_of_lost_parts_are_shown_with_the_result(page: Page, demo: Demo) -> 
     ]
 
 
+HEBREW_COUNTS = """
+import('/console/response.js').then(async ({ showResponse }) => {
+  const features = ["\u05d0", "\u05d1"];
+  const model = { features, tables: features.map((one) => ({ name: one, features: [one] })) };
+  const answer = { keys: features, length_per_key: [1, 1], values: [[0, 0]] };
+  const unknown_ids = { "\u05d0": 3, "\u05d1": 4 };
+  await showResponse({ ...answer, unknown_ids }, model, [], new Map());
+  const texts = document.createTreeWalker(document.querySelector(".note"), NodeFilter.SHOW_TEXT);
+  const places = [];
+  for (let node = texts.nextNode(); node; node = texts.nextNode()) {
+    [...node.data].forEach((letter, at) => {
+      const range = new Range();
+      range.setStart(node, at);
+      range.setEnd(node, at + 1);
+      places.push([range.getBoundingClientRect().left, letter]);
+    });
+  }
+  return places.sort(([one], [other]) => one - other).map(([, letter]) => letter).join("");
+})
+"""
+
+
+def test_count_stands_before_its_feature_whatever_its_script(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    assert page.value(HEBREW_COUNTS) == "Ids without a row: 3 of \u05d0, 4 of \u05d1"
+
+
 COUNTED_LOOKUPS = """
 Promise.all([import('/console/metrics.js'), import('/console/traffic.js')]).then(
   ([{ Between, Reading }, { showLookups }]) => {

@@ -36,8 +36,8 @@ export async function showResponse(response, model, words, named) {
 
 /** Returns a note with the counts by feature; none if there are no counts. */
 function countsOf(title, counts) {
-  const words = Object.entries(counts).map(([feature, count]) => `${count} of ${feature}`);
-  return words.length ? [element("p", { class: "note" }, `${title}: ${words.join(", ")}`)] : [];
+  const words = Object.entries(counts).flatMap(([feature, count]) => [", ", `${count} of `, element("bdi", {}, feature)]);
+  return words.length ? [element("p", { class: "note" }, `${title}: `, ...words.slice(1))] : [];
 }
 
 /** Returns the feature and table of a key, which is named feature or feature@table. */
