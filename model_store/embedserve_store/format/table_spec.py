@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from embedserve_store.errors import StoreError
@@ -66,7 +66,7 @@ class TableSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the table as the manifest stores it."""
-        return asdict(self) | {
+        return vars(self) | {
             "feature_names": list(self.feature_names),
             "row_bytes": self.row_bytes,
             "ids": self.ids.to_json(),
