@@ -151,6 +151,31 @@ def test_requests_and_failures_are_shown_by_version(page: Page, demo: Demo) -> N
     assert ("(default)" in stable, "(default)" in canary) == (True, False)  # default: the first
 
 
+ROUNDED_RATES = """
+Promise.all(["metrics", "figures", "models"].map((one) => import(`/console/${one}.js`))).then(
+  ([{ Between, Reading }, { showFigures }, { showModels }]) => {
+    const line = (name, more, outcome, count) =>
+      `embedserve_${name}requests_total{${more},outcome="${outcome}"} ${count}\n`;
+    const both = (outcome, count) => line("", 'protocol="rest"', outcome, count)
+      + line("model_", 'model="m",alias="",version="1"', outcome, count);
+    const text = (times) => both("OK", 69 * times) + both("CANCELLED", 19 * times);
+    const between = new Between(new Reading(text(0), 0), new Reading(text(1), 11735));
+    showFigures(between);
+    showModels([{ model: "m", alias: "", version: 1, since: "", leaving: [] }], "m", between);
+    return document.querySelector("#tiles").innerText + document.querySelector("#models").innerText;
+  })
+"""
+
+
+def test_no_rejection_is_shown_if_the_rates_of_other_outcomes_are_rounded(
+    page: Page, demo: Demo
+) -> None:
+    page.open(f"{demo.server.http}/console")
+    shown = " ".join(page.value(ROUNDED_RATES).split())
+    assert "Rejections 0/s 0 % of requests" in shown
+    assert "when asked 7.5 0 % " in shown
+
+
 DELTAS = """
 import('/console/models.js').then(({ showModels }) => {
   const other = { model: "m", alias: "", since: "", leaving: [], next: null };

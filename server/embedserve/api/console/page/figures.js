@@ -1,13 +1,13 @@
 // Tiles: rate, latency, batches, rejections and queue length, each with a line of the last minutes.
 
 import { byId, drawn, element, fill, number, say, seconds } from "./page.js";
+import { sumOf } from "./metrics.js";
 
 const POINTS_MAX = 90;
 const WIDTH = 120;
 const HEIGHT = 28;
 const REQUESTS = "embedserve_requests_total";
 const LATENCY = "embedserve_request_seconds";
-const ANSWERED = new Set(["OK", "CANCELLED"]);
 
 const TILES = [
   {
@@ -55,7 +55,7 @@ const TILES = [
 const lines = TILES.map(() => []);
 
 function rejected(between) {
-  return between.rate(REQUESTS) - [...ANSWERED].reduce((sum, one) => sum + between.rate(REQUESTS, { outcome: one }), 0);
+  return sumOf(between.rejections(REQUESTS));
 }
 
 function parts(rates) {
@@ -72,7 +72,7 @@ export function addPoints(step) {
 
 export function showFigures(between) {
   fill("tiles", ...TILES.map((tile, at) => tileOf(tile, between, lines[at])));
-  const codes = new Map([...between.rates(REQUESTS, "outcome")].filter(([one, rate]) => !ANSWERED.has(one) && rate > 0));
+  const codes = new Map([...between.rejections(REQUESTS)].filter(([, rate]) => rate > 0));
   say("rejections", codes.size ? `Rejected with ${parts(codes)} a second` : "");
   byId("rejections").hidden = !codes.size;
 }

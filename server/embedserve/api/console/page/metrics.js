@@ -33,6 +33,11 @@ function numberOf(text) {
   return text === "-Inf" ? -Infinity : Number(text);
 }
 
+/** Returns the sum of rates. */
+export function sumOf(rates) {
+  return [...rates.values()].reduce((sum, one) => sum + one, 0);
+}
+
 function keyOf(labels) {
   return JSON.stringify(Object.entries(labels).sort());
 }
@@ -92,6 +97,13 @@ export class Between {
     for (const { labels, value } of this.growth(name, where)) {
       rates.set(labels[label], (rates.get(labels[label]) ?? 0) + value / this.seconds);
     }
+    return rates;
+  }
+
+  /** Returns rates of requests that ended with an error, by its code. */
+  rejections(name, where = {}) {
+    const rates = this.rates(name, "outcome", where);
+    for (const answered of ["OK", "CANCELLED"]) rates.delete(answered);
     return rates;
   }
 

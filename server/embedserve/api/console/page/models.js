@@ -2,6 +2,7 @@
 
 import { ask, inPath } from "./server.js";
 import { bytes, element, fill, number, seconds, table } from "./page.js";
+import { sumOf } from "./metrics.js";
 
 const LOOKUP = "embedserve_lookup_seconds";
 const REQUESTS = "embedserve_model_requests_total";
@@ -51,10 +52,8 @@ export function showModels(models, defaultModel, between) {
 
 /** Returns the percentage of a version's requests that ended with an error. */
 function failedOf(where, between) {
-  const rates = between.rates(REQUESTS, "outcome", where);
-  const all = [...rates.values()].reduce((sum, one) => sum + one, 0);
-  const failed = all - (rates.get("OK") ?? 0) - (rates.get("CANCELLED") ?? 0);
-  return `${number((100 * failed) / (all || 1))}\u00a0%`;
+  const failed = sumOf(between.rejections(REQUESTS, where));
+  return `${number((100 * failed) / (between.rate(REQUESTS, where) || 1))}\u00a0%`;
 }
 
 function answersOf(model) {

@@ -1,6 +1,7 @@
 // Lookups by table and rank, ids without a row, and the slowest requests.
 
 import { byId, bytes, element, fill, number, seconds, table } from "./page.js";
+import { sumOf } from "./metrics.js";
 import { imbalance, labelsOf, titleOf } from "./models.js";
 
 const TABLE = "embedserve_table_lookups_total";
@@ -29,7 +30,7 @@ export function showLookups(models, between) {
 function lookupsBy(name, label, where, between) {
   const rates = between.rates(name, label, where);
   const read = between.rates(name.replace("_lookups_", "_read_bytes_"), label, where);
-  const total = [...rates.values()].reduce((sum, one) => sum + one, 0);
+  const total = sumOf(rates);
   const headings = [label, ["rows/s", "number"], "share"];
   if (read.size) headings.splice(2, 0, ["read", "number"]);
   const rows = [...rates].map(([one, rate]) => {
