@@ -42,10 +42,6 @@ function keyOf(labels) {
   return JSON.stringify(Object.entries(labels).sort());
 }
 
-function matches(labels, where) {
-  return Object.entries(where).every(([name, value]) => labels[name] === value);
-}
-
 /** The server's metrics at one time. */
 export class Reading {
   constructor(text, atMs) {
@@ -54,7 +50,8 @@ export class Reading {
   }
 
   of(name, where = {}) {
-    return (this.samples.get(name) ?? []).filter((one) => matches(one.labels, where));
+    const wanted = Object.entries(where);
+    return (this.samples.get(name) ?? []).filter(({ labels }) => wanted.every(([label, value]) => labels[label] === value));
   }
 
   has(name) {
