@@ -143,7 +143,9 @@ def _statuses(path: str) -> tuple[str, ...]:
     if "{model}" in path:
         statuses.append("404")
     if path.startswith("/admin/"):
-        statuses += ["400", "404", "409", "415"]
+        statuses.append("415")
+        if path != "/admin/reload":
+            statuses += ["400", "404" if "/deltas/" in path else "409"]
     if path == "/v2/repository/index":
         statuses.append("400")
     if path.startswith(SHARED_MEMORY):

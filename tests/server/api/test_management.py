@@ -250,7 +250,7 @@ def test_operation_summaries_differ_from_function_names(
             assert words[1] == "Prometheus" or words[1].islower(), path
 
 
-async def test_openapi_requests_of_administrators_are_accepted(
+async def test_openapi_describes_the_operations_of_administrators(
     executor: ThreadPoolExecutor,
 ) -> None:
     app = management_app(make_pipeline(FakeEngine(), executor=executor), FakeAdmin())
@@ -261,6 +261,14 @@ async def test_openapi_requests_of_administrators_are_accepted(
         for path, one in operations.items():
             assert list(one["post"]["requestBody"]["content"]) == [JSON], path
         assert (await client.post("/admin/reload", json={})).status_code == 202
+    errors = {path: sorted(one["post"]["responses"])[1:-1] for path, one in operations.items()}
+    assert errors == {
+        "/admin/load": ["400", "409", "415"],  # an unknown model, too, is a conflict
+        "/admin/unload": ["400", "409", "415"],
+        "/admin/reload": ["415"],
+        "/admin/deltas/hold": ["400", "404", "415"],
+        "/admin/deltas/go-on": ["400", "404", "415"],
+    }
 
 
 async def test_openapi_parameters_are_path_and_header_parameters_only(
