@@ -216,6 +216,9 @@ def _check_proxies(settings: ServeSettings) -> None:
 
 
 def _check_security(settings: ServeSettings) -> None:
+    for name in ("host", "management_host"):
+        if not getattr(settings, name):
+            raise ValueError(f"{name} is '', expected an address; 0.0.0.0 is all interfaces")
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise ValueError(
             f"tls_cert is {settings.tls_cert!r} and tls_key is {settings.tls_key!r}: a certificate "

@@ -128,6 +128,13 @@ def test_invalid_unix_sockets_are_rejected(settings: ServeSettings, message: str
         check_settings(settings)
 
 
+@pytest.mark.parametrize("name", ["host", "management_host"])
+def test_empty_address_is_rejected(name: str) -> None:
+    """Guards against an unset variable in a script: "" would listen on all interfaces."""
+    with pytest.raises(ValueError, match=f"^{name} is '', expected an address"):
+        check_settings(replace(PLAIN, **{name: ""}))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["store", "cache"])
 @pytest.mark.parametrize("several", [{"workers": 2}, {"deltas": "follow"}])
 def test_paths_that_are_not_utf8_are_rejected_for_several_processes(
