@@ -22,8 +22,10 @@ def make_token(
     """Prints the line to stdout and the token to stderr, so that `>> FILE` stores only the line.
 
     Raises:
-        ValueError: an option is invalid, or the token would have expired.
+        ValueError: an option is invalid, the token would have expired, or stderr is closed.
     """
+    if sys.stderr is None:  # print would write the token to stdout, which may be the token file
+        raise ValueError("stderr is closed, and the token is printed there")
     token, sha256 = new_token()
     found = {
         "name": name,

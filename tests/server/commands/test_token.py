@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from embedserve.access.grants import grant_of
 from embedserve.commands.cli import app
+from embedserve.commands.token import make_token
 
 
 def run(*arguments: str) -> Result:
@@ -38,3 +40,12 @@ def test_empty_restriction_is_rejected(option: str) -> None:
     result = run(option)
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"embedserve: {option[2:].partition('=')[0]} is not " in result.stderr
+
+
+def test_token_is_not_printed_to_stdout_if_stderr_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(ValueError, match="stderr is closed"):
+        make_token("ranker", None, "embed", None, None, None)
+    assert capsys.readouterr().out == ""
