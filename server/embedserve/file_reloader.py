@@ -8,11 +8,12 @@ that is logged, too. Parsing is the caller's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from embedserve.periodic import repeat
@@ -28,6 +29,15 @@ descriptors ends, and a certificate becomes valid, without a change of the files
 as 10,000 tokens take a quarter of a second."""
 
 Signature = tuple[tuple[int, int, int, int] | None, ...]
+
+
+@contextlib.contextmanager
+def named_in_errors(what: str) -> Iterator[None]:
+    """Puts ``what``, a setting, before the message of an OSError, which names a file alone."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{what}: {error}") from error
 
 
 class FileReloader(Generic[T]):
@@ -60,10 +70,8 @@ class FileReloader(Generic[T]):
         self._signature = self._sign()
         self._fault = ""
         self._retry_at_s = math.inf
-        try:
+        with named_in_errors(what):
             adopt(read())
-        except OSError as error:
-            raise OSError(f"{what}: {error}") from error
 
     async def poll(self) -> None:
         """Reads the files again if they have changed, or RETRY_S after a read that failed. Runs in

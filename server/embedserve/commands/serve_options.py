@@ -8,6 +8,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -104,9 +105,8 @@ def _config_values(path: Path) -> dict[str, Any]:
     known = {f.name for f in (*fields(ServeSettings), *fields(Limits))} - {"limits"}
     for key in values:
         if key not in known:
-            raise typer.BadParameter(
-                f"{path}: unknown key {key!r}; there are {', '.join(sorted(known))}"
-            )
+            near = "".join(f", did you mean {one}?" for one in get_close_matches(key, known, 1))
+            raise typer.BadParameter(f"{path}: unknown key {key!r}{near}")
         if expected := _expected_kind(key, values[key]):
             raise typer.BadParameter(f"{path}: {key} is {values[key]!r}, expected {expected}")
     return values

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings, uds_mode
 from embedserve.deltas.delta_target import make_shared_state
+from embedserve.file_reloader import named_in_errors
 from embedserve.metrics.metrics import CounterRoom, cells_per_worker
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.logging_setup import set_up_logging
@@ -149,18 +150,17 @@ def notifier() -> Notify:
 
 
 def _check_files(settings: ServeSettings) -> None:
-    """Raises OSError or ValueError for files that would otherwise end the server after its models
-    are loaded."""
+    """Raises OSError or ValueError for files that would end the server once models are loaded."""
     from embedserve.access.grants import read_grants
     from embedserve.api.console.labels import read_labels
     from embedserve.wire.tls.certificates import read_context, tls_files
 
     if (files := tls_files(settings)) is not None:
         read_context(files)
-    if settings.tokens:
-        read_grants(settings.tokens)
-    if settings.labels:
-        read_labels(settings.labels)
+    readers: Mapping[str, Callable[[str], object]] = {"tokens": read_grants, "labels": read_labels}
+    for name, read in readers.items():
+        if path := getattr(settings, name):
+            named_in_errors(name)(read)(path)
 
 
 def _claimed(settings: ServeSettings) -> Ports:

@@ -139,8 +139,8 @@ def test_serve_runs_with_environment_variables_only(
 @pytest.mark.parametrize(
     ("content", "expected_name"),
     [
-        (b"http_prot = 1\n", "'http_prot'"),
-        (b"limits = 1\n", "'limits'"),
+        (b"http_prot = 1\n", "unknown key 'http_prot', did you mean http_port? (embed"),
+        (b"limits = 1\n", "unknown key 'limits' (embed"),
         (b"[server]\nhost = 'x'\n", "'server'"),
         (b"host = \n", "serve.toml"),
         (b"host = '\xff'\n", "serve.toml"),
@@ -238,6 +238,12 @@ def test_inspecting_a_missing_store_prints_one_error_line(tmp_path: Path) -> Non
 
 def test_unknown_log_level_prints_one_error_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path, "--log-level", "loud"), "log_level is 'loud'")
+
+
+@pytest.mark.parametrize("setting", ["tokens", "labels"])
+def test_missing_file_of_a_setting_is_named_with_the_setting(tmp_path: Path, setting: str) -> None:
+    done = embedserve("serve", tmp_path, f"--{setting}", "nowhere")
+    check_one_line(done, f"{setting}: [Errno 2] No such file or directory: 'nowhere'")
 
 
 def test_error_of_a_file_names_it_and_the_reason_alone(tmp_path: Path) -> None:
