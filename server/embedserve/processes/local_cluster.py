@@ -25,6 +25,7 @@ from typing import IO
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings
+from embedserve.file_reloader import named_in_errors
 from embedserve.model_names import split_name
 from embedserve.processes.cluster_child import HOST, Child
 from embedserve.processes.forked import described
@@ -115,7 +116,8 @@ class LocalCluster:
             for index, child in enumerate(self._all):
                 sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
                 sockets[child] = str(folder / f"{index}.sock")
-                sock.bind(sockets[child])
+                with named_in_errors(f"TMPDIR ({folder})"):
+                    sock.bind(sockets[child])
                 self._selector.register(sock, selectors.EVENT_READ, partial(child.receive, sock))
             stack.callback(self._stop_all)
             while not self._stops:

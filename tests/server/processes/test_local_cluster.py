@@ -22,7 +22,12 @@ from waits import wait_until
 
 from embedserve.processes.cluster_child import SHARD_PORTS, Child
 from embedserve.processes.forked import QUICK_END_S
-from embedserve.processes.local_cluster import ClusterSettings, _router_arguments, _shard
+from embedserve.processes.local_cluster import (
+    ClusterSettings,
+    LocalCluster,
+    _router_arguments,
+    _shard,
+)
 from embedserve.processes.startup.ports import claim_ports
 
 WAIT_S_MAX = 60
@@ -204,6 +209,12 @@ def test_a_shard_that_fails_at_the_start_ends_the_cluster(tmp_path: Path) -> Non
         assert "embedserve: part 1 ended with exit code 1 before it was ready" in running.log()
         assert "router is ready" not in running.log()
         assert not any(map(is_running, running.pids()))
+
+
+def test_folder_whose_name_is_too_long_for_sockets_is_named(tmp_path: Path) -> None:
+    cluster = LocalCluster([], Child("router", []), lambda: None)
+    with pytest.raises(OSError, match=r"^TMPDIR \(.*x\): AF_UNIX path too long"):
+        cluster.run(tmp_path / ("x" * 100))
 
 
 def test_restart_delay_grows_for_a_child_that_keeps_ending() -> None:
