@@ -1,7 +1,8 @@
 """Pipelined lookups over one gRPC stream; results arrive in the order of the requests.
 
-grpc pulls the requests from `_outgoing` in its own thread or task. For each item `_outgoing` puts a
-step into a queue: the request was sent with its batch size, or the client rejected it.
+grpc pulls the requests from `_outgoing` in its own thread; `_send_all` sends them in a task. For
+each item both put a step into a queue: the request was sent with its batch size, or the client
+rejected it.
 
 The reading side takes a step and then the response for it. A failed item therefore keeps its
 position, and the stream continues. A last step marks the end of the requests, or of the call.
@@ -12,6 +13,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
+    Awaitable,
     Callable,
     Generator,
     Iterable,
@@ -97,7 +99,7 @@ def stream_answers(
 
 
 async def stream_answers_async(
-    open_call: Callable[[AsyncIterator[pb.EmbedRequest]], Any],
+    open_call: Callable[[], Any],
     items: Iterable[StreamItem] | AsyncIterable[StreamItem],
     answers: AnswerReader,
     is_closed: Callable[[], bool],
@@ -108,14 +110,12 @@ async def stream_answers_async(
         is_closed: returns whether the client was closed.
     """
     steps: asyncio.Queue[_Step] = asyncio.Queue()
-    senders: list[Any] = []
-    call = open_call(_outgoing_async(items, steps.put_nowait, senders.append))
+    call = open_call()
     ending = Ending(call)
+    sender = asyncio.create_task(_send_all(call, items, steps.put_nowait))
 
     def end(_: Any) -> None:
-        """Stops reading items: grpc.aio does so only if the client ends the call."""
-        for sender in senders:
-            sender.cancel()
+        sender.cancel()  # before it takes an item that the call cannot send any more
         steps.put_nowait(_End.CUT)
 
     call.add_done_callback(end)
@@ -145,22 +145,36 @@ def _outgoing(items: Iterable[StreamItem], tell: _Tell) -> Iterator[pb.EmbedRequ
         tell(_End.ALL_SENT)
 
 
-async def _outgoing_async(
-    items: Iterable[StreamItem] | AsyncIterable[StreamItem],
-    tell: _Tell,
-    tell_task: Callable[[Any], None],
-) -> AsyncIterator[pb.EmbedRequest]:
-    tell_task(asyncio.current_task())
+async def _send_all(
+    call: Any, items: Iterable[StreamItem] | AsyncIterable[StreamItem], tell: _Tell
+) -> None:
+    """Sends the requests until the call ends.
+
+    grpc.aio would cancel a call that ends while it sends, and its status would be lost.
+    """
     try:
         async for item in _each(items):
             message, step = _encoded(item)
             tell(step)
-            if message is not None:
-                yield message
+            if message is not None and not await _has_sent(call.write(message)):
+                return
     except (Exception, SystemExit) as error:
         tell(_Broken(error))
+    except asyncio.CancelledError:
+        call.cancel()  # the items raised it, unless the call has ended
+        raise
     else:
         tell(_End.ALL_SENT)
+        await _has_sent(call.done_writing())
+
+
+async def _has_sent(write: Awaitable[None]) -> bool:
+    """Returns whether a write has not failed, as it does once the call has ended."""
+    try:
+        await write
+    except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+        return False
+    return True
 
 
 async def _each(

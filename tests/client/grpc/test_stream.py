@@ -230,6 +230,20 @@ async def test_async_stream_to_a_missing_server_raises_unavailable() -> None:
             await anext(client.embed_stream(items()))
 
 
+async def test_deadline_of_a_stream_does_not_cancel_the_task_that_reads_it(
+    grpc_target: str,
+) -> None:
+    """grpc.aio reports a call as cancelled that ends while it sends the end of the requests."""
+    async with AsyncGrpcEmbedClient(grpc_target) as client:
+
+        async def read(timeout_s: float) -> None:
+            assert [answer async for answer in client.embed_stream([], timeout_s=timeout_s)] == []
+
+        reads = [read((1 + n) * 1e-5) for n in range(50)]
+        ended = await asyncio.gather(*reads, return_exceptions=True)
+    assert {type(error) for error in ended} <= {DeadlineExceeded, type(None)}
+
+
 async def test_no_item_is_taken_after_the_server_has_ended_a_stream(grpc_target: str) -> None:
     """The items come from a queue, where the next one stays for another stream."""
     queue: asyncio.Queue[StreamRequest] = asyncio.Queue()
