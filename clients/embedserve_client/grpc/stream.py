@@ -111,7 +111,7 @@ async def stream_answers_async(
     """
     steps: asyncio.Queue[_Step] = asyncio.Queue()
     call = open_call()
-    ending = Ending(call)
+    responses, ending = aiter(call), Ending(call)
     sender = asyncio.create_task(_send_all(call, items, steps.put_nowait))
 
     def end(_: Any) -> None:
@@ -122,7 +122,7 @@ async def stream_answers_async(
 
     async def receive() -> pb.EmbedResponse | None:
         with closed_errors(is_closed):
-            return await _receive_async(call, ending)
+            return await _receive_async(responses, ending)
 
     try:
         while not isinstance(step := await steps.get(), _End):
@@ -206,9 +206,12 @@ def _receive(call: Any) -> pb.EmbedResponse | None:
         return next(call, None)
 
 
-async def _receive_async(call: Any, ending: Ending) -> pb.EmbedResponse | None:
+async def _receive_async(
+    responses: AsyncIterator[pb.EmbedResponse], ending: Ending
+) -> pb.EmbedResponse | None:
+    """Returns the next response, also after a write has failed: the status follows the last one."""
     try:
-        answer = await call.read()
+        answer = await anext(responses, grpc.aio.EOF)
     except grpc.RpcError as raised:
         code, details, trailing = await ending.status()
         if code is grpc.StatusCode.OK:

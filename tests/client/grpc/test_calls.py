@@ -1,12 +1,16 @@
 """Tests of the status of an ended gRPC call: its error, and while a failed write hides it."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import pytest
 
+from embedserve_client import Unavailable
+from embedserve_client.core.messages import AnswerReader
 from embedserve_client.grpc.calls import Ending, Status, status_error
+from embedserve_client.grpc.stream import stream_answers_async
+from embedserve_proto import embedding_pb2 as pb
 
 SERVER_STATUS = (grpc.StatusCode.UNAVAILABLE, "draining", (("retry-after", "7"),))
 GRPC_STATUS = (grpc.StatusCode.INTERNAL, "Internal error from Core", ())
@@ -17,14 +21,14 @@ class FakeCall:
 
     def __init__(self, *statuses: Status) -> None:
         self._statuses = list(statuses)
-        self._callback: Callable[[Any], None] | None = None
+        self._callbacks: list[Callable[[Any], None]] = []
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._callback = callback
+        self._callbacks.append(callback)
 
     def end(self) -> None:
-        assert self._callback is not None
-        self._callback(self)
+        for callback in self._callbacks:
+            callback(self)
 
     async def code(self) -> grpc.StatusCode:
         return self._statuses[0][0]
@@ -67,3 +71,39 @@ def test_field_of_an_error_is_percent_decoded() -> None:
     trailing = (("embedserve-field", "features.%E6%98%A0 50%25[0]"),)
     error = status_error(grpc.StatusCode.INVALID_ARGUMENT, "invalid", trailing)
     assert error.field == "features.映 50%[0]"
+
+
+class FailedWriteCall(FakeCall):
+    """An aio call that fails to write while it has an unread response, which grpc.aio's ``read``
+    then skips."""
+
+    async def write(self, message: pb.EmbedRequest) -> None:
+        self.end()
+        raise rpc_error(GRPC_STATUS)
+
+    async def read(self) -> None:
+        raise rpc_error(GRPC_STATUS)
+
+    async def __aiter__(self) -> AsyncIterator[pb.EmbedResponse]:
+        yield pb.EmbedResponse(
+            model="shop", keys=["user"], length_per_key=[1], batch_size=1, values=bytes(4)
+        )
+        raise rpc_error(GRPC_STATUS)
+
+    def cancel(self) -> None:
+        pass
+
+
+def rpc_error(status: Status) -> grpc.aio.AioRpcError:
+    code, details, trailing = status
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
+
+
+async def test_response_before_a_failed_write_is_read_and_the_status_follows() -> None:
+    call = FailedWriteCall(GRPC_STATUS, SERVER_STATUS)
+    answers = stream_answers_async(
+        lambda: call, [{"user": [1]}], AnswerReader(), is_closed=lambda: False
+    )
+    assert (await anext(answers)).result()["user"].tolist() == [[0]]
+    with pytest.raises(Unavailable, match="draining"):
+        await anext(answers)
