@@ -78,7 +78,8 @@ class GrpcEmbedClient(BaseClient):
 
         Args:
             items: requests, as features or StreamRequests. Another thread reads ahead, as far as
-                the server accepts requests.
+                the server accepts requests. If it waits for an item when the stream ends, it still
+                takes that item, which is not sent.
             timeout_s: time limit of the whole stream in seconds; None is no limit.
 
         Yields an EmbedResult per item. A failed item yields its EmbedServeClientError instead, and
