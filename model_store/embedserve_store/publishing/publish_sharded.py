@@ -125,14 +125,17 @@ def _save_and_publish(
 ) -> PublishedVersion | None:
     """Saves this rank's shards. Rank 0 then publishes them and returns the version.
 
-    Without expected answers in ``options``, those of ``module`` itself are compared first.
+    Without expected answers in ``options``, those of ``module`` itself are compared first. Rows
+    that are not pooled are not: TorchRec cannot look these up on several CPU ranks.
     """
     from embedserve_store.sources.checkpoint import find_tables, open_checkpoint
     from embedserve_store.sources.live_dmp import save_tables
 
     prefix = options["prefix"]
+    is_pooled = description.tables[0].pooling != "none"
+    is_compared = is_pooled and options.get("expected") is None
     with as_store_error(Path(store) / model):
-        own = expected_of(module, prefix) if options.get("expected") is None else None
+        own = expected_of(module, prefix) if is_compared else None
         save_tables(module, shards, prefix, ranks.group)
         if ranks.rank == 0:
             if own is not None:

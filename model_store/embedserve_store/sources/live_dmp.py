@@ -62,8 +62,9 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
     """Yields a twin of the sharded collection in ``module`` that shares its tables.
 
     The twin computes outputs without side effects on training. A sharded collection learns the
-    order of its features from the first batch, so the twin starts without this state. The kernels'
-    call counts are restored at the end.
+    order of its features from the first batch, so the twin starts without this state. Its ranks
+    exchange float32 values, also if those of the training round them for each other (qcomms). The
+    kernels' call counts are restored at the end.
     """
     collection = collection_of(module, prefix)
     twin = copy.copy(collection)
@@ -80,6 +81,8 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
         _features_order=[],
         post_lookup_tracker_fn=None,  # TorchRec's delta tracker records training
     )
+    if collection.qcomm_codecs_registry:
+        twin._output_dists = list(_output_dists_without_codecs(collection))
     counts = [
         (kernel, name, copy.deepcopy(getattr(kernel, name)))
         for lookup in collection._lookups  # a list, which modules() does not traverse
@@ -92,6 +95,15 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
     finally:
         for kernel, name, count in counts:
             setattr(kernel, name, count)
+
+
+def _output_dists_without_codecs(collection: Any) -> Iterator[torch.nn.Module]:
+    """Yields a module for each sharding that exchanges the results of the ranks unrounded."""
+    by_type = getattr(collection, "_sharding_type_to_sharding", {})  # of an EmbeddingCollection
+    for sharding in by_type.values() or collection._embedding_shardings:
+        plain = copy.copy(sharding)
+        plain._qcomm_codecs_registry = None
+        yield plain.create_output_dist(device=collection._device)
 
 
 def collection_of(module: torch.nn.Module, prefix: str = "") -> Any:

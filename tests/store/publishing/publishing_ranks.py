@@ -2,9 +2,10 @@
 
     python publishing_ranks.py FOLDER CASE
 
-CASE is ``publishing`` (rank 0 publishes for longer than LIMIT), ``saving`` (rank 1 saves its shards
-for longer), ``unwritable`` (rank 1 cannot write to the store) or ``full`` (rank 1 cannot write its
-shards, because the disk is full). FOLDER gets ``store/`` and, for each rank, ``outcome-RANK``.
+CASE is a fault, or ``rounding`` (the ranks round the results that they exchange to float16). Faults
+are ``publishing`` (rank 0 publishes for longer than LIMIT), ``saving`` (rank 1 saves its shards for
+longer), ``unwritable`` (rank 1 cannot write to the store) and ``full`` (its disk is full). FOLDER
+gets ``store/`` and, for each rank, ``outcome-RANK``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +26,12 @@ import torch.multiprocessing as mp
 import trainer
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import FileSystemWriter
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 
 from embedserve_store.errors import StoreError
 from embedserve_store.publishing import publish, publish_sharded
@@ -55,10 +63,18 @@ def arrange(rank: int, case: str) -> Any:
     return patch.dict({})
 
 
+def sharded(case: str) -> DistributedModelParallel:
+    config = QCommsConfig(CommType.FP16, CommType.FP16)
+    codecs = get_qcomm_codecs_registry(config) if case == "rounding" else None
+    sharder = partial(trainer.CpuSharder, qcomm_codecs_registry=codecs)
+    with patch.object(trainer, "CpuSharder", sharder):
+        return trainer.shard(2, "float32")
+
+
 def run(rank: int, folder: Path, case: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    dmp = trainer.shard(2, "float32")
+    dmp = sharded(case)
     distributed_c10d._set_pg_timeout(LIMIT)
     with arrange(rank, case), patch.object(distributed_c10d, "default_pg_timeout", LIMIT):
         try:

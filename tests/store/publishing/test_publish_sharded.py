@@ -26,6 +26,10 @@ def test_ranks_wait_longer_than_the_process_group_timeout(tmp_path: Path, late: 
     assert LocalStore(tmp_path / "store").versions("m") == [1]
 
 
+def test_results_that_ranks_round_for_each_other_are_compared_unrounded(tmp_path: Path) -> None:
+    assert outcomes(tmp_path, "rounding") == ["1", "none"]
+
+
 def test_all_ranks_raise_if_one_rank_cannot_write_the_store(tmp_path: Path) -> None:
     rejection = "StoreError: cannot be written on rank 1"
     assert outcomes(tmp_path, "unwritable") == [rejection, rejection]

@@ -230,6 +230,18 @@ def test_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
         publish_sharded(dmp, tmp_path, model="m", sharding="row_wise", hosts=31)
 
 
+def planned(ebc: EmbeddingBagCollection, types: dict[str, str]) -> DistributedModelParallel:
+    """Returns a model of ``ebc`` with these types of sharding by table."""
+    model = nn.ModuleDict({"ebc": ebc})
+    sharder = trainer.CpuSharder(trainer.FUSED)
+    kinds = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
+    topology = Topology(world_size=1, compute_device="cpu")
+    plan = EmbeddingShardingPlanner(topology=topology, constraints=kinds).plan(model, [sharder])
+    return DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
+    )
+
+
 @pytest.mark.parametrize(
     ("types", "is_weighted", "wrong"),
     [
@@ -246,13 +258,7 @@ def test_model_that_pools_in_another_way_than_its_tables_say_is_rejected(
     tmp_path: Path, types: dict[str, str], is_weighted: bool, wrong: str
 ) -> None:
     """TorchRec divides by the lengths of bags beside a row-wise mean, and that by its weights."""
-    model = nn.ModuleDict({"ebc": bags(is_weighted=is_weighted)})
-    sharder = trainer.CpuSharder(trainer.FUSED)
-    kinds = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
-    topology = Topology(world_size=1, compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=kinds)
-    plan = planner.plan(model, [sharder])
-    dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    dmp = planned(bags(is_weighted=is_weighted), types)
     with pytest.raises(InvalidModelError, match=rf"key {wrong}"):
         publish_sharded(dmp, tmp_path, model="m")
     assert not (tmp_path / "m").exists()
