@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 from embedserve_store.errors import StoreError
 
@@ -53,6 +52,10 @@ _DTYPES = frozenset(
         *("quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
     ]
 )
+
+_LOADS: dict[int, Any] = pickle._Unpickler.dispatch
+_UNCHECKED = pickle.DICT + pickle.ADDITEMS + pickle.FROZENSET
+"""Opcodes that hash objects, and that DCP does not write."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,14 @@ class _Record:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickles to records, tuples and dtype names, and rejects every other name."""
+class _Unpickler(pickle._Unpickler):
+    """Unpickles to records, tuples and dtype names, and rejects every other name.
+
+    This is pickle's implementation in Python. The one in C ends the process if a key is a
+    tuple nested 300,000 times, and allocates whatever memo a file names.
+    """
+
+    stack: list[Any]
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -115,6 +124,27 @@ class _Unpickler(pickle.Unpickler):
             return self.records.setdefault((module, name), type(name, (_Record,), {}))
         raise StoreError(f"refused: it holds {module}.{name}, which DCP does not write there")
 
+    def _load_item(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        _LOADS[pickle.SETITEM[0]](self)
+
+    def _load_items(self) -> None:
+        _check_keys(self.stack[::2])
+        _LOADS[pickle.SETITEMS[0]](self)
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{opcode: load for opcode, load in _LOADS.items() if opcode not in _UNCHECKED},
+        pickle.SETITEM[0]: _load_item,
+        pickle.SETITEMS[0]: _load_items,
+    }
+
+
+def _check_keys(keys: list[Any]) -> None:
+    """Raises StoreError for a key that DCP does not write."""
+    for key in keys:
+        if not isinstance(key, str | int | _Record):
+            raise StoreError(f"a key is a {type(key).__name__}")
+
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
     """Returns every entry of a checkpoint by full key; None for an entry that is not a tensor.
@@ -128,7 +158,6 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        _check_memo(data)
         root = _Unpickler(io.BytesIO(data)).load()
         return dict(_entries(_fields(root, "Metadata")))
     except StoreError as error:
@@ -138,19 +167,12 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
         raise StoreError(f"{path}: not what DCP writes, or damaged: {reason:.200}") from error
 
 
-def _check_memo(data: bytes) -> None:
-    """Raises StoreError for a memo index beyond the file, which the unpickler would allocate."""
-    for opcode, argument, _ in pickletools.genops(data):
-        index = argument if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
-        if isinstance(index, int) and index > len(data):
-            raise StoreError("not what DCP writes: a memo index beyond the file")
-
-
 def _entries(metadata: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor | None]]:
     places = {}
     for index, info in _mapping(metadata["storage_data"]).items():
         at = _fields(index, "MetadataIndex")
         offset = at.get("offset")
+        _check_keys([at["fqn"]])
         places[at["fqn"], None if offset is None else _numbers(offset)] = info
     for key, stored in _mapping(metadata["state_dict_metadata"]).items():
         if not isinstance(key, str):
@@ -165,7 +187,7 @@ def _entries(metadata: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor | 
 def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[Any, Any]) -> StoredTensor:
     properties = fields["properties"]
     dtype = properties.state[0] if isinstance(properties, _Record) else None
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise StoreError(f"{key}: its dtype is {dtype!r:.60}")
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
     for item in fields["chunks"]:

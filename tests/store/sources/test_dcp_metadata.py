@@ -4,6 +4,8 @@ it."""
 from __future__ import annotations
 
 import pickle
+import resource
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +185,55 @@ def test_missing_metadata_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [b"r" + (4_000_000_000).to_bytes(4, "little"), b"p30000000\n"])
-def test_oversized_index_is_rejected(tmp_path: Path, put: bytes) -> None:
+def test_oversized_index_takes_no_memory(tmp_path: Path, put: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x02N" + put + b".")
-    with pytest.raises(StoreError, match="a memo index beyond the file"):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(StoreError, match="expected Metadata, found NoneType"):
         read_metadata(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+NESTED = b")" + 300_000 * b"\x85"
+"""A tuple of tuples, whose hash needs more stack than a thread has."""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"}" + NESTED + b"Ns",
+        b"}(" + NESTED + b"Nu",
+        b"(" + NESTED + b"Nd",
+        b"\x8f(" + NESTED + b"\x90",
+        b"(" + NESTED + b"\x91",
+    ],
+)
+def test_nested_keys_are_rejected_before_they_are_hashed(tmp_path: Path, code: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + code + b".")
+    with pytest.raises(StoreError, match=r"a key is a tuple|not what DCP writes, or damaged"):
+        read_metadata(tmp_path)
+
+
+def _nested_key(metadata: Metadata) -> None:
+    object.__setattr__(next(iter(metadata.storage_data)), "fqn", 0.5)
+
+
+def _nested_dtype(metadata: Metadata) -> None:
+    stored: Any = metadata.state_dict_metadata["m.weight"]
+    stored.properties.dtype = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(_nested_key, "a key is a tuple"), (_nested_dtype, "not what DCP writes, or damaged")],
+)
+def test_nested_fields_are_rejected_before_they_are_hashed(
+    folder: Path, change: Any, message: str
+) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301  just written
+    change(metadata)
+    data = pickle.dumps(metadata, 2)
+    number = pickle.BINFLOAT + struct.pack(">d", 0.5)
+    assert number in data
+    (folder / ".metadata").write_bytes(data.replace(number, NESTED))
+    with pytest.raises(StoreError, match=message):
+        read_metadata(folder)
