@@ -244,14 +244,19 @@ def _missing(table: TableSpec, found: Sequence[TableKey], prefix: str) -> str:
 
 def _rows(checkpoint: Checkpoint, key: str, name: str) -> TableRows:
     if key not in checkpoint.tensors:
-        raise InvalidModelError(
-            f"table {name!r}: {key} is not a plain tensor of rows (2-D, floating-point); "
-            "save sharded tables with torch.distributed.checkpoint"
-        )
+        raise InvalidModelError(no_rows(key, name))
     try:
         return checkpoint.tensors[key]
     except StoreError as error:
         raise StoreError(f"table {name!r}: {error}") from error
+
+
+def no_rows(key: str, table: str) -> str:
+    """Returns the error that the entry ``key`` of a checkpoint has no rows of ``table``."""
+    return (
+        f"table {table!r}: {key} is not a plain tensor of rows (2-D, floating-point): save sharded "
+        "tables with torch.distributed.checkpoint, and publish tables as trained, not quantized"
+    )
 
 
 def check_rows(table: TableSpec, rows: TableRows) -> None:

@@ -18,6 +18,7 @@ from embedserve_store.sources.checkpoint import (
     TableKey,
     check_lookups_unchanged,
     check_rows,
+    no_rows,
     no_tables,
     shown_prefixes,
     table_keys,
@@ -97,7 +98,7 @@ def _read(
     for one in found:
         where = f"table {one.name!r}"
         if one.key not in checkpoint.tensors:
-            bad.append(f"{where}: {one.key} is not a plain tensor of rows (2-D, floating-point)")
+            bad.append(no_rows(one.key, one.name))
             continue
         rows = checkpoint.tensors[one.key]
         dtype = rows.dtype if rows.dtype in DTYPES else "float32"

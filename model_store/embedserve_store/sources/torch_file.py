@@ -119,6 +119,11 @@ class Archive:
 
 def _stored_records(view: io.BufferedReader[Any], where: str) -> dict[int, int]:
     """Returns the size of every uncompressed record, by its byte offset."""
+    if view.peek(9)[8:9] == b"{":  # after the length of a header
+        raise StoreError(
+            f"{where}: is safetensors: give a file that suffix; save a checkpoint of "
+            "torch.distributed with SerializationFormat.TORCH_SAVE, the default"
+        )
     if view.peek(4)[:4] != b"PK\x03\x04":
         raise StoreError(
             f"{where}: not a file of torch.save in its zip format: truncated, of another kind, "

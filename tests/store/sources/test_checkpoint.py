@@ -181,9 +181,13 @@ def test_missing_table_error_lists_existing_tables() -> None:
         find_tables(from_state_dict(state), [USER])
 
 
-@pytest.mark.parametrize("value", [torch.ones(40), torch.ones(10, 4).to_sparse(), [1.0]])
+@pytest.mark.parametrize(
+    "value", [torch.ones(40), torch.ones(10, 4).to_sparse(), torch.ones(10, 8).byte(), [1.0]]
+)
 def test_entry_that_is_no_matrix_of_rows_is_rejected(value: Any) -> None:
-    with pytest.raises(InvalidModelError, match=rf"'user': {KEY} is not a plain tensor of rows"):
+    with pytest.raises(
+        InvalidModelError, match=rf"'user': {KEY} is not a .* as trained, not quantized$"
+    ):
         find_tables(from_state_dict({KEY: value}), [USER])
 
 

@@ -17,8 +17,10 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import FROM_TRAINING, Manifest
@@ -94,12 +96,20 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     """A module with the name of torchrec's class."""
 
 
+def quantized() -> QuantEmbeddingBagCollection:
+    config = EmbeddingBagConfig(
+        name="user", num_embeddings=8, embedding_dim=4, feature_names=["f"], data_type=DataType.INT8
+    )
+    return QuantEmbeddingBagCollection([config], is_weighted=False, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("thing", "message"),
     [
         ([], "EmbeddingBagCollection or EmbeddingCollection, found list$"),
         (torch.nn.EmbeddingBag(4, 4), "found EmbeddingBag$"),
         (ShardedEmbeddingBagCollection(), "found ShardedEmbeddingBagCollection; it is sharded"),
+        (torch.nn.Sequential(quantized()), r"quant\.embedding_modules\.\w+ at 0: publish the coll"),
     ],
 )
 def test_other_objects_are_rejected(thing: Any, message: str) -> None:
