@@ -74,7 +74,7 @@ FAMILIES = (
     Family("embedserve_requests", COUNTER, ("protocol", "outcome"), "requests",
            "Completed requests, by protocol and outcome: OK, an error code, or CANCELLED."),
     Family("embedserve_request_seconds", HISTOGRAM, ("protocol",), "seconds",
-           "Seconds from the arrival of a request to its encoded response."),
+           "Seconds from the arrival of a request to its encoded response, error or cancellation."),
     Family("embedserve_response_bytes", COUNTER, ("protocol",), "bytes",
            "Bytes of encoded responses."),
     Family("embedserve_caller_requests", COUNTER, ("caller", "outcome"), "requests",
@@ -83,8 +83,8 @@ FAMILIES = (
            "Requests routed to a version, by outcome: OK, an error code, or CANCELLED. Requests "
            "rejected before a version was chosen are not included."),
     Family("embedserve_model_request_seconds", HISTOGRAM, VERSION, "seconds",
-           "Seconds from the arrival of a request routed to a version to its encoded response or "
-           "error."),
+           "Seconds from the arrival of a request routed to a version to its encoded response, "
+           "error or cancellation."),
     Family("embedserve_tls_handshakes", COUNTER, ("outcome",), "handshakes",
            "Completed and failed TLS handshakes, by outcome."),
     Family("embedserve_tls_certificate_expiry_timestamp_seconds", GAUGE, (), "seconds",
