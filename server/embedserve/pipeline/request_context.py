@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -18,7 +17,7 @@ from embedserve.access.authenticator import Certificate
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.codec.codec import Codec
-from embedserve.errors import INTERNAL, EmbedServeError, EngineError, ServedVersion
+from embedserve.errors import INTERNAL, EmbedServeError, EngineError
 from embedserve.lookup_types import LookupResult, ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.model_info import ModelInfo
@@ -68,7 +67,7 @@ class RequestOptions:
 class RequestContext(PendingRequest):
     """Context of one request. Times are perf_counter seconds.
 
-    A request ends once: in `write`, `reject_with` or `cancel`. That method counts its outcome by
+    A request ends once: in `write`, `reject` or `cancel`. That method counts its outcome by
     protocol (``options.metrics``) and by caller (``quota``). It counts it by version, too, if one
     was chosen: `write` by the ticket, the others by ``pipeline.metrics``.
 
@@ -185,38 +184,20 @@ class RequestContext(PendingRequest):
         telemetry.report(self, end_s - self.start_s, record)
 
     def reject(self, error: EmbedServeError) -> None:
-        write = partial(self.writer.write_error, error)
+        self.is_waiting = False
+        end_s, code = perf_counter(), error.code
+        seconds, telemetry = end_s - self.start_s, self.pipeline.telemetry
         try:
-            self.reject_with(error.code, error.message, write, error.model)
+            self.pipeline.metrics.count_outcome(self.version or error.model, code, seconds)
+            record = partial(self._record, code, self.quota, end_s)
+            fields = telemetry.report_rejected(self, seconds, record)
+            self._leave(code)
+            self.options.metrics.count_rejected(code, error.message, seconds, fields)
+            self.writer.write_error(error, telemetry.error_headers(self, end_s))
         except Exception:  # the other requests of its batch are answered nevertheless
             log = self.options.metrics.log
             log.log(logging.ERROR, "an error could not be written", with_traceback=True)
             self.writer.abort()
-
-    def reject_with(
-        self,
-        outcome: str,
-        message: str,
-        write: Callable[[HeaderList], None],
-        model: ServedVersion | None = None,
-    ) -> None:
-        """Ends and counts the request as rejected.
-
-        Args:
-            outcome: name of the gRPC code that the request is counted under.
-            message: message for the log.
-            write: function that writes the error to the client, given the telemetry headers.
-            model: version that rejected the request, if it had not reached a queue.
-        """
-        self.is_waiting = False
-        end_s = perf_counter()
-        seconds, telemetry = end_s - self.start_s, self.pipeline.telemetry
-        self.pipeline.metrics.count_outcome(self.version or model, outcome, seconds)
-        record = partial(self._record, outcome, self.quota, end_s)
-        fields = telemetry.report_rejected(self, seconds, record)
-        self._leave(outcome)
-        self.options.metrics.count_rejected(outcome, message, seconds, fields)
-        write(telemetry.error_headers(self, end_s))
 
     def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
         """Rejects a request before it is submitted, after ``wait_s`` seconds; 0: immediately."""
