@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from forkserver import PYTHON, run_warm
+from server.python import run_warm_python
 
 TIMEOUT_S = 600
 
@@ -35,7 +35,7 @@ class Trained:
 def train(folder: Path, world_size: int, dtype: str = "float32") -> None:
     """Trains a few steps over ``world_size`` gloo processes; takes about ten seconds."""
     script = Path(__file__).with_name("trainer.py")
-    done = run_warm([*PYTHON, script, str(world_size), folder, dtype], timeout=TIMEOUT_S)
+    done = run_warm_python(script, str(world_size), folder, dtype, timeout_s=TIMEOUT_S)
     if done.returncode:
         raise RuntimeError(f"trainer.py failed:\n{done.stderr[-4000:]}")
 

@@ -15,20 +15,19 @@ collection.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import yaml
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from forked_ranks import run_ranks
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import (
@@ -42,7 +41,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -50,7 +49,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 STEPS = 4
 BATCH_SIZE = 16
 SAMPLED = 64
-FUSED = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.05, "eps": 1e-4}
 DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16}
 TABLES: dict[str, dict[str, Any]] = {
     "user": {"rows": 103, "dim": 16, "features": ["user", "friend"], "pooling": "sum"},
@@ -60,11 +58,11 @@ TABLES: dict[str, dict[str, Any]] = {
     "device": {"rows": 7, "dim": 4, "features": ["device"], "pooling": "sum"},
 }
 SHARDING = {
-    "user": ShardingType.ROW_WISE,
-    "item": ShardingType.TABLE_WISE,
-    "tag": ShardingType.COLUMN_WISE,
-    "country": ShardingType.DATA_PARALLEL,
-    "device": ShardingType.ROW_WISE,  # on four ranks the last has one row
+    "user": "row_wise",
+    "item": "table_wise",
+    "tag": "column_wise",
+    "country": "data_parallel",
+    "device": "row_wise",  # on four ranks the last has one row
 }
 FEATURES = {f: table["rows"] for table in TABLES.values() for f in table["features"]}
 
@@ -73,7 +71,7 @@ class CpuSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Offers row-wise sharding on the CPU, which TorchRec's own (untyped) sharder does not."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [*super().sharding_types(compute_device_type), ShardingType.ROW_WISE.value]
+        return [*super().sharding_types(compute_device_type), "row_wise"]
 
 
 class Ranker(nn.Module):
@@ -114,16 +112,30 @@ def sample(rng: np.random.Generator, batch_size: int) -> KeyedJaggedTensor:
     )
 
 
-def shard(world_size: int, dtype: str) -> DistributedModelParallel:
-    model = Ranker(dtype)
+def shard(dtype: str) -> DistributedModelParallel:
+    return shard_model(Ranker(dtype), SHARDING)
+
+
+def shard_model(
+    model: nn.Module,
+    sharding: Mapping[str, str],
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD,
+    kernels: Mapping[str, str] = MappingProxyType({}),
+) -> DistributedModelParallel:
+    """Shards ``model`` as ``sharding`` specifies, over all ranks; column shards have 4 columns."""
     constraints = {
-        name: ParameterConstraints(sharding_types=[kind.value], min_partition=4)
-        for name, kind in SHARDING.items()
+        name: ParameterConstraints(sharding_types=[kind], min_partition=4)
+        for name, kind in sharding.items()
     }
-    sharders = [CpuSharder(FUSED), *get_default_sharders()[1:]]
+    fused = {"optimizer": optimizer, "learning_rate": 0.05, "eps": 1e-4}
+    sharders = [CpuSharder(fused), *get_default_sharders()[1:]]
+    world_size = dist.get_world_size()
     topology = Topology(world_size=world_size, compute_device="cpu", local_world_size=world_size)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    for tables in plan.plan.values():
+        for name, kernel in kernels.items():
+            tables[name].compute_kernel = kernel
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -190,12 +202,8 @@ def describe(dtype: str) -> str:
     return str(yaml.safe_dump({"tables": tables}, sort_keys=False))
 
 
-def run(rank: int, world_size: int, out: Path, dtype: str, rendezvous: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    dmp = shard(world_size, dtype)
+def run(rank: int, out: Path, dtype: str) -> None:
+    dmp = shard(dtype)
     optimizer = train(dmp, rank)
     state = {"model": dmp.state_dict(), "optimizer": optimizer.state_dict(), "step": STEPS}
     dcp.save(state, checkpoint_id=out / "checkpoint")
@@ -205,20 +213,12 @@ def run(rank: int, world_size: int, out: Path, dtype: str, rendezvous: str) -> N
         np.savez(out / "answers.npz", allow_pickle=False, **results)
         (out / "tables.yaml").write_text(describe(dtype))
     dist.barrier()
-    dist.destroy_process_group()
-    # All files are written. On a busy machine torch's threads may outlive the objects that they use
-    # in an orderly exit, which aborts the process.
-    os._exit(0)
 
 
 def main(world_size: str, out: str, dtype: str = "float32") -> None:
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as meeting:
-        rendezvous = f"file://{meeting}/rendezvous"
-        arguments = (int(world_size), folder, dtype, rendezvous)
-        # Forked ranks need not import torch again, which takes longer than their training.
-        mp.start_processes(run, arguments, nprocs=int(world_size), start_method="fork")
+    run_ranks(int(world_size), run, folder, dtype)
 
 
 if __name__ == "__main__":

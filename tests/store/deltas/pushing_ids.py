@@ -5,14 +5,11 @@ python pushing_ids.py STORE 2
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-import warnings
 from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import run_ranks
 from store.deltas.conftest import rows
 
 from embedserve_store import DeltaWriter, StoreError
@@ -26,11 +23,7 @@ PUSHES: tuple[tuple[tuple[list[int], list[int]], ...], ...] = (
 """Pushed and removed ids of each rank, for each push."""
 
 
-def run(rank: int, world_size: int, store: str, meeting: str) -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size
-    )
+def run(rank: int, world_size: int, store: str) -> None:
     outcomes = []
     with DeltaWriter(store, model="m") as writer:
         for push in PUSHES:
@@ -47,11 +40,8 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
     if rank == 0:
         assert all(one == outcomes for one in all_outcomes), all_outcomes
         print("\n".join(outcomes))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     store, world_size = sys.argv[1], int(sys.argv[2])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, store, os.path.join(folder, "meeting"))
-        mp.start_processes(run, arguments, nprocs=world_size, start_method="fork")
+    run_ranks(world_size, run, world_size, store)

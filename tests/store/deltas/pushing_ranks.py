@@ -5,15 +5,12 @@ python pushing_ranks.py STORE WORLD_SIZE
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-import warnings
 from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import run_ranks
 from numpy.typing import NDArray
 
 from embedserve_store import DeltaWriter, StoreError
@@ -26,11 +23,7 @@ def rows(ids: list[int]) -> NDArray[np.float32]:
     return np.repeat(np.array(ids, np.float32)[:, None], DIM, axis=1)
 
 
-def run(rank: int, world_size: int, store: str, meeting: str) -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size
-    )
+def run(rank: int, world_size: int, store: str) -> None:
     outcomes = []
     with DeltaWriter(store, model="m") as writer:
         own = [rank, 10 + rank]
@@ -53,12 +46,8 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
     if rank == 0:
         assert all(one == outcomes for one in all_outcomes), all_outcomes
         print("\n".join(outcomes))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     store, world_size = sys.argv[1], int(sys.argv[2])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, store, os.path.join(folder, "meeting"))
-        # Forked ranks, unlike spawned ones, need not import the modules again.
-        mp.start_processes(run, arguments, nprocs=world_size, start_method="fork")
+    run_ranks(world_size, run, world_size, store)

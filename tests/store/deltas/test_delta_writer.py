@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forkserver import PYTHON, run_warm
+from server.python import run_warm_python
 from store.deltas.conftest import rows
 
 from embedserve_store import (
@@ -341,7 +341,7 @@ def test_ranks_push_one_delta_together(store: Path) -> None:
     """Every rank returns the same seq or raises the same error, and the delta has the rows of all
     ranks."""
     script = Path(__file__).with_name("pushing_ranks.py")
-    done = run_warm([*PYTHON, script, store, "2"], timeout=TIMEOUT_S, has_warm_children=True)
+    done = run_warm_python(script, store, "2", timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     outside = "changes: table 'user': rows[0] is 300, the table has 300 rows"
     assert done.stdout.splitlines() == [

@@ -23,12 +23,12 @@ from store.deltas.tracked_training import (
     gathered,
     ranker,
     record,
-    shard,
     stepper,
     take_rows,
 )
 from torch import nn
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+from trainer import shard_model
 
 from embedserve_store.deltas import tracked_rows
 from embedserve_store.deltas.tracked_rows import TrackedRows
@@ -92,7 +92,7 @@ def test_batches_merged_by_the_tracker_are_taken_again() -> None:
 def test_two_collections_of_a_model_are_tracked_separately() -> None:
     words = {"word": (30, 4, ["word"], "table_wise")}
     both = nn.ModuleDict({"a": Ranker(tables=USER), "b": Ranker(tables=words)})
-    dmp = shard(both, {"user": "row_wise", "word": "table_wise"})
+    dmp = shard_model(both, {"user": "row_wise", "word": "table_wise"})
     consumers = ["embedserve:a.ebc", "embedserve:b.ebc"]
     dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=consumers))
     first, second = TrackedRows(dmp, Ranks(), "a"), TrackedRows(dmp, Ranks(), "b")
@@ -111,14 +111,14 @@ def test_two_collections_of_a_model_are_tracked_separately() -> None:
 
 def test_model_without_dense_parameters_is_rejected_with_advice() -> None:
     bare = Ranker(tables=USER).ebc
-    dmp = shard(bare, {"user": "row_wise"})
+    dmp = shard_model(bare, {"user": "row_wise"})
     with pytest.raises(AttributeError, match="has no attribute 'module'"):
         dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
     with pytest.raises(InvalidModelError, match=r"no attribute 'module'\)\. Call init_data_par"):
         TrackedRows(dmp, Ranks())
     held = nn.Module()
     held.add_module("module", Ranker(tables=USER).ebc)
-    dmp = shard(held, {"user": "row_wise"})
+    dmp = shard_model(held, {"user": "row_wise"})
     tracked = TrackedRows(dmp, Ranks())
     record(dmp, "user", [3])
     assert take_rows(tracked)["user"][0].tolist() == [3]
@@ -131,7 +131,7 @@ def test_module_that_is_not_a_dmp_is_rejected() -> None:
 
 def test_two_tables_of_the_same_name_are_rejected_with_their_modules() -> None:
     both = nn.ModuleDict({"a": Ranker(tables=USER), "b": Ranker(tables=USER)})
-    dmp = shard(both, {"user": "row_wise"})
+    dmp = shard_model(both, {"user": "row_wise"})
     with pytest.raises(InvalidModelError, match=r"'user' is in a\.ebc and in b\.ebc, which"):
         TrackedRows(dmp, Ranks(), "a")
     assert dmp.get_delta_tracker() is None
@@ -192,7 +192,7 @@ def test_data_parallel_tables_are_taken_whole_up_to_a_limit(
 def test_tables_of_a_dense_kernel_are_taken_whole() -> None:
     tables = {**USER, "item": TABLES["item"]}
     sharding = {"user": "row_wise", "item": "table_wise"}
-    dmp = shard(Ranker(tables=tables), sharding, kernels={"item": "dense"})
+    dmp = shard_model(Ranker(tables=tables), sharding, kernels={"item": "dense"})
     tracked, served, step = TrackedRows(dmp, Ranks()), gathered(dmp), stepper(dmp)
     for _ in range(2):
         features = batch(np.random.default_rng(1), tables)

@@ -8,10 +8,7 @@ each take (rank 0 only, whole), and the rows that this rank took.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import trainer
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from forked_ranks import run_ranks
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.model_parallel import get_default_sharders
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -80,35 +74,6 @@ class Ranker(nn.Module):
         return (logits - 1).square().mean(), logits
 
 
-def shard(
-    model: nn.Module,
-    sharding: dict[str, str],
-    optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD,
-    kernels: dict[str, str] | None = None,
-) -> DistributedModelParallel:
-    """Shards ``model`` as ``sharding`` specifies, over all ranks; column shards have 4 columns."""
-    constraints = {
-        name: ParameterConstraints(sharding_types=[kind], min_partition=4)
-        for name, kind in sharding.items()
-    }
-    fused = {"optimizer": optimizer, "learning_rate": 0.05, "eps": 1e-4}
-    sharders = [trainer.CpuSharder(fused), *get_default_sharders()[1:]]
-    world_size = dist.get_world_size()
-    topology = Topology(world_size=world_size, compute_device="cpu", local_world_size=world_size)
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    for tables in plan.plan.values():
-        for name, kernel in (kernels or {}).items():
-            tables[name].compute_kernel = kernel
-    return DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=plan,
-        sharders=sharders,
-    )
-
-
 def ranker(
     optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD,
     dtype: str = "float32",
@@ -116,7 +81,7 @@ def ranker(
 ) -> DistributedModelParallel:
     tables = tables or TABLES
     sharding = {name: kind for name, (_, _, _, kind) in tables.items()}
-    return shard(Ranker(dtype, tables), sharding, optimizer)
+    return trainer.shard_model(Ranker(dtype, tables), sharding, optimizer)
 
 
 def batch(rng: np.random.Generator, tables: Any = None) -> KeyedJaggedTensor:
@@ -228,11 +193,7 @@ def column_wise_error(dmp: DistributedModelParallel) -> str:
     return str(caught.value)
 
 
-def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+def main(rank: int, out: Path) -> None:
     found: dict[str, Any] = {}
     for name, (optimizer, dtype) in RUNS.items():
         dmp = ranker(optimizer, dtype)
@@ -246,13 +207,7 @@ def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
     found["after"] = gathered(dmp)
     torch.save(found, out / f"rank-{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # in an orderly exit, torch's threads may outlive what they use
 
 
 if __name__ == "__main__":
-    size, folder = int(sys.argv[1]), Path(sys.argv[2])
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = (size, folder, f"file://{meeting}/rendezvous")
-        # Forked ranks need not import torch again.
-        mp.start_processes(main, arguments, nprocs=size, start_method="fork")
+    run_ranks(int(sys.argv[1]), main, Path(sys.argv[2]))

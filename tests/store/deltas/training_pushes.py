@@ -9,11 +9,8 @@ With "thread" a push writes nothing before the training steps after it are done.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import run_ranks
 from store.deltas.tracked_training import batch, gathered, ranker, stepper
 from torchrec import KeyedJaggedTensor
 
@@ -41,11 +38,7 @@ STEPS = (3, 1, 0, 2)
 WRITE_S_MAX = 120.0
 
 
-def main(rank: int, world_size: int, store: str, out: str, mode: str, rendezvous: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+def main(rank: int, store: str, out: str, mode: str) -> None:
     dmp = ranker()
     step = stepper(dmp, rank)
     step()
@@ -67,8 +60,6 @@ def main(rank: int, world_size: int, store: str, out: str, mode: str, rendezvous
             for seq, whole in pushes.ended.items():
                 torch.save(whole, Path(out) / f"{seq}.pt")
     dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # in an orderly exit, torch's threads may outlive what they use
 
 
 class Pushes:
@@ -160,7 +151,4 @@ def fail_once(writer: DeltaWriter, pushes: Pushes) -> None:
 
 if __name__ == "__main__":
     size, *folders = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = (size, *folders, "".join(sys.argv[4:]), f"file://{meeting}/rendezvous")
-        # Forked ranks need not import torch again.
-        mp.start_processes(main, arguments, nprocs=size, start_method="fork")
+    run_ranks(size, main, *folders, "".join(sys.argv[4:]))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -21,9 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import trainer
+from forked_ranks import run_ranks
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import FileSystemWriter
 from torchrec.distributed import DistributedModelParallel
@@ -68,12 +66,10 @@ def sharded(case: str) -> DistributedModelParallel:
     codecs = get_qcomm_codecs_registry(config) if case == "rounding" else None
     sharder = partial(trainer.CpuSharder, qcomm_codecs_registry=codecs)
     with patch.object(trainer, "CpuSharder", sharder):
-        return trainer.shard(2, "float32")
+        return trainer.shard("float32")
 
 
 def run(rank: int, folder: Path, case: str) -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     dmp = sharded(case)
     distributed_c10d._set_pg_timeout(LIMIT)
     with arrange(rank, case), patch.object(distributed_c10d, "default_pg_timeout", LIMIT):
@@ -83,9 +79,7 @@ def run(rank: int, folder: Path, case: str) -> None:
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
     (folder / f"outcome-{rank}").write_text(outcome)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    # Forked ranks need not import torch again, which takes longer than everything they do.
-    mp.start_processes(run, (Path(sys.argv[1]), sys.argv[2]), nprocs=2, start_method="fork")
+    run_ranks(2, run, Path(sys.argv[1]), sys.argv[2])

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import trainer
+from forked_ranks import run_ranks
 from torchrec.distributed import DistributedModelParallel
 
 from embedserve_store.errors import StoreError
@@ -42,10 +41,7 @@ def publish(dmp: DistributedModelParallel, rank: int, out: Path) -> None:
 
 
 def run(rank: int, out: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
-    dmp = trainer.shard(2, "float32")
+    dmp = trainer.shard("float32")
     trainer.train(dmp, rank)
     write_expected(dmp, out / "expected.safetensors", rows="all")
     tables, _, path = describe_sharded(dmp)
@@ -56,9 +52,7 @@ def run(rank: int, out: Path) -> None:
         torch.save(gathered, out / "gathered.pt")
     publish(dmp, rank, out)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    # Forked ranks need not import torch again, which takes longer than everything they do.
-    mp.start_processes(run, (Path(sys.argv[1]),), nprocs=2, start_method="fork")
+    run_ranks(2, run, Path(sys.argv[1]))

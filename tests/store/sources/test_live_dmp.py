@@ -24,7 +24,6 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
@@ -160,17 +159,16 @@ def test_ranks_save_and_publish_their_shards_collectively(tmp_path: Path) -> Non
         assert np.array_equal(stored, found.read(0, found.shape[0]).numpy())
     check_expected(tmp_path, specs)
     own = LocalStore(tmp_path / "store").load("own").plan
-    types = {name: kind.value for name, kind in trainer.SHARDING.items()}
-    assert {name: table.sharding_type for name, table in own.tables.items()} == types
+    assert {name: table.sharding_type for name, table in own.tables.items()} == trainer.SHARDING
     assert {name: one.sharding_types for name, one in own.constraints.items()} == {
-        name: (kind,) for name, kind in types.items()
+        name: (kind,) for name, kind in trainer.SHARDING.items()
     }
     assert own.world_size == 2
     assert own.tables["user"].shards == (Shard(0, 0, 52, 0, 16), Shard(1, 52, 51, 0, 16))
     assert [shard.rank for shard in own.tables["country"].shards] == [0, 1]
     wider = LocalStore(tmp_path / "store").load("wider").plan
     assert wider.world_size == 3
-    assert {name: table.sharding_type for name, table in wider.tables.items()} == types
+    assert {name: table.sharding_type for name, table in wider.tables.items()} == trainer.SHARDING
     expected_error = "table 'user': dtype is 'int2', expected one of float32, float16, int8, int4"
     assert (tmp_path / "outcome-0").read_text() == f"1\n{expected_error}"
     assert (tmp_path / "outcome-1").read_text() == f"none\n{expected_error}"
@@ -230,18 +228,6 @@ def test_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
         publish_sharded(dmp, tmp_path, model="m", sharding="row_wise", hosts=31)
 
 
-def planned(ebc: EmbeddingBagCollection, types: dict[str, str]) -> DistributedModelParallel:
-    """Returns a model of ``ebc`` with these types of sharding by table."""
-    model = nn.ModuleDict({"ebc": ebc})
-    sharder = trainer.CpuSharder(trainer.FUSED)
-    kinds = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
-    topology = Topology(world_size=1, compute_device="cpu")
-    plan = EmbeddingShardingPlanner(topology=topology, constraints=kinds).plan(model, [sharder])
-    return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
-    )
-
-
 @pytest.mark.parametrize(
     ("types", "is_weighted", "wrong"),
     [
@@ -258,7 +244,8 @@ def test_model_that_pools_in_another_way_than_its_tables_say_is_rejected(
     tmp_path: Path, types: dict[str, str], is_weighted: bool, wrong: str
 ) -> None:
     """TorchRec divides by the lengths of bags beside a row-wise mean, and that by its weights."""
-    dmp = planned(bags(is_weighted=is_weighted), types)
+    model = nn.ModuleDict({"ebc": bags(is_weighted=is_weighted)})
+    dmp = trainer.shard_model(model, types)
     with pytest.raises(InvalidModelError, match=rf"key {wrong}"):
         publish_sharded(dmp, tmp_path, model="m")
     assert not (tmp_path / "m").exists()
@@ -292,7 +279,7 @@ KEYS = list(trainer.FEATURES)
 def test_publishing_leaves_the_training_unchanged(
     tmp_path: Path, keys: list[str], is_first: bool
 ) -> None:
-    dmp, apart = (trainer.shard(1, "float32") for _ in range(2))
+    dmp, apart = (trainer.shard("float32") for _ in range(2))
     apart.load_state_dict(dmp.state_dict())
 
     def look_up(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
