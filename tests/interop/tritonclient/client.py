@@ -70,87 +70,42 @@ def encoded(values: np.ndarray) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
-def over_http(
-    target: str, model: str, requested: list[dict[str, Any]], is_binary: bool
+def arguments(kind: Any, model: str, one: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the arguments of a call for the request ``one``."""
+    return {
+        "model_name": model,
+        "inputs": inputs_of(kind, one["bags"], **options),
+        "outputs": outputs_of(kind, one["outputs"], **options),
+        "request_id": one["id"],
+    }
+
+
+def one_by_one(
+    kind: Any, target: str, model: str, requested: list[dict[str, Any]], **options: Any
 ) -> list[Any]:
-    responses = []
-    with triton_http.InferenceServerClient(target) as client:
-        for one in requested:
-            names = one["outputs"]
-            result = client.infer(
-                model,
-                inputs_of(triton_http, one["bags"], binary_data=is_binary),
-                outputs=outputs_of(triton_http, names, binary_data=is_binary),
-                request_id=one["id"],
-            )
-            responses.append(result_as_json(result, names))
-    return responses
+    with kind.InferenceServerClient(target) as client:
+        return [
+            result_as_json(client.infer(**arguments(kind, model, one, **options)), one["outputs"])
+            for one in requested
+        ]
 
 
 def over_http_concurrently(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
     with triton_http.InferenceServerClient(target, concurrency=4) as client:
-        waiting = [
-            client.async_infer(
-                model,
-                inputs_of(triton_http, one["bags"]),
-                outputs=outputs_of(triton_http, one["outputs"]),
-                request_id=one["id"],
-            )
-            for one in requested
-        ]
+        waiting = [client.async_infer(**arguments(triton_http, model, one)) for one in requested]
         return [
             result_as_json(each.get_result(), one["outputs"])
             for each, one in zip(waiting, requested, strict=True)
         ]
 
 
-async def over_http_aio(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
-    async with triton_http_aio.InferenceServerClient(target) as client:
+async def over_aio(
+    kind: Any, tensors: Any, target: str, model: str, requested: list[dict[str, Any]]
+) -> list[Any]:
+    """Sends requests with the ``tensors`` of one module through the asyncio client ``kind``."""
+    async with kind.InferenceServerClient(target) as client:
         results = await asyncio.gather(
-            *(
-                client.infer(
-                    model,
-                    inputs_of(triton_http_aio, one["bags"]),
-                    outputs=outputs_of(triton_http_aio, one["outputs"]),
-                    request_id=one["id"],
-                )
-                for one in requested
-            )
-        )
-    return [
-        result_as_json(result, one["outputs"])
-        for result, one in zip(results, requested, strict=True)
-    ]
-
-
-def over_grpc(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
-    with triton_grpc.InferenceServerClient(target) as client:
-        return [
-            result_as_json(
-                client.infer(
-                    model,
-                    inputs_of(triton_grpc, one["bags"]),
-                    outputs=outputs_of(triton_grpc, one["outputs"]),
-                    request_id=one["id"],
-                ),
-                one["outputs"],
-            )
-            for one in requested
-        ]
-
-
-async def over_grpc_aio(target: str, model: str, requested: list[dict[str, Any]]) -> list[Any]:
-    async with triton_grpc_aio.InferenceServerClient(target) as client:
-        results = await asyncio.gather(
-            *(
-                client.infer(
-                    model,
-                    inputs_of(triton_grpc, one["bags"]),
-                    outputs=outputs_of(triton_grpc, one["outputs"]),
-                    request_id=one["id"],
-                )
-                for one in requested
-            )
+            *(client.infer(**arguments(tensors, model, one)) for one in requested)
         )
     return [
         result_as_json(result, one["outputs"])
@@ -163,12 +118,7 @@ def over_a_stream(target: str, model: str, requested: list[dict[str, Any]]) -> l
     with triton_grpc.InferenceServerClient(target) as client:
         client.start_stream(callback=lambda result, error: results.put((result, error)))
         for one in requested:
-            client.async_stream_infer(
-                model,
-                inputs_of(triton_grpc, one["bags"]),
-                outputs=outputs_of(triton_grpc, one["outputs"]),
-                request_id=one["id"],
-            )
+            client.async_stream_infer(**arguments(triton_grpc, model, one))
         responses = []
         for one in requested:
             result, error = results.get(timeout=WAIT_S_MAX)
@@ -326,12 +276,16 @@ def main() -> None:
     json.dump(
         {
             "answers": {
-                "http": over_http(http, model, requested, True),
-                "http, JSON": over_http(http, model, requested, False),
+                "http": one_by_one(triton_http, http, model, requested, binary_data=True),
+                "http, JSON": one_by_one(triton_http, http, model, requested, binary_data=False),
                 "http, concurrent": over_http_concurrently(http, model, requested),
-                "http, aio": asyncio.run(over_http_aio(http, model, requested)),
-                "grpc": over_grpc(grpc, model, requested),
-                "grpc, aio": asyncio.run(over_grpc_aio(grpc, model, requested)),
+                "http, aio": asyncio.run(
+                    over_aio(triton_http_aio, triton_http_aio, http, model, requested)
+                ),
+                "grpc": one_by_one(triton_grpc, grpc, model, requested),
+                "grpc, aio": asyncio.run(
+                    over_aio(triton_grpc_aio, triton_grpc, grpc, model, requested)
+                ),
                 "grpc, stream": over_a_stream(grpc, model, requested),
             },
             "streamed": over_a_stream(grpc, model, parameters["wrong"]),
