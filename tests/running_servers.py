@@ -42,6 +42,10 @@ class Running:
     grpc: str
     log: Path
 
+    def children(self) -> list[int]:
+        """Returns the ids of the applier of deltas, if any, and the workers, as they started."""
+        return children_of(self.process.pid)
+
 
 def free_port() -> int:
     """Returns a port that is free, and that no other call has returned or will return.
@@ -79,6 +83,11 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the ids of the processes that a process has started, in their order."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def command(*arguments: object) -> list[str]:

@@ -82,12 +82,6 @@ def wait_until(is_true: Callable[[], Any]) -> None:
         time.sleep(POLL_S)
 
 
-def child_pids(server: Running) -> list[int]:
-    """Returns the process ids of the applier and the workers, in the order of their start."""
-    pid = server.process.pid
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def delta_state(url: str) -> dict[str, Any]:
     """Returns the state of the deltas from /models of a server."""
     (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]

@@ -13,7 +13,6 @@ from e2e.delta_servers import (
     BAGS,
     COUNTS,
     DIM,
-    child_pids,
     delta_state,
     push,
     ranks,
@@ -60,11 +59,11 @@ def test_hold_survives_killed_processes_until_it_is_released(
         for pushed in (2, 3):
             push(writer, pushed)
             wait_until(lambda: delta_state(management)["wanted_seq"] == pushed)  # noqa: B023
-        applier, worker, _ = child_pids(server)
+        applier, worker, _ = server.children()
         for pid in (worker, applier):
             os.kill(pid, signal.SIGKILL)
         wait_until(
-            lambda: len(child_pids(server)) == 3 and not {applier, worker} & {*child_pids(server)}
+            lambda: len(server.children()) == 3 and not {applier, worker} & {*server.children()}
         )
         push(writer, 4)
         wait_until(lambda: delta_state(management)["wanted_seq"] == 4)
@@ -136,7 +135,7 @@ def test_bound_alias_stays_at_its_delta_while_another_alias_follows(
             assert (response.status_code, "at seq 2" in response.text) == (503, True)
             set_alias(store, "m", "stable", 1, at_seq=1)
             wait_until(lambda: seqs("m@stable") == {1})
-            for pid in child_pids(server)[:2]:
+            for pid in server.children()[:2]:
                 os.kill(pid, signal.SIGKILL)
             wait_until(lambda: "is ready again" in server.log.read_text())
             push(writer, 6)

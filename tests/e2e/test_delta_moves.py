@@ -21,7 +21,6 @@ from e2e.delta_servers import (
     DIM,
     WAIT_S_MAX,
     Callers,
-    child_pids,
     delta_state,
     publish_values,
     push,
@@ -82,7 +81,7 @@ def served_model(url: str) -> dict[str, Any]:
 
 def mapped_memories(server: Running) -> list[set[str]]:
     """Returns, for each process, the inodes of the versions' memory that it has mapped."""
-    pids = [server.process.pid, *child_pids(server)]
+    pids = [server.process.pid, *server.children()]
     return [set(MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())) for pid in pids]
 
 
@@ -140,10 +139,10 @@ def test_version_switch_survives_a_killed_process(store: Path, tmp_path: Path, k
         wait_until(
             lambda: {"next"} & {*served_model(server.http)} or served_version(server.http) == 2
         )
-        processes = child_pids(server)
+        processes = server.children()
         pid = processes[0 if killed == "applier" else 1]
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: len(child_pids(server)) == 3 and pid not in child_pids(server))
+        wait_until(lambda: len(server.children()) == 3 and pid not in server.children())
         wait_until(lambda: served_version(server.http) == 2)
         assert compact_and_switch(store, server, trainer, callers) == 3
         wait_until(lambda: "is ready again" in server.log.read_text() or killed == "applier")

@@ -20,7 +20,6 @@ from e2e.delta_servers import (
     PAUSE_S,
     WAIT_S_MAX,
     Callers,
-    child_pids,
     delta_state,
     push,
     ranks,
@@ -63,7 +62,7 @@ def test_each_result_is_from_one_delta_while_processes_are_killed(
         DeltaWriter(store, model="m") as writer,
         running(store, tmp_path / "log", *map(str, options)) as server,
     ):
-        applier, worker, _ = child_pids(server)
+        applier, worker, _ = server.children()
         callers = Callers(server, UNDONE)
         try:
             for seq in range(1, PUSHES + 1):
@@ -81,7 +80,7 @@ def test_each_result_is_from_one_delta_while_processes_are_killed(
                 if seq == KILLED_AT["worker"]:
                     os.kill(worker, signal.SIGKILL)
             wait_until(lambda: PUSHES in callers.seqs)
-            wait_until(lambda: len(child_pids(server)) == 3 and worker not in child_pids(server))
+            wait_until(lambda: len(server.children()) == 3 and worker not in server.children())
         finally:
             callers.end()
         assert callers.wrong == []

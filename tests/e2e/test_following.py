@@ -292,8 +292,8 @@ def has_failed(model: dict[str, Any]) -> bool:
 def mapped_versions(server: Running, store: Path, workers: int) -> set[int]:
     """Returns the versions that the serving processes have mapped."""
     pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    maps = [Path(f"/proc/{one}/maps").read_text() for one in (children if workers > 1 else [pid])]
+    serving = server.children() if workers > 1 else [pid]
+    maps = [Path(f"/proc/{one}/maps").read_text() for one in serving]
     return {
         number
         for number in (1, 2, 3, 4)

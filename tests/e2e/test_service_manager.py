@@ -71,8 +71,7 @@ def is_ready(server: Running) -> bool:
 
 def replace_worker(server: Running) -> None:
     """Kills a worker, and waits until its replacement is ready."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    os.kill(server.children()[0], signal.SIGKILL)
     wait_until(lambda: "is ready again" in server.log.read_text(), server.log.read_text)
 
 

@@ -253,7 +253,7 @@ def test_administrator_loads_and_unloads_versions(
             ask_server(management, "unload", "m@3")
         ask_server(management, "reload", "")
         if workers > 1:  # a new worker has the same versions
-            os.kill(int(children(server.process.pid)[0]), signal.SIGKILL)
+            os.kill(server.children()[0], signal.SIGKILL)
             wait_until(lambda: "is ready again" in server.log.read_text())
             assert {rest_version(server) for _ in range(40)} == {3}
         body = json.dumps({"model": "m@1"})
@@ -278,10 +278,6 @@ def test_worker_that_starts_later_has_the_default_model_of_the_others(tmp_path: 
     options = ("--model", "m", "--workers", 2)
     with running(store, tmp_path / "log", *options, management_port=management_port) as server:
         ask_server(ServerClient(f"http://127.0.0.1:{management_port}"), "load", "n")
-        os.kill(int(children(server.process.pid)[0]), signal.SIGKILL)
+        os.kill(server.children()[0], signal.SIGKILL)
         wait_until(lambda: "is ready again" in server.log.read_text())
         assert {rest_version(server) for _ in range(40)} == {1}
-
-
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -45,11 +45,6 @@ def store(tmp_path_factory: pytest.TempPathFactory, weight: torch.Tensor) -> Pat
     return store
 
 
-def worker_pids(server: Running) -> list[int]:
-    pid = server.process.pid
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def counters(text: str) -> dict[str, float]:
     """Returns all samples of /metrics that may only grow."""
     return {
@@ -128,7 +123,7 @@ def test_killed_worker_loses_only_its_requests_in_flight_and_restarts(
 ) -> None:
     with running(store, tmp_path / "log", "--workers", 2) as server, Load(server) as load:
         load.wait_for_ok_responses(500)
-        first, second = worker_pids(server)
+        first, second = server.children()
         before: dict[str, float] = {}
         os.kill(first, signal.SIGKILL)
         for text in scrapes(server):
@@ -139,8 +134,8 @@ def test_killed_worker_loses_only_its_requests_in_flight_and_restarts(
             if is_replaced and "embedserve_workers 2.0" in text:
                 break
         load.wait_for_ok_responses(load.outcomes["200"] + 500)
-        assert second in worker_pids(server)
-        assert first not in worker_pids(server)
+        assert second in server.children()
+        assert first not in server.children()
     # A client has one request in flight, and its next one may meet the dying socket.
     assert set(load.outcomes) <= {"200", "lost"}
     assert load.outcomes["lost"] <= 2 * CLIENTS
@@ -224,7 +219,7 @@ def test_workers_serve_resident_tables(resident: Running, weight: torch.Tensor) 
 
 
 def test_workers_share_the_memory_of_resident_tables(resident: Running) -> None:
-    workers = worker_pids(resident)
+    workers = resident.children()
     # The supervisor's largest anonymous mapping with the huge page flag ("hg").
     table = max(
         (one for one in memory_mappings(resident.process.pid) if "hg" in one["VmFlags"].split()),

@@ -367,9 +367,8 @@ def test_server_serves_two_aliases_bound_to_different_deltas(
 
 
 def kill_applier(server: Running) -> None:
-    pid = server.process.pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    for child in server.children():
         if Path(f"/proc/{child}/comm").read_text().strip() == PROCESS_NAME:
-            os.kill(int(child), signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
             return
     raise AssertionError("there is no applier")

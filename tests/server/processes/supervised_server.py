@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from running_servers import children_of
 from server.async_popen import AsyncPopen, start_python
 
 SCRIPT = Path(__file__).parents[1] / "supervised.py"
@@ -41,8 +42,7 @@ class SupervisedServer:
         return f"http://127.0.0.1:{self.http_port}"
 
     def worker_pids(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return children_of(self.process.pid)
 
     @property
     def socket_file(self) -> Path:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from forkserver import PYTHON, WarmPopen
 from prometheus_client.parser import text_string_to_metric_families
+from running_servers import children_of
 from server.python import environment
 from waits import wait_until
 
@@ -65,10 +66,6 @@ class LoggingServer:
                 os.write(filling, b"." * 4096)
         os.close(filling)
 
-    def children(self) -> list[int]:
-        pid = self.process.pid
-        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
     def send_invalid(self) -> None:
         """Sends an invalid request, which the server logs."""
         response = httpx.post(f"{self.url}/embed", content=b"{", timeout=WAIT_S_MAX)
@@ -103,10 +100,10 @@ def test_stalled_log_blocks_neither_serving_nor_shutdown(kind: str, tmp_path: Pa
         server.stall()
         for _ in range(3):
             server.send_invalid()
-        workers = server.children()
+        workers = children_of(server.process.pid)
         if workers:  # the supervisor, too, has something to log
             os.kill(workers[0], signal.SIGKILL)
-            wait_until(lambda: len({*server.children()} - {workers[0]}) > 1)
+            wait_until(lambda: len({*children_of(server.process.pid)} - {workers[0]}) > 1)
         else:
             assert server.dropped_lines() == 3
         assert httpx.get(f"{server.url}/health/live", timeout=WAIT_S_MAX).status_code == 200
