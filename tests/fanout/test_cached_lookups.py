@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -220,11 +221,7 @@ def test_a_fetch_that_cannot_begin_is_logged_and_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begin = engine._begin_fetch
-
-    def fail(batch: Batch, finish: Finish) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(engine, "_begin_fetch", fail)
+    monkeypatch.setattr(engine, "_begin_fetch", Mock(side_effect=MemoryError))
     for _ in range(4):
         look_up(engine, IDS)
     assert "rows cannot be fetched for the row cache" in caplog.text

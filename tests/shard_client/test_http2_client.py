@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest.mock import Mock
 
 import pytest
 from hyperframe.frame import (
@@ -305,11 +306,7 @@ def test_connection_window_is_replenished() -> None:
 
 def test_exception_in_a_callback_keeps_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     peer = ShardPeer()
-
-    def fail(reply: Reply) -> None:
-        raise RuntimeError("callback")
-
-    peer.client.call(BLOCK, (b"x",), fail)
+    peer.client.call(BLOCK, (b"x",), Mock(side_effect=RuntimeError("callback")))
     peer.call(b"y")
     with caplog.at_level(logging.ERROR):
         peer.send(response_frames(1, b"m"), response_frames(3, b"n"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from soak import delta_ids, deltas
@@ -73,10 +74,6 @@ def test_undo_returns_the_number_of_undone_deltas(
         count = soak._undo()
         assert 0 < count <= undone_max
         assert reverted[-1] == last - count
-
-    def fail(*_: object, **__: object) -> None:
-        raise StoreError("nothing to undo")
-
-    monkeypatch.setattr(deltas, "undo_deltas", fail)
+    monkeypatch.setattr(deltas, "undo_deltas", Mock(side_effect=StoreError("nothing to undo")))
     assert soak._undo() == 0
     assert soak.report.counts["undos"] == 20

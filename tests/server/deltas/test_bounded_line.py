@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from server.deltas.followed import Followed
@@ -99,12 +100,8 @@ def test_revert_without_memory_keeps_rows_and_is_retried(
     followed.follower.poll_once()
     followed.follower = followed.started()
     followed.last_seq = 1
-
-    def apply(seq: int, changes: object) -> None:
-        raise RowsFullError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(followed.rows, "apply", apply)
+        patch.setattr(followed.rows, "apply", Mock(side_effect=RowsFullError("no room")))
         followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("full", rows_at(3))
     assert followed.status.read().reason == "cannot go back to delta 1: no room"

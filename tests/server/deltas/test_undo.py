@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -174,12 +175,8 @@ def test_failed_undo_is_retried(followed: Followed, monkeypatch: pytest.MonkeyPa
     assert (now.state, now.applied.seq, followed.changed()) == ("stalled", 2, {1: 2})
     assert "sha256 is" in now.reason
     repair()
-
-    def apply(seq: int, changes: object) -> None:
-        raise RowsFullError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(followed.rows, "apply", apply)
+        patch.setattr(followed.rows, "apply", Mock(side_effect=RowsFullError("no room")))
         followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("full", {1: 2})
     followed.follower.poll_once()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,11 +48,7 @@ def test_unread_lines_are_dropped_and_counted(
 ) -> None:
     reading, writing = make()
     if make is pipe_of_another_user:
-
-        def denied(*_: object) -> int:
-            raise PermissionError
-
-        monkeypatch.setattr(os, "open", denied)
+        monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError))
     with os.fdopen(writing, "w") as file:
         stream = LogStream(file)
         count = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,11 +87,9 @@ def test_ids_of_a_failed_push_are_in_the_next_push(
     folder = tmp_path / "store"
     with DeltaWriter(folder, model="m", module=publish_with_vocabulary(folder)) as writer:
         with monkeypatch.context() as failing:
-
-            def fail(*_: Any) -> None:
-                raise StoreError("the disk is full")
-
-            failing.setattr(line_appender, "append", fail)
+            failing.setattr(
+                line_appender, "append", Mock(side_effect=StoreError("the disk is full"))
+            )
             moved: Any = {"user": ([7, 1000], [100, 101])}
             options: Any = {"vocabulary": moved, "removed": {"user": [8]}, "wait": wait}
 
@@ -113,11 +112,11 @@ def test_ids_are_in_the_next_push_after_any_kind_of_failure(
     dmp = publish_with_vocabulary(folder)
     with DeltaWriter(folder, model="m", module=dmp) as writer:
         with monkeypatch.context() as failing:
-
-            def fail(*_: Any) -> None:
-                raise UnreachableError("timed out")
-
-            failing.setattr(line_appender.LineAppender, "changed_ids", fail)
+            failing.setattr(
+                line_appender.LineAppender,
+                "changed_ids",
+                Mock(side_effect=UnreachableError("timed out")),
+            )
             with pytest.raises(UnreachableError, match="timed out"):
                 writer.push(vocabulary=vocabulary_entry(1000, 100), removed={"user": [8]})
         ids, lengths = torch.tensor([3]), torch.tensor([1, 0])
@@ -155,11 +154,9 @@ def test_id_moved_back_by_failed_pushes_is_not_a_change(
     folder = tmp_path / "store"
     with DeltaWriter(folder, model="m", module=publish_with_vocabulary(folder)) as writer:
         with monkeypatch.context() as failing:
-
-            def fail(*_: Any) -> None:
-                raise StoreError("the disk is full")
-
-            failing.setattr(line_appender, "append", fail)
+            failing.setattr(
+                line_appender, "append", Mock(side_effect=StoreError("the disk is full"))
+            )
             for row in (100, 7):
                 with pytest.raises(StoreError, match="the disk is full"):
                     writer.push(vocabulary=vocabulary_entry(7, row))

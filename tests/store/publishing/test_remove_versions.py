@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -139,11 +140,7 @@ def test_failed_removal_leaves_the_version_unchanged(
     for number in (1, 2):
         publish_one(tmp_path, number)
     before = everything_under(tmp_path)
-
-    def reject(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "rename", reject)
+    monkeypatch.setattr(os, "rename", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(StoreError, match=r"m/1: cannot be removed: Permission denied"):
         remove_version(tmp_path, "m", 1)
     assert everything_under(tmp_path) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from server.processes.rollout.following_process import FollowingProcess
@@ -73,11 +74,7 @@ async def test_start_continues_if_alias_settings_cannot_be_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Covers any exception of the store, after which the follower polls again."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("of a library")
-
     process = FollowingProcess(store, executor, "shop@1", "alias")
-    monkeypatch.setattr(VersionResolver, "resolve", fail)
+    monkeypatch.setattr(VersionResolver, "resolve", Mock(side_effect=RuntimeError("of a library")))
     await apply_initial_alias_settings(process.settings, process.rollout)
     assert caplog.messages == ["the shares cannot be read: they begin later"]

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from mapped import map_tables, mapped_kb
@@ -26,10 +27,9 @@ from embedserve.processes.rollout.messages import (
     Failure,
     LoadState,
     NameStatus,
-    Target,
     TargetPhase,
 )
-from embedserve_store import ModelVersion, StoreError
+from embedserve_store import StoreError
 from embedserve_store.errors import UnreachableError
 from embedserve_store.memory.mapped_tables import populate
 
@@ -186,11 +186,8 @@ async def test_version_that_fails_to_load_is_not_served_and_may_be_retried(
 async def test_version_that_fails_to_open_may_be_loaded_later(
     process: SwitchingProcess, monkeypatch: pytest.MonkeyPatch, error: StoreError, is_final: bool
 ) -> None:
-    def fail(name: str, target: Target) -> ModelVersion:
-        raise error
-
     with monkeypatch.context() as patched:
-        patched.setattr(process.rollout, "open_version", fail)
+        patched.setattr(process.rollout, "open_version", Mock(side_effect=error))
         process.prepare(8)
         await until(lambda: process.state().state is LoadState.FAILED)
     assert process.state() == NameStatus(7, 1, LoadState.FAILED, str(error), is_final)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from time import perf_counter
+from unittest.mock import Mock
 
 import pytest
 from server.codecs import PROTOBUF
@@ -22,9 +23,7 @@ from server.wire.grpc.grpc_peer import (
 )
 from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, update
 
-from embedserve.errors import EmbedServeError
-from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
-from embedserve.tracing.request_id import HeaderList
+from embedserve.pipeline import RequestOptions, RequestPipeline
 from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream, StreamedResponse
 from embedserve.wire.grpc.grpc_framing import framed
@@ -83,11 +82,9 @@ async def test_unexpected_error_ends_a_stream_that_waits_for_responses(
 ) -> None:
     peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
     await until(lambda: held_engine.lookups)
-
-    def fail(context: RequestContext, message: bytes) -> None:
-        raise ZeroDivisionError("secret of the server")
-
-    monkeypatch.setattr(peer.pipeline, "submit", fail)
+    monkeypatch.setattr(
+        peer.pipeline, "submit", Mock(side_effect=ZeroDivisionError("secret of the server"))
+    )
     peer.send(data(1, framed(MESSAGE)))
     await peer.wait_for_end(1)
     assert peer.status(1)[0] == 13
@@ -100,10 +97,9 @@ async def test_unexpected_error_ends_a_stream_that_waits_for_responses(
 async def test_stream_with_an_error_that_cannot_be_written_is_reset(
     peer: GrpcPeer, held_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(response: StreamedResponse, error: EmbedServeError, headers: HeaderList) -> None:
-        raise ZeroDivisionError("secret of the server")
-
-    monkeypatch.setattr(StreamedResponse, "write_error", fail)
+    monkeypatch.setattr(
+        StreamedResponse, "write_error", Mock(side_effect=ZeroDivisionError("secret of the server"))
+    )
     peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
     await until(lambda: held_engine.lookups)
     frames = peer.send(data(1, framed(b"no message")))
