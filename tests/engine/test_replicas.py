@@ -49,7 +49,7 @@ class BlockingReplicas:
     def __init__(self, replicas: int, threads: ThreadPoolExecutor) -> None:
         self._started: SimpleQueue[BlockingReplica] = SimpleQueue()
         self.each = [BlockingReplica(self._started) for _ in range(replicas)]
-        self._replicas = Replicas(self.each)
+        self._replicas = Replicas(one.lookup for one in self.each)
         self._threads = threads
 
     def submit(self, ids: int) -> tuple[int, Future[np.ndarray]]:
@@ -120,7 +120,7 @@ def test_goldens_of_every_replica_are_compared_at_start_and_later(published: Pub
 def test_concurrent_lookups_on_replicas_equal_those_of_one_engine(published: Publish) -> None:
     version = published(dtype="int8", sharding="table_wise")
     engines = [restore(version), restore(version)]
-    replicas = Replicas(engines)
+    replicas = Replicas(engine.lookup for engine in engines)
     features = version.manifest.features
     requests = [to_kjt(sample(version, size), features) for size in (1, 7, 100)]
     random = np.random.default_rng(1)

@@ -116,7 +116,7 @@ class Engine:
                         main_device(device_type, number * plan.world_size),
                         plan.world_size,
                         *(one.lookup for one in replica),
-                    )
+                    ).lookup
                     for number, replica in enumerate(compiled)
                 ]
             )
@@ -182,9 +182,7 @@ class Engine:
 
     def each(self) -> list[Callable[..., np.ndarray]]:
         """Returns the ``lookup`` of each replica."""
-        if self._on_gpus is None:
-            return [self.lookup]
-        return [replica.lookup for replica in self._on_gpus.each]
+        return [self.lookup] if self._on_gpus is None else list(self._on_gpus.each)
 
     def warm_up(self) -> None:
         """Looks up the version's goldens until the lookups are compiled, and compares the results.

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
-
-
-class Replica(Protocol):
-    """One copy of the rows with its lookup, such as device_batches.DeviceBatches."""
-
-    def lookup(
-        self,
-        ids: np.ndarray,
-        lengths: np.ndarray,
-        weights: np.ndarray | None = None,
-        as_float16: bool = False,
-    ) -> np.ndarray: ...
 
 
 class Replicas:
@@ -28,13 +15,13 @@ class Replicas:
     are in flight, no replica has more work than two of the largest batches.
 
     Attributes:
-        each: all replicas.
+        each: lookups of all replicas.
     """
 
-    def __init__(self, each: Sequence[Replica]) -> None:
+    def __init__(self, each: Iterable[Callable[..., np.ndarray]]) -> None:
         """
         Args:
-            each: at least one replica.
+            each: at least one lookup, such as that of a DeviceBatches.
         """
         self.each = tuple(each)
         self._under_way = [0] * len(self.each)
@@ -53,7 +40,7 @@ class Replicas:
         work = ids.size + lengths.size
         chosen = self._begin(work)
         try:
-            return self.each[chosen].lookup(ids, lengths, weights, as_float16)
+            return self.each[chosen](ids, lengths, weights, as_float16)
         finally:
             with self._lock:
                 self._under_way[chosen] -= work

@@ -64,7 +64,7 @@ class OnTwoGpus:
     def __init__(self, each: Sequence[FakeEngine]) -> None:
         self.replicas = len(each)
         self.rows_reader = each[0].rows_reader
-        self.lookup = Replicas(each).lookup
+        self.lookup = Replicas(one.lookup for one in each).lookup
         self.to_float16 = each[0].to_float16
         self.check = each[0].check
 
