@@ -74,8 +74,7 @@ def _remove(
     if remote is not None:
         _remove_remote(models, remote, model, version, on_gone)
     else:
-        _remove_local(models, Path(models.where) / model, version)
-        on_gone()
+        _remove_local(models, Path(models.where) / model, version, on_gone)
 
 
 def _check_unnamed(models: ModelStore, model: str, version: int) -> None:
@@ -139,11 +138,13 @@ def prune(
     return removed
 
 
-def _remove_local(models: ModelStore, folder: Path, version: int) -> None:
+def _remove_local(
+    models: ModelStore, folder: Path, version: int, on_gone: Callable[[], None]
+) -> None:
     path = folder / str(version)
     try:
         # The check is repeated, because an alias may have been set after the first one.
-        remove_unused(path, partial(_check_unnamed, models, folder.name, version))
+        remove_unused(path, partial(_check_unnamed, models, folder.name, version), on_gone)
     except OSError as error:
         raise StoreError(f"{path}: cannot be removed: {error.strerror}") from error
 

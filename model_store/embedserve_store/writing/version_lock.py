@@ -118,7 +118,11 @@ def _open_writable(path: Path) -> int:
         ) from error
 
 
-def remove_unused(folder: Path, check: Callable[[], None] | None = None) -> None:
+def remove_unused(
+    folder: Path,
+    check: Callable[[], None] = lambda: None,
+    on_gone: Callable[[], None] = lambda: None,
+) -> None:
     """Removes the version in ``folder`` in one step: moves it aside, then deletes its files.
 
     If the deletion is interrupted, the next publisher or removal deletes the rest.
@@ -126,6 +130,7 @@ def remove_unused(folder: Path, check: Callable[[], None] | None = None) -> None
     Args:
         check: called once the version has been moved aside. If it raises, the version is moved
             back.
+        on_gone: called before the files are deleted, which may take long.
 
     Raises:
         VersionInUseError: another process uses the version.
@@ -133,13 +138,13 @@ def remove_unused(folder: Path, check: Callable[[], None] | None = None) -> None
     """
     with exclusive_lock(folder), staging_folder(folder.parent) as aside:
         os.rename(folder, aside / folder.name)
-        sync(folder.parent)
         try:
-            if check:
-                check()
+            sync(folder.parent)
+            check()
         except BaseException:
             os.rename(aside / folder.name, folder)
             raise
+        on_gone()
 
 
 def _lock(descriptor: int, kind: int) -> bool:

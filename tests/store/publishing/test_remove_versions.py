@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -222,6 +223,23 @@ def test_interrupted_remote_prune_records_the_removed_versions(
         prune(url, "m", 1, who="ann")
     assert remaining_versions(url) == [3]
     assert removals(url) == [("prune", [1, 2], "ann")]
+
+
+def test_interrupted_prune_of_a_folder_records_the_removed_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        publish_one(tmp_path, number)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, "m", 1, who="ann")
+    assert remaining_versions(str(tmp_path)) == [2, 3]
+    assert removals(str(tmp_path)) == [("prune", [1], "ann")]
 
 
 def test_removal_that_removed_no_file_is_not_recorded(
