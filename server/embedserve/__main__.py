@@ -8,7 +8,11 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line. Exits with one line if this Python or the installation cannot."""
+    """Runs the command line. Exits with one line if this Python or the installation cannot.
+
+    SIGTERM interrupts from now on, so that a command leaves nothing half done, and because PID 1 of
+    a container would otherwise ignore it.
+    """
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         sys.exit(
             "embedserve: this is Python {}.{}, and embedserve runs on 3.11 to 3.13: install it "
@@ -17,12 +21,18 @@ def main() -> None:
     if os.environ.get("COLUMNS") == "0":  # a terminal of unknown width: rich would print nothing
         del os.environ["COLUMNS"]
     try:
-        from embedserve.commands.cli import app
+        from embedserve.processes.sigterm import sigterm_interrupts
+
+        with sigterm_interrupts():
+            from embedserve.commands.cli import app
+
+            app()
+    except KeyboardInterrupt:  # during the imports; commands handle it themselves
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("embedserve."):
             raise
         sys.exit(f"embedserve: {error.name} is not installed: pip install embedserve")
-    app()
 
 
 if __name__ == "__main__":

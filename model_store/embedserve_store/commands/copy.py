@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from embedserve_store import CopiedModel, ModelStore, StoreError, copy_versions
 from embedserve_store.terminal.console import listed, say, transfer_progress
-from embedserve_store.terminal.sigterm import sigterm_interrupts
 
 
 def copy(source: str, target: str, model: str | None, aliases: bool, deltas: bool) -> None:
@@ -16,7 +15,7 @@ def copy(source: str, target: str, model: str | None, aliases: bool, deltas: boo
     """
     name, version = (None, None) if model is None else _parse(model)
     for one in _models_of(source) if name is None else [name]:
-        with sigterm_interrupts(), transfer_progress() as progress:
+        with transfer_progress() as progress:
             copied = copy_versions(
                 source,
                 target,

@@ -9,7 +9,6 @@ from embedserve_store.commands.publish import describe_error
 from embedserve_store.demo import build_demo
 from embedserve_store.demo.labels import labels_path, write_labels
 from embedserve_store.terminal.console import hush_torch, say, step_progress
-from embedserve_store.terminal.sigterm import sigterm_interrupts
 from embedserve_store.terminal.sizes import human_bytes
 
 
@@ -36,7 +35,7 @@ def demo(
         say(f"{store} has model {model} already")
         return
     hush_torch()
-    with sigterm_interrupts(), step_progress("training on movie ratings") as progress:
+    with step_progress("training on movie ratings") as progress:
         report = build_demo(
             store,
             model=model,

@@ -14,7 +14,6 @@ from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS
 from embedserve_store.publishing.options import PublishOptions
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.terminal.console import hush_torch, say, table_progress, transfer_progress
-from embedserve_store.terminal.sigterm import sigterm_interrupts
 from embedserve_store.terminal.sizes import human_bytes
 
 SKIPPED_SHOWN = 10
@@ -34,7 +33,7 @@ def publish_checkpoint(
         StoreError: the checkpoint, the description or the store cannot be used.
     """
     hush_torch()
-    with sigterm_interrupts(), table_progress() as progress, transfer_progress() as uploading:
+    with table_progress() as progress, transfer_progress() as uploading:
         options["progress"], options["upload_progress"] = progress, uploading
         tables = read_description(description)
         published = publish(checkpoint, store, model=model, tables=tables, **options)

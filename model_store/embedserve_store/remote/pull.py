@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 STAT_BLOCK_BYTES = 512
 """Unit of st_blocks, in bytes."""
 _KEPT_AFTER = (*UNDAMAGED, KeyboardInterrupt)
-"""Exceptions after which the next pull continues. KeyboardInterrupt is Ctrl-C, or SIGTERM while a
-server starts."""
+"""Exceptions after which the next pull continues. KeyboardInterrupt is Ctrl-C or
+SIGTERM."""
 
 
 def pull(

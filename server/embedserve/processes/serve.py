@@ -51,6 +51,7 @@ from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.row_uploads import uploading
+from embedserve.processes.sigterm import Terminated
 from embedserve.processes.startup.descriptors import reserve_descriptors
 from embedserve.processes.startup.loading import (
     on_devices,
@@ -68,7 +69,6 @@ from embedserve.request_checks import INTEGER_DIGITS_MAX
 from embedserve.shard_client.discovery import RayShards, parse_shards
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
-from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
 
 if TYPE_CHECKING:
     from embedserve.deltas.status import SharedDeltaState
@@ -113,8 +113,7 @@ def serve(settings: ServeSettings) -> None:
     # waiting for one of ours would be an error.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        # Until models are loaded, SIGTERM interrupts; PID 1 of a container needs it.
-        with sigterm_interrupts(), addresses as settings:
+        with addresses as settings:
             if settings.is_supervised:
                 _serve_workers(settings, start_s, notify)
             else:

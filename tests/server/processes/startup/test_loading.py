@@ -123,8 +123,8 @@ import signal
 import sys
 
 from embedserve.config import ServeSettings
+from embedserve.processes.sigterm import Terminated, sigterm_interrupts
 from embedserve.processes.startup import loading
-from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
 
 parent, what = os.getpid(), sys.argv[1]
 

@@ -1,4 +1,4 @@
-"""Handles SIGTERM like Ctrl-C, for commands that would leave something half done if killed."""
+"""Handles SIGTERM like Ctrl-C, because commands would leave something half done if killed."""
 
 from __future__ import annotations
 
