@@ -348,13 +348,11 @@ def _installed(package: str) -> str:
 
 @contextmanager
 def as_store_error(folder: Path) -> Iterator[None]:
-    """Converts errors, also a keyboard interrupt, to a StoreError with a one-line message."""
+    """Converts errors to a StoreError with a one-line message."""
     try:
         yield
     except StoreError:
         raise
-    except KeyboardInterrupt as error:
-        raise StoreError(f"{folder}: publishing was interrupted") from error
     except OSError as error:
         raise failed_write(f"{folder}: publishing failed", error) from error
     except Exception as error:

@@ -102,17 +102,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KilledCommand]
         return dict(zip(commands, pool.map(run, commands), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (PUBLISH, 1, "m: publishing was interrupted"),
-        (DEMO, 130, "embedserve: interrupted"),
-    ],
-)
+@pytest.mark.parametrize("arguments", [PUBLISH, DEMO])
 def test_publish_and_demo_clean_up_after_sigterm(
-    killed: dict[str, KilledCommand], arguments: str, status: int, message: str
+    killed: dict[str, KilledCommand], arguments: str
 ) -> None:
     folder, done = killed[arguments]
-    assert done.returncode == status, done.stderr
-    assert done.stderr.splitlines()[-1].endswith(message)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1] == "embedserve: interrupted"
     assert not (folder / "store").exists() or os.listdir(folder / "store") == []

@@ -107,9 +107,8 @@ def test_keyboard_interrupt_leaves_the_store_unchanged(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(StoreError, match="m: publishing was interrupted") as caught:
+    with pytest.raises(KeyboardInterrupt):
         publish(ebc, tmp_path, model="m", progress=interrupt)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert everything_under(tmp_path) == []
     assert publish(ebc, tmp_path, model="m").version == 1
 

@@ -307,7 +307,7 @@ def test_claim_of_a_killed_publisher_is_continued_only_with_the_same_rows(
     def publish_and_die(value: float) -> None:
         with monkeypatch.context() as killed:
             killed.setattr(RemoteFolder, "remove", remove)
-            with pytest.raises(StoreError, match="interrupted"):
+            with pytest.raises(KeyboardInterrupt):
                 publish_value(url, value, upload_progress=interrupt)
 
     models = ModelStore(url)
