@@ -21,8 +21,10 @@ from functools import partial
 
 from embedserve.config import ServeSettings
 from embedserve.errors import LOADING
-from embedserve.processes.forked import fork
+from embedserve.processes.forked import described, ended, fork
 from embedserve.processes.startup.ports import Ports, SharedPorts
+
+logger = logging.getLogger(__name__)
 
 END_S_MAX = 2.0
 """Seconds that the startup server may take to exit before it is killed."""
@@ -43,9 +45,16 @@ def serve_health_while_loading(
         nonlocal is_there
         if is_there:
             is_there = False
+            status = ended(pid)
             ours.shutdown(socket.SHUT_RDWR)  # not only close: forked workers have this end, too
             ours.close()
-            _reap(pid)
+            if status is None:
+                _reap(pid)
+            elif status != -signal.SIGTERM:  # which may have been for the whole process group
+                logger.error(
+                    "health checks failed while the models loaded: the startup server %s",
+                    described(status),
+                )
 
     try:
         yield end

@@ -23,6 +23,20 @@ with serve_health_while_loading(ServeSettings(store=""), ports) as end:
     print(ports.http_socket.accept()[1][0])
 """
 
+KILLED = """
+import os, signal
+from pathlib import Path
+from embedserve.config import ServeSettings
+from embedserve.processes.startup.startup_server import serve_health_while_loading
+from embedserve.processes.startup.ports import claim_ports
+
+with serve_health_while_loading(ServeSettings(store=""), claim_ports("127.0.0.1", 0, 0)) as end:
+    (front,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    os.kill(int(front), signal.SIGKILL)
+    os.waitid(os.P_PID, int(front), os.WEXITED | os.WNOWAIT)
+    end()
+"""
+
 ENDING = """
 import http.client, threading
 from embedserve.config import ServeSettings
@@ -53,6 +67,12 @@ def test_startup_server_reports_loading_models_while_it_ends() -> None:
     assert done.stderr == ""
     assert done.stdout.startswith("503 ")
     assert "the models are being loaded" in done.stdout
+
+
+def test_startup_server_that_was_killed_is_logged() -> None:
+    line = "health checks failed while the models loaded: the startup server was ended by SIGKILL\n"
+    done = run_python("-c", KILLED)
+    assert (done.returncode, done.stderr) == (0, line)
 
 
 def test_hung_startup_server_is_killed_and_waiting_connections_are_kept() -> None:
