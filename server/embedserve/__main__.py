@@ -29,6 +29,9 @@ def main() -> None:
             app()
     except KeyboardInterrupt:  # during the imports; commands handle it themselves
         sys.exit(130)
+    except OSError as error:  # the output of --help or --version; commands report their own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries again at exit
+        sys.exit(f"embedserve: {error}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("embedserve."):
             raise

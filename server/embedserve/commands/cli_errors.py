@@ -63,10 +63,10 @@ def cli_errors() -> Iterator[None]:
             yield
     except BrokenPipeError:  # by `| head`: typer exits with status 1, without a message
         raise
-    except (StoreError, OSError, ValueError) as error:
+    except (StoreError, OSError, ValueError, MemoryError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise
-        message = described(error)
+        message = described(error) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:
             message = f"{error.filename}: {error.strerror}"
         if any(fault in message for fault in LOADER_FAULTS):

@@ -10,11 +10,13 @@ import types
 from pathlib import Path
 
 import pytest
+import typer
 from server.python import environment, run_python, run_warm_python
 from typer.main import get_group
 from typer.testing import CliRunner, Result
 
 from embedserve.commands.cli import app
+from embedserve.commands.cli_errors import cli_errors
 from embedserve.config import Limits, ServeSettings
 
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "fastapi", "grpc", "numpy", "uvicorn")
@@ -266,6 +268,32 @@ def test_full_disk_of_the_output_prints_one_error_line() -> None:
         1,
         "embedserve: [Errno 28] No space left on device\n",
     )
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_full_disk_of_help_and_version_prints_one_error_line(option: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "embedserve", option],
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    line = "embedserve: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(MemoryError(), "MemoryError"), (MemoryError("Unable to allocate"), "Unable to allocate")],
+)
+def test_lack_of_memory_prints_one_error_line(
+    error: MemoryError, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), cli_errors():
+        raise error
+    assert capsys.readouterr().err == f"embedserve: {message}\n"
 
 
 def test_closed_pipe_of_the_output_is_no_error_to_report() -> None:
