@@ -92,14 +92,18 @@ def prune_deltas(
     pruned = []
     for line in lines:
         old = line.old(needed_after.get(line.number))
-        if not is_trial:
-            line.remove(old, needed_after.get(line.number, 0))
-        if len(old):
-            one = PrunedDeltas(line.number, int(old[0]), int(old[-1]), len(old))
-            pruned.append(one)
+        try:
             if not is_trial:
-                detail = f"deltas {one.first} to {one.last} of line {one.line}"
-                record_event(models.where, "prune", model, (), detail=detail)
+                line.remove(old, needed_after.get(line.number, 0))
+        finally:
+            if not is_trial:
+                old = old[old <= line.removed_to]
+            if len(old):
+                one = PrunedDeltas(line.number, int(old[0]), int(old[-1]), len(old))
+                pruned.append(one)
+                if not is_trial:
+                    detail = f"deltas {one.first} to {one.last} of line {one.line}"
+                    record_event(models.where, "prune", model, (), detail=detail)
     return pruned
 
 
@@ -113,10 +117,15 @@ def _needed_after(models: ModelStore, model: str) -> dict[int, int]:
 
 
 class _Line:
-    """Removes the old files of a line."""
+    """Removes the old files of a line.
+
+    Attributes:
+        removed_to: seq of the last delta that was removed; 0 if none was.
+    """
 
     def __init__(self, models: ModelStore, model: str, number: int, keep_s: float) -> None:
         self.number = number
+        self.removed_to = 0
         self._models, self._model = models, model
         self._folder = f"{FOLDER}/{number}"
         self._keep_s = keep_s
@@ -146,10 +155,12 @@ class _Line:
         """
         last = int(old[-1]) if len(old) else 0
         remove = _remover(self._models)
-        for seq, _, name in _in_order(self._names, lambda one: self._may_go(one, last)):
+        for seq, has_rows, name in _in_order(self._names, lambda one: self._may_go(one, last)):
             path = f"{self._model}/{self._folder}/{name}"
             if seq <= last or self._is_left_over(path, is_apart=seq <= needed_after):
                 remove(path)
+                if not has_rows:
+                    self.removed_to = seq
         if not self._models.is_remote:
             with suppress(OSError):  # later deltas are there
                 (Path(self._models.where) / self._model / self._folder).rmdir()

@@ -201,7 +201,7 @@ def test_unrelated_files_are_not_pruned(store: Path, writer: DeltaWriter) -> Non
 
 
 @pytest.mark.parametrize("unlinked", [2, 3, 5])
-def test_prune_can_be_repeated_after_it_was_killed(
+def test_interrupted_prune_is_recorded_and_can_be_repeated(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, unlinked: int
 ) -> None:
     """Deltas are removed in order, each manifest before its rows, so the remaining deltas are whole
@@ -214,7 +214,7 @@ def test_prune_can_be_repeated_after_it_was_killed(
     def unlink_some(path: Path, missing_ok: bool = False) -> None:
         nonlocal left
         left -= 1
-        if left < 0:
+        if left == -1:
             raise KeyboardInterrupt
         unlink(path, missing_ok=missing_ok)
 
@@ -225,6 +225,9 @@ def test_prune_can_be_repeated_after_it_was_killed(
     manifests = sorted(path.name for path in (store / "m/deltas/1").glob("*.json"))
     assert [int(name[:20]) for name in manifests] == [*range(1, 4)][(unlinked + 1) // 2 :]
     assert set(seqs(store)) <= {*range(1 + unlinked // 2, 4)}
+    removed = (unlinked + 1) // 2
+    details = [one.detail for one in ModelStore(store).history("m") if "deltas" in one.detail]
+    assert details == [f"deltas 1 to {removed} of line 1"]
     prune_deltas(store, "m", keep_s=0)
     assert not (store / "m/deltas/1").exists()
 
