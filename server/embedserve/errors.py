@@ -46,11 +46,13 @@ class EmbedServeError(Exception):
         message: sentence for the caller, cut to MESSAGE_CHARACTERS_MAX.
         field: invalid field of the request, or "", cut to FIELD_CHARACTERS_MAX.
         model: version that rejected the request; None if none was selected.
+        caller: name of a known caller that was not admitted; "" for any other rejection.
     """
 
     code = "INTERNAL"
     http_status = 500
     retry_after_s = 0
+    caller = ""
 
     def __init__(self, message: str, field: str = "") -> None:
         self.message = shortened(message, MESSAGE_CHARACTERS_MAX)

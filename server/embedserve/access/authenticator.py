@@ -127,6 +127,7 @@ class Authenticator:
             caller.free_s = now_s + caller.interval_s
         elif (error := caller.admission_error(now_s)) is not None:
             caller.outcomes[error.code] += 1
+            error.caller = caller.grant.name
             is_often = isinstance(error, RateLimitedError) and request.can_delay_rejection
             request.reject_after(error, caller.rejection_wait_s(now_s) if is_often else 0.0)
             return False

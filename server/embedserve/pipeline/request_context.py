@@ -189,7 +189,7 @@ class RequestContext(PendingRequest):
         seconds, telemetry = end_s - self.start_s, self.pipeline.telemetry
         try:
             self.pipeline.metrics.count_outcome(self.version or error.model, code, seconds)
-            record = partial(self._record, code, self.quota, end_s)
+            record = partial(self._record, code, self.quota, end_s, caller=error.caller)
             fields = telemetry.report_rejected(self, seconds, record)
             self._leave(code)
             self.options.metrics.count_rejected(code, error.message, seconds, fields)
@@ -285,8 +285,10 @@ class RequestContext(PendingRequest):
         quota: CallerQuota | None,
         end_s: float,
         encoded_s: float | None = None,
+        caller: str = "",
     ) -> RequestRecord:
-        """Returns the record of the request of ``quota``, which ended at ``end_s``."""
+        """Returns the record of the request of ``quota``, or else of a ``caller`` that was not
+        admitted, which ended at ``end_s``."""
         model, request, writer = self.version, self.request, self.writer
         return RequestRecord(
             request_id=self.request_id.decode("ascii"),
@@ -297,7 +299,7 @@ class RequestContext(PendingRequest):
             version=0 if model is None else model.version,
             examples=request.batch_size,
             ids=request.ids.size,
-            caller="" if quota is None else quota.grant.name,
+            caller=caller if quota is None else quota.grant.name,
             address=self.pipeline.addresses.find(writer.peer, writer.header),
             trace=read_traceparent(writer.header(TRACEPARENT)),
             calls=None if self.ticket is None else self.ticket.calls,

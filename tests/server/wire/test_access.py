@@ -85,12 +85,17 @@ def line_of(token: str | None) -> list[str]:
 async def test_metrics_and_log_name_the_caller(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "embedserve")
     live.pipeline.metrics.callers.callers = live.pipeline.authenticator
     live.pipeline.telemetry = RequestTelemetry(slow_ms=1e-6)
     headers = {"Authorization": "Bearer es_right"}
     assert (await live.http.post("/embed", content=BODY, headers=headers)).status_code == 200
     assert (await live.http.post("/embed", content=b"{", headers=headers)).status_code == 400
     assert (await live.http.post("/embed", content=BODY)).status_code == 401
+    boss = {"Authorization": "Bearer es_boss"}
+    assert (await live.http.post("/embed", content=BODY, headers=boss)).status_code == 403
+    (record,) = [one for one in caplog.records if "PERMISSION_DENIED" in one.message]
+    assert vars(record)["fields"]["caller"] == "boss"
     (record,) = [one for one in caplog.records if one.message == "slow request"]
     assert vars(record)["fields"]["caller"] == "right"
     assert list(live.pipeline.metrics.callers.samples()) == []
@@ -99,6 +104,7 @@ async def test_metrics_and_log_name_the_caller(
         ("right", "OK", 1),
         ("right", "INVALID_ARGUMENT", 1),
         ("(unknown)", "UNAUTHENTICATED", 1),
+        ("boss", "PERMISSION_DENIED", 1),
     }
 
 
