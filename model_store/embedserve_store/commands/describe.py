@@ -12,6 +12,7 @@ from embedserve_store.sources.checkpoint import open_checkpoint
 from embedserve_store.sources.description import read_description
 from embedserve_store.sources.description_draft import draft_description
 from embedserve_store.terminal.console import say
+from embedserve_store.terminal.sanitize import sanitize
 
 
 def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path | None) -> None:
@@ -24,7 +25,8 @@ def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path 
         StoreError: the checkpoint has no tables or cannot be read, or ``output`` exists.
     """
     answers = None if expected is None else read_expected(expected)
-    text = draft_description(open_checkpoint(checkpoint), prefix, answers)
+    draft = draft_description(open_checkpoint(checkpoint), prefix, answers)
+    text = "".join(f"{sanitize(line)}\n" for line in draft.splitlines())  # it names the checkpoint
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -194,8 +194,9 @@ def test_patch_sets_no_variables_without_options() -> None:
     assert memory(patch(pulled)) == memory(patch(pulled, PodOptions(follow="latest")))
 
 
-def test_newline_in_a_model_name_does_not_end_the_comment() -> None:
-    made = patch(replace(LARGE, name="a\nspec: {}\n# b"))
+@pytest.mark.parametrize("name", ["a\nspec: {}\n# b", "a\x1b[2J", "a\udcff"])
+def test_unprintable_name_stays_in_its_comment(name: str) -> None:
+    made = patch(replace(LARGE, name=name))
     assert made == patch(LARGE)
 
 

@@ -35,6 +35,17 @@ def test_draft_on_stdout_can_be_read_back(checkpoint: Path, tmp_path: Path) -> N
     assert read_description(tmp_path / "d.yaml").tables == (USER,)
 
 
+@pytest.mark.parametrize("name", ["\x1b[2J.pt", "\udcff.pt", "a\nb: [.pt"])
+def test_draft_of_a_checkpoint_with_an_unprintable_name_can_be_read_back(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    output = tmp_path / "d.yaml"
+    renamed = checkpoint.rename(tmp_path / name)
+    code, _, error = run("describe", renamed, "--prefix", "model", "--output", output)
+    assert code == 0, error
+    assert read_description(output).tables == (USER,)
+
+
 def test_draft_file_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "d.yaml"
     code, out, _ = run("describe", checkpoint, "--prefix", "model", "--output", output)

@@ -16,6 +16,7 @@ import yaml
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device, check_settings
 from embedserve.processes.memory_bounds import FEATURES, Rows, ServerMemory, server_memory
+from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
 
 MIB = 1 << 20
@@ -201,7 +202,7 @@ def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
         else f"{kept}, {settings.tables}{fraction}"
     )
     lines = [
-        f"# Made by embedserve plan --kubernetes: {' '.join(rows.name.split())},",
+        f"# Made by embedserve plan --kubernetes: {sanitize(rows.name)},",
         f"# {human_bytes(rows.mapped)} of rows and ids. Memory:",
         f"#   {human_bytes(memory.rows)}: {kept}",
         f"#   {human_bytes(memory.processes)}: idle workers, {settings.workers}",
