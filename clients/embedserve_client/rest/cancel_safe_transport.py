@@ -43,18 +43,20 @@ class CancelSafeTransport(httpx.AsyncBaseTransport):
         except TimeoutError as error:
             raise httpx.PoolTimeout("no connection is free") from error
         try:
+            if self._is_closed:
+                raise RuntimeError("the client has been closed")
             return await self._send(request)
         finally:
             self._free.release()
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
-        if self._is_closed:
-            raise RuntimeError("the client has been closed")
         transport = self._idle.pop()[1] if self._idle else self._make()
         self._busy.add(transport)
         try:
             response = await transport.handle_async_request(request)
             await response.aread()
+            if self._is_closed:  # transports that are closed while they connect keep the connection
+                await response.extensions["network_stream"].aclose()
         except BaseException:
             await transport.aclose()
             raise

@@ -4,6 +4,7 @@ import asyncio
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,14 @@ import httpx
 import pytest
 from client.fake import RESPONSE_S_MAX, FakeModel
 
-from embedserve_client import AsyncEmbedClient, DeadlineExceeded, EmbedClient, Overloaded
+from embedserve_client import (
+    AsyncEmbedClient,
+    DeadlineExceeded,
+    EmbedClient,
+    Overloaded,
+    ServerError,
+    Unavailable,
+)
 
 
 def test_timeout_is_sent_in_a_header(rest_url: str, model: FakeModel) -> None:
@@ -87,6 +95,35 @@ async def test_calls_cancelled_at_any_moment_free_their_connection(
                 await asyncio.sleep(0)
             await asyncio.wait(calls)
             assert (await client.embed({"user": [1]}))["user"].tolist() == [[2, 3]]
+
+
+async def test_call_in_flight_leaves_no_connection_when_its_client_is_closed() -> None:
+    """The client is closed at several moments: before, while and after the call connects."""
+    connections: list[asyncio.Task[Any]] = []
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.append(task)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for moment in range(1, 30):
+        client = AsyncEmbedClient(f"127.0.0.1:{port}", timeout_s=RESPONSE_S_MAX)
+        call = asyncio.create_task(client.models())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        await client.close()
+        await asyncio.wait([call])
+        assert isinstance(call.exception(), Unavailable | ServerError)
+        async with asyncio.timeout(RESPONSE_S_MAX):
+            await asyncio.gather(*connections)
+    server.close()
 
 
 async def test_call_that_gets_no_connection_in_time_exceeds_its_deadline(
