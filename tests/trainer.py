@@ -98,15 +98,20 @@ class Ranker(nn.Module):
         return logits.squeeze(-1)
 
 
-def sample(rng: np.random.Generator, batch_size: int) -> KeyedJaggedTensor:
-    """Returns random bags of 0 to 6 ids."""
-    lengths = rng.integers(0, 7, (len(FEATURES), batch_size))
+def sample(
+    rng: np.random.Generator,
+    batch_size: int,
+    features: Mapping[str, int] = MappingProxyType(FEATURES),
+    ids_max: int = 6,
+) -> KeyedJaggedTensor:
+    """Returns random bags of 0 to ``ids_max`` ids of ``features``, which have as many rows."""
+    lengths = rng.integers(0, ids_max + 1, (len(features), batch_size))
     ids = [
         rng.integers(0, rows, total)
-        for rows, total in zip(FEATURES.values(), lengths.sum(axis=1), strict=True)
+        for rows, total in zip(features.values(), lengths.sum(axis=1), strict=True)
     ]
     return KeyedJaggedTensor(
-        keys=list(FEATURES),
+        keys=list(features),
         values=torch.from_numpy(np.concatenate(ids)),
         lengths=torch.from_numpy(lengths.reshape(-1).astype(np.int32)),
     )

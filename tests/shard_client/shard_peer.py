@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from hpack import Decoder
 from hyperframe.frame import Frame, HeadersFrame
+from server.wire.http2.peer import frames_of
 
 from embedserve.shard_client.client_stream import ClientStream
 from embedserve.shard_client.http2_client import Http2Client
@@ -69,16 +70,7 @@ class ShardPeer:
 
     def take_frames(self) -> list[Frame]:
         sent, self.sent = bytes(self.sent), bytearray()
-        return list(_frames_of(sent))
-
-
-def _frames_of(sent: bytes) -> Iterator[Frame]:
-    while sent:
-        frame, length = Frame.parse_frame_header(memoryview(sent)[:9])
-        assert len(sent) >= 9 + length, "a frame is cut off"
-        frame.parse_body(memoryview(sent)[9 : 9 + length])
-        yield frame
-        sent = sent[9 + length :]
+        return list(frames_of(sent))
 
 
 def only(found: Sequence[Frame], kind: type[F]) -> list[F]:

@@ -89,13 +89,7 @@ def batch(rng: np.random.Generator, tables: Any = None) -> KeyedJaggedTensor:
     unchanged."""
     tables = tables or TABLES
     rows = {f: rows for rows, _, features, _ in tables.values() for f in features}
-    lengths = rng.integers(0, 3, (len(rows), 2))
-    ids = [rng.integers(0, n, k) for n, k in zip(rows.values(), lengths.sum(1), strict=True)]
-    return KeyedJaggedTensor(
-        keys=list(rows),
-        values=torch.from_numpy(np.concatenate(ids)),
-        lengths=torch.from_numpy(lengths.reshape(-1).astype(np.int32)),
-    )
+    return trainer.sample(rng, 2, rows, ids_max=2)
 
 
 def dense_optimizer(dmp: DistributedModelParallel) -> KeyedOptimizerWrapper:

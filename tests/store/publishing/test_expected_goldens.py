@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from store.conftest import MakeEbc
 from store.publishing.expected_results import (
     described,
@@ -17,10 +16,7 @@ from store.publishing.expected_results import (
     state_of,
     twins,
 )
-from torchrec import (
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
+from unpooled import unpooled_collection
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.id_rule import IdRule
@@ -119,12 +115,7 @@ def first_example(expected: Expected) -> Expected:
 
 
 def test_goldens_of_an_embedding_collection_come_from_training(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    configs = [
-        EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
-        for name, features in (("a", ["x", "y"]), ("b", ["y"]))
-    ]
-    ec = EmbeddingCollection(tables=configs)
+    ec = unpooled_collection([("a", 20, ["x", "y"]), ("b", 20, ["y"])])
     expected = expected_of(ec)
     assert expected.keys == ("x", "y@a", "y@b")
     state = {f"ec.{key}": value for key, value in ec.state_dict().items()}
@@ -192,11 +183,7 @@ def test_first_examples_without_ids_are_rejected(
 def test_embedding_collection_goldens_are_limited_per_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = [
-        EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
-        for name, features in (("a", ["x", "y"]), ("b", ["y"]))
-    ]
-    ec = EmbeddingCollection(tables=configs)
+    ec = unpooled_collection([("a", 20, ["x", "y"]), ("b", 20, ["y"])])
     expected = expected_of(ec)
     x, y = expected.bags.lengths
     monkeypatch.setattr(expected_answers, "GOLDEN_IDS_MAX", x[0] + 2 * y[0])

@@ -12,9 +12,8 @@ from store.conftest import small_collection
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
 )
+from unpooled import unpooled_collection
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
@@ -194,11 +193,7 @@ def test_weights_and_unpooled_rows_are_detected_from_expected_outputs(tmp_path: 
     )
     assert (described.is_weighted, described.guesses) == (True, ())
     assert described.tables == live.describe(ebc)
-    configs = [
-        EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
-        for name, features in (("a", ["x", "y"]), ("b", ["y"]))
-    ]
-    ec = EmbeddingCollection(tables=configs)
+    ec = unpooled_collection([("a", 20, ["x", "y"]), ("b", 20, ["y"])])
     text = draft_description(from_state_dict(state_of(ec, "m.ec")), expected=expected_of(ec))
     assert "check" not in text
     assert read_back(text, tmp_path).tables == live.describe(ec)
