@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from embedserve.errors import EmbedServeError
 
 JSON = "application/json"
-_EMPTY = {"type": "object", "description": "An empty object: the operation has no parameters."}
+_IGNORED = {"schema": {"description": "Ignored."}, "example": {}}
 
 
 class AdminOperations(Protocol):
@@ -87,7 +87,7 @@ async def unload(name: Name, admin: AdminDep) -> Done:
     summary="Check the store now",
     status_code=202,
     # Without a body generated clients, and the OpenAPI pages, would send no content type.
-    openapi_extra={"requestBody": {"required": True, "content": {JSON: {"schema": _EMPTY}}}},
+    openapi_extra={"requestBody": {"required": True, "content": {JSON: _IGNORED}}},
 )
 async def reload(admin: AdminDep) -> Done:
     """Checks the store immediately, whatever is followed, and retries versions that failed.
