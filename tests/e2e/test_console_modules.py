@@ -85,6 +85,32 @@ def test_nearest_rows_are_fetched_again_after_a_delta(page: Page, demo: Demo) ->
     assert sum(url.endswith("/embed") for url in page.requests) == 2
 
 
+LOST_PART = """
+import("/console/neighbours.js").then(async ({ nearest }) => {
+  let asked = 0;
+  const really = globalThis.fetch;
+  globalThis.fetch = async (path, options) => {
+    if (!path.endsWith("/embed")) return really(path, options);  // of the page itself
+    asked += 1;
+    const lost = { values: [[0, 0], [1, 1]], missing_ids: { f: 1 } };
+    return new Response(JSON.stringify(asked === 1 ? lost : { values: [[1, 0], [1, 1]] }));
+  };
+  const named = new Map([["1", ""], ["2", ""]]);
+  const ask = async () => {
+    const answer = { model: "m", version: 1 };
+    const found = await nearest([1, 0], answer, "f", "f", named, new Set(), String);
+    return [found.map(({ id }) => id).join(" "), asked];
+  };
+  return [await ask(), await ask(), await ask()];
+})
+"""
+
+
+def test_nearest_rows_of_a_lost_part_are_fetched_once_it_is_back(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    assert page.value(LOST_PART) == [["2", 1], ["1 2", 2], ["1 2", 2]]
+
+
 REJECTED_IDS = """
 import("/console/neighbours.js").then(async ({ nearest }) => {
   let known, asked;

@@ -22,21 +22,26 @@ export async function labelsOfModel(model) {
 export async function nearest(vector, response, feature, key, named, but, written) {
   const name = `${response.model}@${response.version}`;
   const kept = `${name} ${response.seq} ${key}`; // a delta changes rows and ids of the same version
-  if (!vectors.has(kept)) {
+  let all = vectors.get(kept);
+  if (!all) {
     vectors.clear(); // only one table's vectors are cached
     const place = `${name} ${key}`;
     const isSame = rejected.has(place) && rejected.get(place).seq === response.seq; // none without deltas
     if (!isSame) rejected.set(place, { seq: response.seq, ids: new Set(), error: null });
-    vectors.set(kept, await vectorsOf([...named.keys()], name, feature, key, written, rejected.get(place)));
+    all = await vectorsOf([...named.keys()], name, feature, key, written, rejected.get(place));
+    if (!all.lacksPart) vectors.set(kept, all);
   }
-  const found = [...vectors.get(kept)].map(([id, other]) => ({ id, label: named.get(id), cosine: cosine(vector, other) }));
+  const found = [...all].map(([id, other]) => ({ id, label: named.get(id), cosine: cosine(vector, other) }));
   return found
     .filter((one) => !but.has(one.id) && one.cosine > -1)
     .sort((one, other) => other.cosine - one.cosine)
     .slice(0, NEAREST_MAX);
 }
 
-/** Returns the vectors by id. Ids that the version rejects are left out: labels are of all versions. */
+/**
+ * Returns the vectors by id, and in ``lacksPart`` whether rows of lost parts are missing in them. Ids that the version
+ * rejects are left out: labels are of all versions.
+ */
 async function vectorsOf(ids, name, feature, key, written, known) {
   const found = new Map();
   if (known.error) throw known.error;
@@ -46,9 +51,10 @@ async function vectorsOf(ids, name, feature, key, written, known) {
     const bags = some.map((id) => `[${written(id)}]`);
     const body = `{"features":{${JSON.stringify(feature)}:[${bags}]},"output_keys":[${JSON.stringify(key)}]}`;
     try {
-      const { values } = await ask(`models/${inPath(name)}/embed`, body);
+      const { values, missing_ids: missing } = await ask(`models/${inPath(name)}/embed`, body);
       const rows = Array.isArray(values) ? values : values[key]; // by key if the model is unpooled
       some.forEach((id, at) => found.set(id, rows[at]));
+      found.lacksPart ||= missing !== undefined;
       left.splice(0, some.length);
     } catch (error) {
       const at = /\[(\d+)\]\[0\]$/.exec(error.field)?.[1];
