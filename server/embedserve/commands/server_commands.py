@@ -175,7 +175,10 @@ def health(
         str, typer.Option(envvar="EMBEDSERVE_HOST", help="The same as for serve.")
     ] = "127.0.0.1",
     http_port: Annotated[
-        int, typer.Option(envvar="EMBEDSERVE_HTTP_PORT", help="The same as for serve.")
+        int,
+        typer.Option(
+            envvar="EMBEDSERVE_HTTP_PORT", help="The same as for serve.", min=1, max=65535
+        ),
     ] = 8000,
     http_uds: Annotated[
         str,

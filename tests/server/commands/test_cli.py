@@ -331,6 +331,7 @@ def token_into(stdout: int) -> tuple[int, str]:
 )
 def test_error_in_arguments_is_one_line(
     arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
+        ("health --http-port 65536", "'--http-port'"),
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     result = run(*arguments.split())
