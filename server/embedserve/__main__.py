@@ -3,6 +3,7 @@
 A Python that is too old for the server still reads this file.
 """
 
+import io
 import os
 import sys
 
@@ -20,6 +21,8 @@ def main() -> None:
         )
     if os.environ.get("COLUMNS") == "0":  # a terminal of unknown width: rich would print nothing
         del os.environ["COLUMNS"]
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from embedserve.processes.sigterm import sigterm_interrupts
 

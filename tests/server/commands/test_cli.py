@@ -263,6 +263,15 @@ def test_output_to_a_terminal_of_unknown_width_is_printed(
     assert (done.returncode, done.stdout) == (0, f"store {tmp_path}: no models\n")
 
 
+def test_output_is_escaped_for_encodings_other_than_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    (tmp_path / "ü").mkdir()
+    done = run_python("-m", "embedserve", "inspect", tmp_path / "ü")
+    assert (done.returncode, done.stdout) == (0, f"store {tmp_path}/\\xfc: no models\n")
+
+
 def test_full_disk_of_the_output_prints_one_error_line() -> None:
     assert token_into(os.open("/dev/full", os.O_WRONLY)) == (
         1,
@@ -322,6 +331,7 @@ def token_into(stdout: int) -> tuple[int, str]:
         ("health --http-port tcp://1.2.3.4", "'--http-port' (env var: 'EMBEDSERVE_HTTP_PORT')"),
         ("health --http-port tcp://1.2.3.4", "'tcp://1.2.3.4'"),
         ("health --http-port", "'--http-port'"),
+        ("health --http-port 65536", "'--http-port'"),
         ("health --http-prt 1", "--http-prt"),
         ("health --ready=yes", "--ready"),
         ("healht", "No such command 'healht'"),
@@ -331,7 +341,6 @@ def token_into(stdout: int) -> tuple[int, str]:
 )
 def test_error_in_arguments_is_one_line(
     arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
-        ("health --http-port 65536", "'--http-port'"),
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     result = run(*arguments.split())
