@@ -20,8 +20,6 @@ from embedserve_store.sources import live, live_dmp
 
 GoldenBags = Any
 """Bags, or a KeyedJaggedTensor that has the features of the version."""
-_QUANTIZED = "bfloat16"
-"""Dtype whose tolerance covers results that ranks sent to one another in a smaller dtype."""
 
 
 def bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
@@ -125,8 +123,8 @@ def delta_goldens(bags: Bags, answers: Any, dtype: str, base: Manifest) -> Delta
     return made
 
 
-def trained_answers(module: Any, prefix: str, base: Manifest, bags: Bags) -> tuple[Any, str]:
-    """Returns a sharded model's results for ``bags``, and the dtype in which ranks exchange them.
+def trained_answers(module: Any, prefix: str, base: Manifest, bags: Bags) -> Any:
+    """Returns a sharded model's results for ``bags``.
 
     A collective of all ranks, which all have the same bags. Changes nothing in the model: neither
     the optimizer nor TorchRec's tracker takes the lookup for one of training.
@@ -138,9 +136,7 @@ def trained_answers(module: Any, prefix: str, base: Manifest, bags: Bags) -> tup
     trained = Manifest("", 0, tables, is_weighted)
     _check_same(trained, base)
     with live_dmp.asked_apart(module, path) as collection:
-        is_quantized = bool(getattr(collection, "qcomm_codecs_registry", None))
-        results = live.outputs(collection, base, bags).cpu()
-    return results, _QUANTIZED if is_quantized else DTYPES[0]
+        return live.outputs(collection, base, bags).cpu()
 
 
 def _check_same(trained: Manifest, base: Manifest) -> None:

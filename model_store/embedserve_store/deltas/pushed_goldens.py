@@ -68,10 +68,8 @@ class PushedGoldens:
         if not self._ranks.is_on_first(goldens is not None):
             return None
         bags = self._calls.on_first(lambda: self._checked_bags(goldens))
-        answers, exchanged = self._calls.on_all(
-            lambda: trained_answers(module, prefix, self._base, bags)
-        )
-        least = least_precise(exchanged, *self._ranks.from_all(dtype))
+        answers = self._calls.on_all(lambda: trained_answers(module, prefix, self._base, bags))
+        least = least_precise(*self._ranks.from_all(dtype))
         return self._calls.on_first(lambda: delta_goldens(bags, answers, least, self._base))
 
     def _given(
