@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 
@@ -15,7 +14,6 @@ import pytest
 from server.codecs import CODECS, JSON, PROTOBUF
 from server.fake_engine import FakeEngine
 from server.gate import Gate
-from server.live import make_pipeline
 from server.recording_call import (
     BODY,
     OriginWriter,
@@ -52,11 +50,6 @@ LIMITS = Limits(request_values_max=1 << 20)
 def gated_codec(gate: Gate) -> Codec:
     """Returns the JSON codec, whose decoding in the thread waits at ``gate``."""
     return replace(JSON, decode=gate.before(JSON.decode))
-
-
-@pytest.fixture
-def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
-    return make_pipeline(engine, executor=executor, limits=LIMITS)
 
 
 async def test_other_requests_are_served_while_a_large_request_is_decoded(

@@ -28,11 +28,6 @@ SELECTIONS = [("user",), ("tag", "user"), ("movie", "tag"), ("movie", "user"), (
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
 async def live(engine: FakeEngine) -> AsyncIterator[Live]:
     limits = Limits(request_features_max=3)
     async with live_server(engine, FakeEngine(unpooled_info()), limits=limits) as live:

@@ -4,14 +4,12 @@ reason."""
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from certificates import Authority
-from server.fake_engine import FakeEngine
-from server.live import make_pipeline, serving
+from server.live import serving
 from server.raw_http import OurServer
 from server.waiting import WAIT_S_MAX
 from typer.testing import CliRunner
@@ -20,11 +18,6 @@ from embedserve.commands import health
 from embedserve.commands.cli import app
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
-
-
-@pytest.fixture
-def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
-    return make_pipeline(engine, executor=executor)
 
 
 @pytest.fixture(autouse=True)

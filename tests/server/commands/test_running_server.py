@@ -28,11 +28,6 @@ NO_SHADOW = "no version runs in the shadow of another"
 BYTES_MAX = 1 << 20
 
 
-@pytest.fixture
-def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
-    return make_pipeline(engine, executor=executor)
-
-
 async def run_command(command: str, *arguments: object, **variables: str) -> tuple[int, str]:
     """Runs a command; returns (exit status, output)."""
     run = CliRunner().invoke

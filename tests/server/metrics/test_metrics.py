@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -26,37 +25,25 @@ from embedserve.metrics.families import FAMILIES
 from embedserve.metrics.metrics import CounterRoom, Metrics
 from embedserve.metrics.model_metrics import NAMES_SPARE
 from embedserve.metrics.request_metrics import OUTCOMES
-from embedserve.pipeline import RequestPipeline
 from embedserve_store import StoreError
 
 PREFIX = "embedserve_"
 
 
-@pytest.fixture
-def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
-    return make_pipeline(engine, executor=executor)
-
-
-@pytest.fixture
-async def client(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_client(pipeline) as client:
-        yield client
-
-
-async def scraped(client: httpx.AsyncClient) -> dict[str, Metric]:
-    response = await client.get("/metrics")
+async def scraped(rest: httpx.AsyncClient) -> dict[str, Metric]:
+    response = await rest.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     return parse_families(response.text)
 
 
 async def test_counts_add_up_to_the_requests_sent(
-    client: httpx.AsyncClient, engine: FakeEngine
+    rest: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     good = json.dumps({"features": {"user": [[1, 2], [3]]}})
     bodies = [good] * 20 + ["{"] * 3 + ['{"features": {"user": [7]}}'] * 2
-    responses = await asyncio.gather(*(client.post("/embed", content=body) for body in bodies))
-    await client.post("/models/shoes/embed", content=good)
-    families = await scraped(client)
+    responses = await asyncio.gather(*(rest.post("/embed", content=body) for body in bodies))
+    await rest.post("/models/shoes/embed", content=good)
+    families = await scraped(rest)
     counted = {
         outcome: sample_value(
             families, "embedserve_requests_total", protocol="rest", outcome=outcome
@@ -80,13 +67,13 @@ async def test_counts_add_up_to_the_requests_sent(
 
 async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) -> None:
     pipeline = make_pipeline(FakeEngine(ruled_info()), executor=executor)
-    async with http_client(pipeline) as client:
-        before = await scraped(client)
+    async with http_client(pipeline) as rest:
+        before = await scraped(rest)
         bags = {"user": [[-1, 5], [7]], "movie": [[11], [1]], "tag": [["war"], ["drama", "war"]]}
         for body in ({"features": bags}, {"features": bags | {"shelf": [[7], []]}}):
-            await client.post("/embed", json=body)  # the second is rejected
-        await client.post("/embed", json={"features": {"user": [6]}})
-        after = await scraped(client)
+            await rest.post("/embed", json=body)  # the second is rejected
+        await rest.post("/embed", json={"features": {"user": [6]}})
+        after = await scraped(rest)
     name = "embedserve_unknown_ids_total"
     counted = {s.labels["feature"]: s.value for s in after["embedserve_unknown_ids"].samples}
     assert counted == {"user": 3, "movie": 1, "tag": 2}  # day and shelf: in no successful request
@@ -94,10 +81,10 @@ async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) 
 
 
 async def test_every_histogram_is_cumulative_and_ends_with_its_count(
-    client: httpx.AsyncClient,
+    rest: httpx.AsyncClient,
 ) -> None:
-    await client.post("/embed", content='{"features": {"user": [1]}}')
-    families = await scraped(client)
+    await rest.post("/embed", content='{"features": {"user": [1]}}')
+    families = await scraped(rest)
     histograms = [
         family
         for family in families.values()
@@ -119,10 +106,10 @@ async def test_every_histogram_is_cumulative_and_ends_with_its_count(
 
 
 async def test_metric_names_and_help_follow_prometheus_conventions(
-    client: httpx.AsyncClient,
+    rest: httpx.AsyncClient,
 ) -> None:
-    await client.post("/embed", content='{"features": {"user": [1]}}')
-    text = (await client.get("/metrics")).text
+    await rest.post("/embed", content='{"features": {"user": [1]}}')
+    text = (await rest.get("/metrics")).text
     families = {
         name: family for name, family in parse_families(text).items() if name.startswith(PREFIX)
     }
@@ -135,8 +122,8 @@ async def test_metric_names_and_help_follow_prometheus_conventions(
         assert is_counter == (family.type == "counter")
 
 
-async def test_served_model_is_described_by_metrics(client: httpx.AsyncClient) -> None:
-    families = await scraped(client)
+async def test_served_model_is_described_by_metrics(rest: httpx.AsyncClient) -> None:
+    families = await scraped(rest)
     assert sample_value(families, "embedserve_model_version", model="shop") == 7
     assert sample_value(families, "embedserve_model_replanned", model="shop") == 0
     rows_bytes = 4 * (7 * 4 + 11 * 4 + 5 * 4)  # rows of 3 and 2 columns are filled up to 4

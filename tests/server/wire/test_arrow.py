@@ -30,11 +30,6 @@ COLUMNS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
 async def live(engine: FakeEngine) -> AsyncIterator[Live]:
     limits = Limits(body_bytes_max=20_000, request_examples_max=8)
     others = FakeEngine(unpooled_info()), FakeEngine(ruled_info())

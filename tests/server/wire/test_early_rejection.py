@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hyperframe.frame import HeadersFrame
-from server.fake_engine import FakeEngine
-from server.pipelines import make_pipeline, outcomes_of
+from server.pipelines import outcomes_of
 from server.wire.http2.peer import Peer, of, raw
 
 from embedserve.access.authenticator import headers_by_name
@@ -27,11 +25,6 @@ OTHER_METHOD: Headers = [(b":method", b"GET"), (b":scheme", b"http"), (b":path",
 UNKNOWN_CALL = [*POST, (b":path", b"/no/Method"), (b"content-type", b"application/grpc")]
 NUMBER = 20
 LARGE_HEADERS: Headers = [(b"x", b"y" * 17_000)]
-
-
-@pytest.fixture
-def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
-    return make_pipeline(engine, executor=executor)
 
 
 @pytest.fixture
