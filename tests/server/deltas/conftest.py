@@ -1,8 +1,11 @@
-"""Fixtures of the tests of live rows: a version, its live rows and a reader."""
+"""Fixtures of the tests of deltas: a version, its live rows and a reader; and a followed line."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from server.deltas.followed import Followed
 from server.deltas.tables import version_of
 
 from embedserve.deltas.live_rows import LiveRows
@@ -23,3 +26,8 @@ def live(version: ModelVersion) -> LiveRows:
 @pytest.fixture
 def reader(live: LiveRows, version: ModelVersion) -> RowsReader:
     return RowsReader(live, 0, version.plan)
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path / "store")

@@ -16,11 +16,6 @@ from embedserve_store import compact_deltas, undo_deltas
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX
 
 
-@pytest.fixture
-def followed(tmp_path: Path) -> Followed:
-    return Followed(tmp_path / "store")
-
-
 def push_each(followed: Followed, first: int, last: int) -> None:
     for seq in range(first, last + 1):
         assert followed.push(seq, 9, value=seq) == seq

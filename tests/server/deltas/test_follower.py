@@ -19,11 +19,6 @@ from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import manifest_name
 
 
-@pytest.fixture
-def followed(tmp_path: Path) -> Followed:
-    return Followed(tmp_path / "store")
-
-
 def test_pending_deltas_are_applied_in_one_step_and_the_last_row_wins(followed: Followed) -> None:
     assert not followed.status.read().is_ready
     followed.push(3, 5, value=1)

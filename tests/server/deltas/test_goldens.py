@@ -24,11 +24,6 @@ from embedserve_store.format.delta_goldens import BYTES_MAX, EXAMPLES_MAX, IDS_M
 from embedserve_store.goldens.reference_pooling import RowsOf
 
 
-@pytest.fixture
-def followed(tmp_path: Path) -> Followed:
-    return Followed(tmp_path / "store")
-
-
 def push(followed: Followed, row: int, value: float, expected: float | None = None) -> int:
     """Pushes a row of equal values, with a golden of that row alone and the ``expected`` value."""
     bags = Bags(np.array([row]), np.array([[1, 0]], np.int32), None)

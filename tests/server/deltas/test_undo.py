@@ -24,11 +24,6 @@ from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.format.row_layout import dequantize_rows
 
 
-@pytest.fixture
-def followed(tmp_path: Path) -> Followed:
-    return Followed(tmp_path / "store")
-
-
 def undo(followed: Followed, to: int) -> int:
     """Undoes deltas, and lets the training job continue."""
     seq = undo_deltas(followed.models.where, "m", to=to, why="CTR fell").seq

@@ -25,11 +25,6 @@ Infer = Callable[[Live, InferRequest, str], Awaitable[InferResponse]]
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
 async def live(engine: FakeEngine) -> AsyncIterator[Live]:
     others = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
     async with live_server(engine, *others) as live:

@@ -28,7 +28,6 @@ from server.wire.inference_requests import (
     COLUMNS,
     Infer,
     check,
-    engine,
     infer,
     live,
     stub,
@@ -37,7 +36,7 @@ from server.wire.inference_requests import (
 from embedserve.config import Limits
 from embedserve_proto import open_inference_pb2 as pb
 
-__all__ = ["engine", "infer", "live"]
+__all__ = ["infer", "live"]
 
 
 async def test_pooled_output_concatenates_all_keys(

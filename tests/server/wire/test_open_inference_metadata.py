@@ -17,7 +17,6 @@ from server.openapi import validate
 from server.wire.inference_requests import (
     BAGS,
     as_binary,
-    engine,
     infer,
     live,
     stub,
@@ -25,7 +24,7 @@ from server.wire.inference_requests import (
 
 from embedserve_proto import open_inference_pb2 as pb
 
-__all__ = ["engine", "infer", "live"]
+__all__ = ["infer", "live"]
 
 
 async def test_health_and_metadata_over_rest(live: Live) -> None:
