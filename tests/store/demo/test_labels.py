@@ -4,6 +4,7 @@ file."""
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ def test_labels_are_written_next_to_the_model(tmp_path: Path) -> None:
     written = json.loads(labels_path(tmp_path, "films").read_text("utf-8"))
     assert written == {"films": {TABLE: titles()}}
     assert TABLE in RULES
+
+
+def test_full_disk_leaves_no_labels(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StoreError, match=r"films\.labels\.json: cannot be written: File too"):
+            write_labels(tmp_path, "films")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not labels_path(tmp_path, "films").exists()
 
 
 def test_unwritable_file_is_named_in_the_error(tmp_path: Path) -> None:
