@@ -237,7 +237,7 @@ async def ready(models: ModelsDep) -> HealthResponse:
 async def scrape(request: Request) -> Response:
     """Prometheus metrics."""
     scrape_text: ScrapeText = request.app.state.scrape_text
-    rendered = scrape_text.render(request.scope.get(RECEIVED_S, math.inf))
+    rendered = await scrape_text.render(request.scope.get(RECEIVED_S, math.inf))
     return Response(rendered, media_type=CONTENT_TYPE_LATEST)
 
 

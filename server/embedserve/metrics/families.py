@@ -220,13 +220,13 @@ FAMILIES = (
 
 
 def collect_families(samples: Iterable[Sample]) -> Iterator[Metric]:
-    """Yields every family with its ``samples``, which may come in any order of families."""
-    metrics: dict[str, Any] = {
-        row.name: row.kind(row.name, row.help, labels=row.labels) for row in FAMILIES
-    }
-    for name, labels, value in samples:
-        if isinstance(value, tuple):
-            metrics[name].add_metric(labels, *value)
-        else:
-            metrics[name].add_metric(labels, value)
-    yield from metrics.values()
+    """Yields every family with its ``samples``, which may come in any order of families. They are
+    read at once, and each family is made when it is its turn."""
+    by_family: dict[str, list[Sample]] = {row.name: [] for row in FAMILIES}
+    for sample in samples:
+        by_family[sample[0]].append(sample)
+    for row in FAMILIES:
+        metric: Any = row.kind(row.name, row.help, labels=row.labels)
+        for _, labels, value in by_family[row.name]:
+            metric.add_metric(labels, *(value if isinstance(value, tuple) else (value,)))
+        yield metric

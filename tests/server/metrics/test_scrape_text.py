@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -18,6 +19,7 @@ from server.waiting import until
 from server.wire.http2.peer import Peer, body_of, update
 
 from embedserve.api.management import management_app
+from embedserve.metrics import scrape_text
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.scrape_text import ScrapeText
 from embedserve.wire.grpc.service import GrpcService
@@ -36,17 +38,23 @@ SCRAPE: Headers = [
 
 
 class Renderings(Collector):
-    """A gauge that counts how often it was collected."""
+    """Gauges that count how often they were collected.
+
+    Attributes:
+        families: number of gauges.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.families = 1
         self.has_failed = False
 
     def collect(self) -> Iterator[Metric]:
         self.count += 1
         if self.has_failed:
             raise RuntimeError("no values")
-        yield GaugeMetricFamily("renderings", "Count.", value=self.count)
+        for _ in range(self.families):
+            yield GaugeMetricFamily("renderings", "Count.", value=self.count)
 
 
 @pytest.fixture
@@ -61,29 +69,58 @@ def text(renderings: Renderings) -> ScrapeText:
     return ScrapeText(registry)
 
 
-def test_scrapes_received_before_a_rendering_share_its_text(
+async def test_scrapes_received_before_a_rendering_share_its_text(
     renderings: Renderings, text: ScrapeText
 ) -> None:
     received_s = [perf_counter() for _ in range(SCRAPES)]
-    assert len({text.render(one) for one in reversed(received_s)}) == 1
+    assert len({await text.render(one) for one in reversed(received_s)}) == 1
     assert renderings.count == 1
 
 
-def test_later_scrape_gets_newer_values(text: ScrapeText) -> None:
+async def test_event_loop_runs_while_a_text_is_rendered(
+    renderings: Renderings, text: ScrapeText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks also that scrapes received during a rendering share the next one."""
+    monkeypatch.setattr(scrape_text, "TURN_S", -1.0)  # one family in an iteration
+    renderings.families = 100
+    first = asyncio.create_task(text.render(perf_counter()))
+    for _ in range(renderings.families // 2):
+        await asyncio.sleep(0)
+    assert not first.done()
+    later = [asyncio.create_task(text.render(perf_counter())) for _ in range(SCRAPES)]
+    assert (await first).count(b" 1.0") == renderings.families
+    texts = await asyncio.gather(*later)
+    assert {one.count(b" 2.0") for one in texts} == {renderings.families}
+    assert renderings.count == 2
+
+
+async def test_cancelled_rendering_leaves_no_text(
+    renderings: Renderings, text: ScrapeText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape_text, "TURN_S", -1.0)
+    received_s = perf_counter()
+    cancelled = asyncio.create_task(text.render(received_s))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert b" 2.0" in await text.render(received_s)
+    assert renderings.count == 2
+
+
+async def test_later_scrape_gets_newer_values(text: ScrapeText) -> None:
     for count in range(1, 4):
-        assert f"renderings {count}.0" in text.render(perf_counter()).decode()
+        assert f"renderings {count}.0" in (await text.render(perf_counter())).decode()
 
 
-def test_scrape_retried_after_a_failed_rendering_gets_new_values(
+async def test_scrape_retried_after_a_failed_rendering_gets_new_values(
     renderings: Renderings, text: ScrapeText
 ) -> None:
-    text.render(perf_counter())
+    await text.render(perf_counter())
     received_s = perf_counter()
     renderings.has_failed = True
     with pytest.raises(RuntimeError):
-        text.render(received_s)
+        await text.render(received_s)
     renderings.has_failed = False
-    assert "renderings 3.0" in text.render(received_s).decode()
+    assert "renderings 3.0" in (await text.render(received_s)).decode()
 
 
 async def test_burst_of_scrapes_costs_one_rendering(
