@@ -282,7 +282,8 @@ def from_torchrec(
         kind = kinds[table.name]
         if reason := why_not(kind, table):
             raise InvalidModelError(
-                f"table {table.name!r}: {reason}: say what it is served by with sharding"
+                f"table {table.name!r}: {reason}: pass the sharding for serving, such as "
+                "sharding='row_wise'"
             )
         is_copied = kind == "data_parallel"  # torchrec's plans have no shards for this type
         own = sharding[table.name]
