@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from server.deltas.followed import Followed
 from server.deltas.tables import version_of
 
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve_store import ModelVersion
+
+if TYPE_CHECKING:
+    from server.deltas.followed import Followed
 
 
 @pytest.fixture(scope="module")
@@ -30,4 +33,6 @@ def reader(live: LiveRows, version: ModelVersion) -> RowsReader:
 
 @pytest.fixture
 def followed(tmp_path: Path) -> Followed:
+    from server.deltas.followed import Followed  # imports torch, which not all tests here need
+
     return Followed(tmp_path / "store")
