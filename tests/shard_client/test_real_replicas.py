@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from server.waiting import until
 from shard_client.shards import GrpcShard, grpc_shard
 
 from embedserve.model_names import VersionKey
@@ -49,18 +50,11 @@ async def two_replicas() -> AsyncIterator[tuple[PartClient, list[GrpcShard]]]:
         )
         part.expect(KEY, "f7")
         part.set_addresses([("127.0.0.1", shard.port) for shard in shards])
-        await wait_until(lambda: part.stats.replicas[KEY] == 2)
+        await until(lambda: part.stats.replicas[KEY] == 2)
         try:
             yield part, shards
         finally:
             part.close()
-
-
-async def wait_until(is_true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not is_true():
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +81,7 @@ async def test_invalid_host_name_is_reported_and_retried(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = (host, listening.getsockname()[1])
         part.set_addresses([address])
-        await wait_until(lambda: connects >= 3)
+        await until(lambda: connects >= 3)
         assert part.reasons(KEY)[address].startswith("cannot connect: ")
         part.close()
 
@@ -131,7 +125,7 @@ class Load:
 
 async def wait_for_replies(load: Load, count: int = 200) -> None:
     target = len(load.replies) + count
-    await wait_until(lambda: len(load.replies) >= target)
+    await until(lambda: len(load.replies) >= target)
 
 
 async def test_killed_replica_loses_no_lookup_and_rejoins() -> None:
@@ -139,10 +133,10 @@ async def test_killed_replica_loses_no_lookup_and_rejoins() -> None:
         load = Load(part)
         await wait_for_replies(load)
         shards[0].process.kill()
-        await wait_until(lambda: part.stats.replicas[KEY] == 1)
+        await until(lambda: part.stats.replicas[KEY] == 1)
         await wait_for_replies(load)
         async with grpc_shard(port=shards[0].port):
-            await wait_until(lambda: part.stats.replicas[KEY] == 2)
+            await until(lambda: part.stats.replicas[KEY] == 2)
             await wait_for_replies(load)
             assert await load.stop() == []
             part.close()
@@ -158,4 +152,4 @@ async def test_stopped_replica_loses_no_lookup_and_rejoins() -> None:
         await wait_for_replies(load)
         assert await load.stop() == []
         assert load.slowest_s < CALL_S_MAX, "no lookup waited for its call's timeout"
-        await wait_until(lambda: part.stats.replicas[KEY] == 2)
+        await until(lambda: part.stats.replicas[KEY] == 2)
