@@ -43,10 +43,11 @@ class RetryLog:
     ) -> None:
         """Logs a failed attempt, at most once per LOG_S.
 
+        At the end of the interpreter, as after Ctrl-C, calls in flight fail and are not logged.
         Returns None, so that botocore's own rules decide about retries.
         """
         reason = _reason(response, caught_exception)
-        if reason is None:
+        if reason is None or not threading.main_thread().is_alive():
             return
         with self._lock:
             now_s = time.monotonic()

@@ -6,6 +6,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from server.python import run_python
 
 from embedserve_store.remote import retry_log
 from embedserve_store.remote.retry_log import RetryLog
@@ -38,6 +39,19 @@ def test_retry_log_is_rate_limited_and_counts_suppressed_lines(
         "http://host/bucket/key: attempt 1 failed: HTTP status 503",
         "http://host/bucket/key: attempt 2 failed: no route; 4 more since the last line",
     ]
+
+
+def test_calls_that_fail_at_the_end_of_the_interpreter_are_not_logged() -> None:
+    code = (
+        "import threading\n"
+        "from embedserve_store.remote.retry_log import RetryLog\n"
+        "def fail_at_the_end():\n"
+        "    threading.main_thread().join()\n"
+        "    RetryLog().on_response(1, None, ConnectionError('cut'), {})\n"
+        "threading.Thread(target=fail_at_the_end).start()\n"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("status", [200, 403, 404])
