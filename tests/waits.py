@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 WAIT_S_MAX = 300.0
-PAUSE_S = 0.02
+PAUSE_S = 0.05
 
 
 def wait_until(
