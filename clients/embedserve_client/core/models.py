@@ -156,5 +156,5 @@ def _parse(body: bytes, message: Any) -> Any:
         if not isinstance(fields, dict):
             raise ServerError(f"the server's JSON is no {name}: it is no object")
         return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
-    except (json_format.ParseError, ValueError) as error:
+    except (json_format.ParseError, ValueError, RecursionError) as error:
         raise ServerError(f"the server's JSON is no {name}: {error}") from error

@@ -51,7 +51,7 @@ def error_of(response: httpx.Response) -> EmbedServeClientError:
         error = json.loads(response.content)["error"]
         code, message, at = error["code"], str(error["message"]), str(error.get("field") or "")
         is_foreign = code not in CODES
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         is_foreign = True
     if is_foreign:
         kind = _ERROR_OF_FOREIGN_STATUS.get(response.status_code, ServerError)

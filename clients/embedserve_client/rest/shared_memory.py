@@ -120,5 +120,5 @@ def _message(response: httpx.Response) -> str:
     """Returns the message of an error response in the format of the Open Inference Protocol."""
     try:
         return str(json.loads(response.content)["error"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return said_by(response)

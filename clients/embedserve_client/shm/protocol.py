@@ -244,7 +244,7 @@ def reading() -> Iterator[None]:
     """Raises ServerError if the block fails to parse a response."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ServerError(f"the server's answer is no inference: {error!r}") from error
 
 

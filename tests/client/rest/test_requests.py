@@ -22,6 +22,8 @@ from embedserve_client import (
 )
 
 Handler = Callable[[httpx.Request], httpx.Response]
+NESTED = b"[" * 100_000
+"""JSON at which Python's parser raises RecursionError."""
 
 
 def client_of(handler: Handler) -> EmbedClient:
@@ -59,6 +61,7 @@ def error_of(handler: Handler) -> EmbedServeClientError:
         b'{"error": {"code": "TooManyRequests", "message": "sorry"}}',
         b'{"error": {"code": [], "message": 3}}',
         b"[]",
+        NESTED,
         b"\xff",
     ],
 )
@@ -144,7 +147,7 @@ def test_malformed_response_body_raises_server_error() -> None:
     assert type(error_of(lambda request: httpx.Response(200))) is ServerError
 
 
-@pytest.mark.parametrize("body", [b"no json", b'{"models": 3}', b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize("body", [b"no json", b'{"models": 3}', b"[]", NESTED, b"\xff\xfe"])
 def test_malformed_model_list_raises_server_error(body: bytes) -> None:
     with (
         client_of(lambda request: httpx.Response(200, content=body)) as client,

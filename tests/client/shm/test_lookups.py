@@ -348,7 +348,9 @@ def test_tensors_are_located_in_the_region_as_declared(calls: Calls, protocol: A
 
 
 @pytest.mark.parametrize("protocol", [Rest])
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"outputs": [{"shape": [1]}]}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"outputs": [{"shape": [1]}]}', b"[" * 100_000]
+)
 def test_malformed_rest_response_raises_server_error(calls: RestRequests, body: bytes) -> None:
     look_up_first(calls)
     call = next(lookup(calls))
