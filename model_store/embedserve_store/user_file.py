@@ -66,6 +66,17 @@ class _Loader(yaml.SafeLoader):
         )
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Returns the value of ``node``. Raises ValueError for text that is none of its tag, where
+        SafeLoader raises AttributeError, IndexError or KeyError, too."""
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, ValueError) as error:
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            line, tag = node.start_mark.line + 1, node.tag.rpartition(":")[2]
+            raise ValueError(f"line {line}: {node.value!r} is no {tag}") from error
+
     def _key(self, node: yaml.ScalarNode) -> Any:
         """Returns the key that the mapping will have."""
         return node.value if node.tag == _VALUE else self.construct_object(node, deep=True)

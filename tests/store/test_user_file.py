@@ -120,3 +120,23 @@ def test_merged_keys_may_be_overridden(tmp_path: Path, text: str, parsed: Any) -
     path = tmp_path / "t.yaml"
     path.write_text(text)
     assert parse_user_file(path)[1] == parsed
+
+
+@pytest.mark.parametrize(
+    ("value", "tag"),
+    [
+        ("!!timestamp x", "timestamp"),
+        ("!!int ''", "int"),
+        ("!!float ''", "float"),
+        ("!!bool x", "bool"),
+        ("2001-99-99", "timestamp"),
+    ],
+)
+def test_value_that_is_none_of_its_tag_is_rejected(tmp_path: Path, value: str, tag: str) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(f"tables:\n  t: {value}\n")
+    text = value.split()[-1].strip("'")
+    with pytest.raises(
+        InvalidModelError, match=rf"cannot be parsed: line 2: '{text}' is no {tag}$"
+    ):
+        parse_user_file(path)
