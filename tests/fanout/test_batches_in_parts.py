@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embedserve.fanout.dense_batch import DenseBatch
-from embedserve.fanout.packed_batch import PackedBatch
 from embedserve.fanout.partition import Partition, PartLookup
+from embedserve.fanout.pooled_batch import DenseBatch, PackedBatch
 from embedserve.fanout.pooled_columns import PooledColumns, chunk_width
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve_store import Manifest, TableSpec

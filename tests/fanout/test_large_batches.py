@@ -16,10 +16,9 @@ from lookup_cases import pooled_source, unpooled_source
 
 from embedserve.errors import EmbedServeError, EngineError
 from embedserve.fanout import parted_version, values_budget
-from embedserve.fanout.dense_batch import DenseBatch
-from embedserve.fanout.packed_batch import PackedBatch
 from embedserve.fanout.parted_version import PartedBatch
 from embedserve.fanout.partition import Partition
+from embedserve.fanout.pooled_batch import DenseBatch, PackedBatch
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.fanout.values_budget import ValuesBudget

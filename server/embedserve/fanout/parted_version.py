@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from embedserve.fanout.dense_batch import DenseBatch
 from embedserve.fanout.local_part import LocalPart
-from embedserve.fanout.packed_batch import PackedBatch
 from embedserve.fanout.part_messages import PartMessages
 from embedserve.fanout.partition import Partition
+from embedserve.fanout.pooled_batch import DenseBatch, PackedBatch
 from embedserve.fanout.pooled_columns import PooledColumns
 from embedserve.fanout.row_cache import RowCache
 from embedserve.fanout.unpooled_batch import UnpooledBatch

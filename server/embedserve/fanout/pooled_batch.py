@@ -1,12 +1,14 @@
-"""Pooled lookups in parts of a batch with many empty bags.
+"""Pooled lookups in parts: the bags that each part is asked for, and the sum of what they return.
 
-Bags without an id on a part are left out: those that have one are packed to the front of each
-feature. The sums of the parts are added in the order of the parts, so that equal requests get equal
-bits, whichever part has answered first.
+In a DenseBatch few bags are empty, and each part that has ids is asked for all examples. In a
+PackedBatch bags without an id on a part are left out: those that have one are packed to the front
+of each feature. The sums of the parts are added in the order of the parts, so that equal requests
+get equal bits, whichever part has answered first.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from itertools import pairwise
 
@@ -18,8 +20,8 @@ from embedserve.fanout.partition import DividedIds, Partition, PartLookup
 from embedserve.fanout.pooled_columns import PooledColumns
 
 
-class PackedBatch:
-    """A batch that is looked up in the parts of a pooled model, without its empty bags."""
+class PooledBatch(ABC):
+    """A batch that is looked up in the parts of a pooled model."""
 
     def __init__(
         self,
@@ -32,14 +34,69 @@ class PackedBatch:
         Args:
             cached: sums of the ids that were not divided, as UncachedIds has them.
         """
+        self._partition, self._columns, self._divided = partition, columns, divided
         self._cached = cached
-        self._partition = partition
-        self._columns = columns
-        self._divided = divided
         self._examples = divided.lengths.shape[2]
-        parts, features, examples = divided.lengths.shape
+        self._set_up()
+
+    @abstractmethod
+    def _set_up(self) -> None:
+        """Sets what the kind of batch needs besides."""
+
+    def count_ids_on(self, part: int) -> np.ndarray:
+        """Returns the numbers of ids on ``part``, int [features, examples]."""
+        counts: np.ndarray = self._divided.lengths[part]
+        return counts
+
+
+class DenseBatch(PooledBatch):
+    """A batch with its empty bags. No bag is moved: what the parts return is added column by
+    column."""
+
+    def _set_up(self) -> None:
+        self._values: dict[int, np.ndarray] = {}
+
+    def lookups(self) -> list[PartLookup]:
+        """Returns the lookups of the parts that have ids of the batch."""
+        divided, has_feature = self._divided, self._partition.has_feature
+        return [
+            divided.part_lookup(
+                part,
+                divided.lengths[part, has_feature[part]].reshape(-1),
+                (self._examples, self._columns.widths[part]),
+            )
+            for part, (start, end) in enumerate(pairwise(divided.ends))
+            if start < end
+        ]
+
+    def prepare(self) -> None:
+        """Does nothing: there is nothing to prepare while the parts look up."""
+
+    def add(self, part: int, values: np.ndarray) -> None:
+        """Takes the values of ``part``, float32 or float16, in the shape of its lookup."""
+        self._values[part] = values
+
+    def merge(self) -> np.ndarray:
+        """Returns the sums of the batch, float32 [examples, sum of dims]. Parts that have added
+        nothing count as zeros."""
+        columns = self._columns
+        sums = np.zeros((self._examples, columns.whole_width), np.float32)
+        for part in sorted(self._values):
+            values = _as_float32(self._values[part])
+            for own, whole in columns.part_spans[part]:
+                sums[:, whole] += values[:, own]
+        if self._cached is not None:
+            sums += columns.whole.without_padding(self._cached)
+        return sums
+
+
+class PackedBatch(PooledBatch):
+    """A batch without its empty bags."""
+
+    def _set_up(self) -> None:
+        parts, features, examples = self._divided.lengths.shape
         # A bag is one (part, feature, example) that has an id.
-        flat = divided.lengths.reshape(-1)
+        flat = self._divided.lengths.reshape(-1)
         bags = np.flatnonzero(flat)
         self._bag_lengths = flat[bags]
         # Index of the bag's part and feature: part * features + feature.
@@ -99,9 +156,7 @@ class PackedBatch:
         values_of_all, starts = self._values
         layout = self._columns.part_layouts[part]
         own = values_of_all[starts[part] : starts[part + 1]].reshape(len(values), -1)
-        if values.dtype != np.float32:
-            values = to_float32(values.copy())  # torch takes no read-only view of a response
-        layout.copy_padded(values, own)
+        layout.copy_padded(_as_float32(values), own)
 
     def merge(self) -> np.ndarray:
         """Returns the sums of the batch, float32 [examples, sum of dims]. Parts that have added
@@ -120,7 +175,9 @@ class PackedBatch:
             sums += self._cached
         return columns.whole.without_padding(sums)
 
-    def count_ids_on(self, part: int) -> np.ndarray:
-        """Returns the numbers of ids on ``part``, int [features, examples]."""
-        counts: np.ndarray = self._divided.lengths[part]
-        return counts
+
+def _as_float32(values: np.ndarray) -> np.ndarray:
+    """Returns ``values`` of a response as float32."""
+    if values.dtype == np.float32:
+        return values
+    return to_float32(values.copy())  # torch takes no read-only view of a response
