@@ -95,7 +95,7 @@ class EmbedEndpoint:
                 self._pipeline, self._metrics, error.code, error.message, scope["headers"]
             )
             extra_headers = rejection.record(peer, seconds)
-            encode = error_encoder(scope["path"])
+            encode = error_encoder(scope["raw_path"])
             await _send(
                 send, error.http_status, *encode_error_response(error, extra_headers, encode)
             )

@@ -26,6 +26,7 @@ from embedserve.tracing.request_id import REQUEST_ID, request_id_header
 from embedserve.wire.http_stream import Handler, HttpRequest, HttpStream
 from embedserve.wire.management_turns import ManagementTurns
 from embedserve.wire.rest.calls import write_error
+from embedserve.wire.rest.headers import error_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,9 @@ class AsgiHandler(Handler):
         self._reject(RequestTooLargeError(said, "body"))
 
     def _reject(self, error: EmbedServeError) -> None:
-        headers = request_id_header(one_header(self._request.headers, REQUEST_ID))
-        write_error(self._stream, error, headers, self._request.method)
+        request = self._request
+        headers = request_id_header(one_header(request.headers, REQUEST_ID))
+        write_error(self._stream, error, headers, request.method, error_encoder(request.target))
 
     async def _run(self) -> None:
         if self._is_gone.is_set():

@@ -183,6 +183,9 @@ async def test_repository_index_lists_the_models(live: Live) -> None:
     assert [one.name for one in over_grpc.models] == ["shop", "ruled", "sequence"]
     response = await live.http.post("/v2/repository/index", json={"ready": "perhaps"})
     assert (response.status_code, list(response.json())) == (400, ["error"])
+    response = await live.http.post("/v2/repository/index", content=b" " * 70_000)
+    message = "body has 70000 bytes, the limit is 65536"
+    assert (response.status_code, response.json()) == (413, {"error": message})
 
 
 @pytest.mark.parametrize("grpc_server", GRPC_SERVERS)

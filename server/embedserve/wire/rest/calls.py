@@ -141,7 +141,7 @@ def rejecting(
     error.__traceback__ = None  # HTTP/2 caches this: frames would keep the bytes being read
     metrics, method = pipeline.metrics.protocols["rest"], request.method
     rejection = EarlyRejection(pipeline, metrics, error.code, error.message, request.headers)
-    encode = error_encoder(request.target.partition(b"?")[0].decode("latin-1"))
+    encode = error_encoder(request.target)
 
     def reject_request(stream: HttpStream) -> Handler:
         extra_headers = rejection.record(stream.connection.peer, seconds)

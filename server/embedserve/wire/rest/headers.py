@@ -83,9 +83,10 @@ def embed_route(path: str) -> EmbedRoute | None:
     return None
 
 
-def error_encoder(path: str) -> Callable[[EmbedServeError], bytes]:
-    """Returns the encoder of errors for requests to ``path``."""
-    is_infer = path == "/v2" or path.startswith("/v2/")
+def error_encoder(target: bytes) -> Callable[[EmbedServeError], bytes]:
+    """Returns the encoder of errors for requests to ``target``."""
+    path = target.partition(b"?")[0]
+    is_infer = path == b"/v2" or path.startswith(b"/v2/")
     return body_responses.encode_error if is_infer else json_codec.encode_error
 
 
