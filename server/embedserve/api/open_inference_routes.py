@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from embedserve.access.authenticator import CLIENT
-from embedserve.api.dependencies import ModelsDep, PipelineDep
+from embedserve.api.dependencies import ModelsDep, PipelineDep, json_body_of, read_json
 from embedserve.open_inference_service import (
     configuration,
     metadata,
@@ -206,11 +206,12 @@ async def statistics_of_model(model: str, pipeline: PipelineDep, request: Reques
 
 # The schema of the list is named after the operation id.
 @router.post(
-    "/repository/index", operation_id="v2_index", summary="List versions served or pending"
+    "/repository/index",
+    operation_id="v2_index",
+    summary="List versions served or pending",
+    openapi_extra=json_body_of(RepositoryIndexRequest),
 )
-async def index(
-    pipeline: PipelineDep, wanted: RepositoryIndexRequest | None = None
-) -> list[Indexed]:
+async def index(pipeline: PipelineDep, request: Request) -> list[Indexed]:
     """Lists every version that is served or pending."""
-    only_ready = wanted is not None and wanted.ready
+    only_ready = (await read_json(request, RepositoryIndexRequest)).ready
     return [Indexed.model_validate(one) for one in repository(pipeline, only_ready=only_ready)]

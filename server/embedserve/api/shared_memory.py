@@ -6,20 +6,19 @@ any site, and browsers let it reach the ports of this host.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.access.grants import EMBEDDERS
-from embedserve.api.dependencies import PipelineDep
-from embedserve.errors import InvalidRequestError, PermissionDeniedError, RequestTooLargeError
+from embedserve.api.dependencies import PipelineDep, json_body_of, read_json
+from embedserve.errors import PermissionDeniedError
 from embedserve.pipeline import ORIGIN
 from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 
 PREFIX = "/v2/systemsharedmemory"
-BODY_BYTES_MAX = 4096
 
 router = APIRouter(prefix=PREFIX, tags=["open inference"])
 
@@ -39,14 +38,6 @@ class RegionStatus(BaseModel):
     key: str
     offset: int
     byte_size: int
-
-
-_RANGE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": Range.model_json_schema()}},
-    }
-}
 
 
 async def _owner(request: Request, pipeline: PipelineDep) -> str:
@@ -95,13 +86,13 @@ async def region(region: str, owner: OwnerDep, shared: RegionsDep) -> list[Regio
     "/region/{region}/register",
     summary="Register a shared-memory region",
     response_class=Response,
-    openapi_extra=_RANGE,
+    openapi_extra=json_body_of(Range),
 )
 async def register_region(
     region: str, owner: OwnerDep, shared: RegionsDep, request: Request
 ) -> Response:
     """Registers a range of a file in /dev/shm for the caller's tensors."""
-    given = await _range(request)
+    given = await read_json(request, Range)
     shared.register(owner, region, given.key, given.offset, given.byte_size)
     return Response()
 
@@ -122,26 +113,3 @@ async def unregister_region(region: str, owner: OwnerDep, shared: RegionsDep) ->
     """Unregisters a region of the caller, if it exists."""
     shared.unregister(owner, region)
     return Response()
-
-
-async def _range(request: Request) -> Range:
-    """Returns the range in a request's body. Any content type is accepted, because Triton's clients
-    send none.
-
-    Raises:
-        InvalidRequestError: the body is not a valid Range.
-        RequestTooLargeError: the body has more than BODY_BYTES_MAX bytes.
-    """
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY_BYTES_MAX:
-            raise RequestTooLargeError(
-                f"body has at least {len(body)} bytes, the limit is {BODY_BYTES_MAX}", "body"
-            )
-    try:
-        return Range.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(["body", *map(str, first["loc"])])
-        raise InvalidRequestError(f"{field}: {first['msg']}", field) from error

@@ -290,6 +290,18 @@ async def test_repository_index_rejects_a_non_boolean_ready(
     assert (response.status_code, response.json()["error"].split(":")[0]) == (400, "body.ready")
 
 
+@pytest.mark.parametrize(
+    "headers", [{}, {"Content-Type": "application/x-www-form-urlencoded"}], ids=["none", "form"]
+)
+async def test_repository_index_reads_json_of_any_content_type(
+    rest: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    for ready in (b"true", b"1"):
+        body = b'{"ready": %s}' % ready
+        response = await rest.post("/v2/repository/index", content=body, headers=headers)
+        assert response.status_code == (200 if ready == b"true" else 400)
+
+
 async def test_optional_fields_are_not_required_in_the_schema(rest: httpx.AsyncClient) -> None:
     schemas = (await schema(rest))["components"]["schemas"]
     assert schemas["IdRule"]["required"] == ["rule"]
