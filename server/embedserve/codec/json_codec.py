@@ -31,7 +31,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 class _Options(msgspec.Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
     weights: dict[str, list[list[float] | float]] | None = None
-    output_dtype: Literal["float32", "float16"] = "float32"
+    output_dtype: Literal["float32", "float16"] | None = None
     version: _Number | str | None = None
     output_keys: list[str] | None = None
     min_seq: _Number | None = None
@@ -84,7 +84,7 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
         request = _request(parsed, model, limits)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _problem(body, error) from error
-    if parsed.output_dtype != "float32":
+    if parsed.output_dtype is not None:
         request.output_dtype = parsed.output_dtype
     if parsed.version is not None:
         request.model = qualified_model_name(request.model, parsed.version)

@@ -158,8 +158,8 @@ def _choices(parsed: dict[str, Any]) -> InvalidRequestError | None:
         return _wrong("version", f"is {_quote(version)}, expected a number or an alias")
     if isinstance(version, int) and not 0 <= version <= INT64_MAX:
         return _wrong("version", f"is {_quote(version)}, expected a number from 0 to {INT64_MAX}")
-    output_dtype = parsed.get("output_dtype", OUTPUT_DTYPES[0])
-    if output_dtype in OUTPUT_DTYPES:
+    output_dtype = parsed.get("output_dtype")
+    if output_dtype is None or output_dtype in OUTPUT_DTYPES:
         return None
     expected = " or ".join(f'"{name}"' for name in OUTPUT_DTYPES)
     return _wrong("output_dtype", f"is {_quote(output_dtype)}, expected {expected}")

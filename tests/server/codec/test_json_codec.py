@@ -119,6 +119,15 @@ def test_output_dtype_is_read_and_defaults_to_float32(features: str) -> None:
         assert requests_equal(request, plain)
 
 
+def test_null_stands_for_an_optional_field_that_is_left_out() -> None:
+    features = {"features": {"user": [1]}}
+    optional = ("weights", "version", "output_dtype", "output_keys", "min_seq")
+    nulls = decode_request(json.dumps(features | dict.fromkeys(optional)).encode(), "")
+    plain = decode_request(json.dumps(features).encode(), "")
+    assert requests_equal(nulls, plain)
+    assert (nulls.model, nulls.output, nulls.min_seq) == ("", None, None)
+
+
 @pytest.mark.parametrize("limit", [-(2**63), 2**63 - 1])
 def test_ids_keep_all_64_bits(limit: int) -> None:
     body = json.dumps({"features": {"user": [limit]}}).encode()
@@ -195,7 +204,7 @@ INVALID_BODIES = [
             "output_dtype",
             f"is {value}",
         )
-        for value in ("null", "16", "true", '""', '"FLOAT16"', '"int8"', '["float16"]', "{}", "NaN")
+        for value in ("16", "true", '""', '"FLOAT16"', '"int8"', '["float16"]', "{}", "NaN")
     ],
     ('{"features": {"user": [1]}, "output_dtype": "\\ud800"}', "output_dtype", 'is "\\ud800"'),
     ('{"features": {"user": ["a"]}, "output_dtype": "x"}', "output_dtype", 'or "float16"'),
