@@ -126,7 +126,7 @@ class Codecs:
 
     Attributes:
         formats: formats of POST /embed. A body is read by the first that its Content-Type begins
-            with, and answered by the first that Accept contains. JSON, the default, is the last.
+            with; Accept chooses the response's. JSON, the default, is the last.
         json: JSON.
         protobuf: EmbedRequest and EmbedResponse.
         arrow: Arrow streams, columns of ids in and columns of vectors out.

@@ -58,6 +58,9 @@ def error_of(response: httpx.Response) -> dict[str, str]:
         (JSON, f"{PROTOBUF}; q=0.0;x=1,{JSON};q=0.5", JSON),
         (PROTOBUF, f"{JSON};q=0.1, {PROTOBUF};q=0", JSON),
         (JSON, f"{PROTOBUF};q=0.9", PROTOBUF),
+        (PROTOBUF, f"{PROTOBUF};q=0.5, {JSON}", JSON),
+        (PROTOBUF, f"{PROTOBUF};q=0.5, {JSON}; Q=0.500", PROTOBUF),
+        (PROTOBUF, f"{PROTOBUF};q=0.25, {JSON};q=0.2, {JSON};q=0.3", JSON),
     ],
 )
 @pytest.mark.parametrize("path", ["/embed", "/models/shop/embed"])

@@ -27,8 +27,8 @@ ERRORS_MAX = 16
 """Error responses that are cached."""
 JSON_LENGTH = b"inference-header-content-length"
 """Header with the bytes of JSON in an Open Inference Protocol body; binary tensors follow it."""
-NO_WEIGHT = re.compile(rb";\s*q=0(?:\.0*)?\s*(?:;|$)")
-"""Weight 0 of a media range (in lower case) of an Accept header: the range is not acceptable."""
+WEIGHT = re.compile(rb";\s*q=([01](?:\.\d*)?)\s*(?:;|$)")
+"""Weight of a media range (in lower case) of an Accept header; 0: the range is not acceptable."""
 ONCE_HEADERS = frozenset({ROUTING_KEY, b"x-timeout-ms", JSON_LENGTH})
 """Headers that may occur once: with two, a proxy and the server could each read another value."""
 
@@ -155,11 +155,23 @@ def read_headers(
         codec = infer_codec(codecs, json_length) if json_length else codecs.infer
         return RequestOptions(route.model, codec, codecs.infer, timeout_s, metrics, has_id)
     codec = codec_of(codecs, content_type)
-    # Each range is searched by itself: one pattern for the whole list takes quadratic time.
-    accept = b",".join([one for one in accept.split(b",") if not NO_WEIGHT.search(one)])
-    accepted = (one for one in codecs.formats if one.content_type in accept)
-    response_codec = next(accepted, codec)
+    response_codec = _accepted(accept, codecs) or codec
     return RequestOptions(route.model, codec, response_codec, timeout_s, metrics, has_id)
+
+
+def _accepted(accept: bytes, codecs: Codecs) -> Codec | None:
+    """Returns the format that ``accept`` names with the greatest weight, in a tie the first of
+    `Codecs.formats`; None if it names none."""
+    best, best_weight = None, 0.0
+    ranges = accept.split(b",")  # one pattern for the whole list would take quadratic time
+    for codec in codecs.formats:
+        for one in ranges:
+            if codec.content_type in one:
+                found = WEIGHT.search(one)
+                weight = float(found[1]) if found else 1.0
+                if weight > best_weight:
+                    best, best_weight = codec, weight
+    return best
 
 
 def check_once(headers: Headers, once: Container[bytes]) -> None:

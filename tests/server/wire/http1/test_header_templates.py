@@ -361,9 +361,9 @@ INNER_BLANKS = f"X: a{' ' * 15_000}b"
         "Accept: " + ",;" * 7_500,
         "Accept: " + "; " * 7_500,
         "Accept: ;" + "\t" * 15_000,
-        "Accept: " + ";q=0.0x" * 2_100,
-        "Accept: a;q=0." + "0" * 15_000 + "x",
-        "Accept: a;q=0" + " " * 15_000 + "x",
+        "Accept: application/json" + ";q=0.0x" * 2_100,
+        "Accept: application/json;q=0." + "0" * 15_000 + "x",
+        "Accept: application/json;q=0" + " " * 15_000 + "x",
     ],
     ids=lambda line: line[:20],
 )
