@@ -80,9 +80,13 @@ class AdminService:
             raise ConflictError(f"model is {name!r}: this server has {served}", "model")
         if len(self._version_manager.versions) == 1:
             raise ConflictError(f"model is {name!r}, and nothing else is served", "model")
-        self._send_command(Operation.UNLOAD, name)
+        serial = self._send_command(Operation.UNLOAD, name)
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
+                while self._version_manager.command_handled < serial:
+                    await self._version_manager.wait_for_change()
+                if self._version_manager.target(name) is not None:  # all others were unloaded
+                    raise ConflictError(f"model is {name!r}, and nothing else is served", "model")
                 while self._version_manager.number(name) is not None:
                     await self._version_manager.wait_for_change()
         except TimeoutError:

@@ -15,7 +15,7 @@ from server.processes.rollout.following_process import FollowingProcess, add_ver
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.errors import ConflictError
-from embedserve.processes.rollout import version_resolver
+from embedserve.processes.rollout import admin_service, version_resolver
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.messages import AdminCommand, Desired
 from embedserve.processes.rollout.version_resolver import VersionResolver
@@ -69,6 +69,19 @@ async def test_names_are_loaded_and_unloaded(
         await admin.unload("shop@1")
     with pytest.raises(ConflictError, match=r"^model is 'shop': this server has shop@1$"):
         await admin.unload("shop")
+
+
+async def test_second_of_two_unloads_is_rejected_if_nothing_else_is_served(
+    store: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_service, "UNLOAD_S_MAX", WAIT_S_MAX)
+    process = AdministeredProcess(store, executor)
+    assert await process.admin.load("shop@1") == 1
+    unloads = [asyncio.create_task(process.admin.unload(name)) for name in ("shop", "shop@1")]
+    await unloads[0]
+    with pytest.raises(ConflictError, match=r"^model is 'shop@1', and nothing else is served$"):
+        await unloads[1]
+    assert process.served_versions() == {"shop@1": 1}
 
 
 @pytest.mark.parametrize(
