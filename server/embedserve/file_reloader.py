@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from embedserve.periodic import repeat
@@ -115,13 +116,12 @@ def _signature(path: str) -> tuple[int, int, int, int] | None:
 
 
 async def poll_all(followed: Sequence[FileReloader[Any]]) -> None:
-    """Polls all ``followed`` files every POLL_S, forever."""
+    """Polls each of ``followed`` every POLL_S, forever. A file that hangs holds up no other."""
+    await asyncio.gather(*(repeat(POLL_S, partial(_poll, one)) for one in followed))
 
-    async def poll() -> None:
-        for one in followed:
-            try:
-                await one.poll()
-            except Exception:
-                logger.exception("files could not be looked at")
 
-    await repeat(POLL_S, poll)
+async def _poll(reloader: FileReloader[Any]) -> None:
+    try:
+        await reloader.poll()
+    except Exception:
+        logger.exception("files could not be looked at")

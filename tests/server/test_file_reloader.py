@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import math
@@ -9,9 +10,11 @@ import os
 from pathlib import Path
 
 import pytest
+from server.gate import Gate
+from server.waiting import until
 
 from embedserve import file_reloader
-from embedserve.file_reloader import FileReloader
+from embedserve.file_reloader import FileReloader, poll_all
 
 
 class WatchedFile:
@@ -96,3 +99,19 @@ async def test_a_file_that_becomes_readable_is_read_at_the_next_poll(
         watched.path.chmod(0o644)
     await watched.reloader.poll()
     assert watched.adopted == ["first", "second"]
+
+
+async def test_hanging_file_holds_up_no_other(
+    watched: WatchedFile, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reloader, "POLL_S", 0.01)
+    other = WatchedFile(tmp_path / "certificates")
+    monkeypatch.setattr(other.reloader, "_read", gate.before(lambda: "late"))
+    other.path.write_text("second")
+    polling = asyncio.create_task(poll_all([other.reloader, watched.reloader]))
+    await until(lambda: gate.threads)
+    watched.path.write_text("without the revoked one")
+    await until(lambda: len(watched.adopted) > 1)
+    gate.opened.set()
+    await until(lambda: len(other.adopted) > 1)
+    polling.cancel()
