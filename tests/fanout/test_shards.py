@@ -16,6 +16,7 @@ from shard_client.fake_shards import FakeConnection, FakeTime
 from embedserve.config import ServeSettings
 from embedserve.fanout import shards as shards_module
 from embedserve.fanout.parted_version import ServedPart
+from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.shards import Shards
 from embedserve.shard_client import replica
 from embedserve.shard_client.shard_connection import Address, ConnectionOptions
@@ -39,8 +40,8 @@ class FoundShards:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.connections: dict[int, FakeConnection] = {}  # by port, which is the number of the part
         self.polls = 0
-        addresses = folder / "shards.json"
-        addresses.write_text(json.dumps({str(part): [f"a:{part + 1}"] for part in range(PARTS)}))
+        self._addresses = folder / "shards.json"
+        self.write_addresses(PARTS)
         monkeypatch.setattr(shards_module, "ShardConnection", self._connect)
         monkeypatch.setattr(replica, "POLLS_UNANSWERED_MAX", 1000)  # a fake lists its models once
         self.token = folder / "token"
@@ -48,11 +49,15 @@ class FoundShards:
         self.options: dict[int, ConnectionOptions] = {}
         self.shards = Shards(
             ServeSettings(
-                str(folder / "store"), shards=f"file:{addresses}", shard_token=str(self.token)
+                str(folder / "store"), shards=f"file:{self._addresses}", shard_token=str(self.token)
             )
         )
         self._missing = self.shards._missing
         monkeypatch.setattr(self.shards, "_missing", self._poll)
+
+    def write_addresses(self, parts: int) -> None:
+        addresses = {str(part): [f"a:{part + 1}"] for part in range(parts)}
+        self._addresses.write_text(json.dumps(addresses))
 
     def _poll(self, parts: list[ServedPart]) -> str:
         self.polls += 1
@@ -76,6 +81,7 @@ class FoundShards:
         await until(lambda: opening.done() or self.polls >= polls_min)
 
     def join(self, part: int, version: ModelVersion) -> None:
+        assert version.plan.hosts is not None
         manifest = version.whole
         connection = self.connections[part]
         connection.ready()
@@ -85,17 +91,32 @@ class FoundShards:
                 version=manifest.version,
                 fingerprint=manifest.fingerprint,
                 part=part,
-                parts=PARTS,
+                parts=version.plan.hosts.parts,
             )
         )
+
+    async def open(self, version: ModelVersion) -> RouterEngine:
+        """Opens ``version`` once each part has a new connection, which serves it."""
+        assert version.plan.hosts is not None
+        parts = range(version.plan.hosts.parts)
+        self.connections.clear()
+        opening = asyncio.create_task(asyncio.to_thread(self.shards.open, version))
+        await until(lambda: len(self.connections) == len(parts))
+        for part in parts:
+            self.join(part, version)
+        return await opening
+
+
+def publish_next(folder: Path, parts: int) -> ModelVersion:
+    spec = [TableSpec("user", 8, 4, ("user",), "sum", "float32")]
+    weights = {"embedding_bags.user.weight": torch.zeros(8, 4)}
+    publish(weights, folder / "store", model="m", tables=spec, hosts=parts)
+    return ModelStore(folder / "store", selection=NO_ROWS).load("m")
 
 
 @pytest.fixture
 def version(tmp_path: Path) -> ModelVersion:
-    spec = [TableSpec("user", 8, 4, ("user",), "sum", "float32")]
-    weights = {"embedding_bags.user.weight": torch.zeros(8, 4)}
-    publish(weights, tmp_path / "store", model="m", tables=spec, hosts=PARTS)
-    return ModelStore(tmp_path / "store", selection=NO_ROWS).load("m")
+    return publish_next(tmp_path, PARTS)
 
 
 @pytest.fixture
@@ -121,11 +142,7 @@ async def test_changed_token_is_sent_on_new_connections(
     found: FoundShards, version: ModelVersion
 ) -> None:
     async with found.shards._running():
-        opening = asyncio.create_task(asyncio.to_thread(found.shards.open, version))
-        await until(lambda: len(found.connections) == PARTS)
-        for part in range(PARTS):
-            found.join(part, version)
-        engine = await opening  # the shards keep it while it is referenced
+        engine = await found.open(version)  # the shards keep it while it is referenced
         first = dict(found.connections)
         found.token.write_text("second")
         await until(lambda: all(found.connections[part] is not first[part] for part in first))
@@ -162,3 +179,26 @@ async def test_opening_waits_until_the_address_file_is_readable(
         for part in range(PARTS):
             found.join(part, version)
         assert (await opening).manifest.version == 1
+
+
+async def test_connections_to_parts_of_no_version_end(
+    found: FoundShards, version: ModelVersion, tmp_path: Path
+) -> None:
+    shards = found.shards
+    async with shards._running():
+        engine = await found.open(version)
+        before = [*found.connections.values()]
+        counts = [stats for _, stats in shards.part_counts()]
+        found.write_addresses(PARTS + 1)
+        following = await found.open(publish_next(tmp_path, PARTS + 1))
+        assert not any(one.is_finished for one in before)  # the former version still serves
+        del engine
+        shards._forget_unused()
+        assert all(one.is_finished for one in before)
+        assert [stats for _, stats in shards.part_counts()][:PARTS] == counts
+        assert not any(one.is_finished for one in found.connections.values())
+        found.write_addresses(PARTS)
+        del following
+        engine = await found.open(publish_next(tmp_path, PARTS))
+        assert shards.replicas("m", 3) == [1] * PARTS
+        del engine

@@ -89,6 +89,7 @@ class Shards:
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._credentials = ShardCredentials(settings, self._renew)
         self._tasks: list[asyncio.Task[None]] = []
+        self._discoveries: dict[int, asyncio.Task[None]] = {}  # by number of parts
         self._engines: list[ref[RouterEngine]] = []
 
     def clients(self) -> Iterator[PartClient]:
@@ -175,7 +176,7 @@ class Shards:
             self._begin()
             yield
         finally:
-            for task in self._tasks:
+            for task in (*self._tasks, *self._discoveries.values()):
                 task.cancel()
             for client in self.clients():
                 client.close()
@@ -186,7 +187,7 @@ class Shards:
         self.loop = asyncio.get_running_loop()
         # One timer for the calls of all parts: a batch begins them at once.
         self._timers = TimerQueue(monotonic, self.loop.call_later)
-        self._clients, self._tasks = {}, []
+        self._clients, self._tasks, self._discoveries = {}, [], {}
         if (reloader := self._credentials.reloader) is not None:
             self._tasks.append(asyncio.ensure_future(poll_all([reloader])))
         for engine in self._opened():
@@ -231,8 +232,8 @@ class Shards:
             OSError, ValueError: the file of addresses cannot be read.
         """
         count = len(parts)
-        if count not in self._clients:
-            clients = [
+        if count not in self._discoveries:
+            clients = self._clients.get(count) or [
                 PartClient(part, count, self._connector(part), self._options, self._timers)
                 for part in range(count)
             ]
@@ -240,7 +241,7 @@ class Shards:
                 self._source, count, lambda part, found: clients[part].set_addresses(found)
             )
             self._clients[count] = clients
-            self._tasks.append(asyncio.ensure_future(discovery.run()))
+            self._discoveries[count] = asyncio.ensure_future(discovery.run())
         for client, served in zip(self._clients[count], parts, strict=True):
             client.expect(VersionKey(served.model, served.version), served.fingerprint)
 
@@ -280,7 +281,8 @@ class Shards:
         return self._missing(parts)
 
     def _forget_unused(self) -> None:
-        """Forgets versions that no engine has."""
+        """Forgets versions that no engine has. Ends the connections to parts that none has, whose
+        counts remain."""
         self._engines = [one for one in self._engines if one() is not None]
         used = {
             (len(one.served_parts), VersionKey(one.manifest.model, one.manifest.version))
@@ -291,6 +293,10 @@ class Shards:
                 for key in [*client.stats.replicas]:
                     if (count, key) not in used:
                         client.forget(key)
+        for count in self._discoveries.keys() - {count for count, _ in used}:
+            self._discoveries.pop(count).cancel()
+            for client in self._clients[count]:
+                client.close()
 
     # From other threads
 
