@@ -15,7 +15,6 @@ from embedserve import __version__
 from embedserve.commands.health import TIMEOUT_S
 from embedserve.config_checks import check_device, check_settings
 from embedserve.processes.supervisor import KILL_AFTER_S
-from embedserve.shared_memory.settings import check_shared_memory
 
 from .conftest import DEPLOY, Rendered
 
@@ -105,7 +104,6 @@ def test_selectors_match_the_labels(rendered: Rendered) -> None:
 def test_the_server_accepts_the_settings(rendered: Rendered) -> None:
     settings = rendered.settings
     check_settings(settings)
-    check_shared_memory(settings)
     check_device(settings, "cuda" if "gpu" in rendered.components else "cpu")
 
 

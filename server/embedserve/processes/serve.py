@@ -67,7 +67,6 @@ from embedserve.processes.startup.startup_server import serve_health_while_loadi
 from embedserve.processes.supervisor import Supervisor
 from embedserve.request_checks import INTEGER_DIGITS_MAX
 from embedserve.shard_client.discovery import RayShards, parse_shards
-from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
 
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ def serve(settings: ServeSettings) -> None:
         settings = replace(settings, devices="cpu")
     notify = notifier()
     check_settings(settings)
-    check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
     sys.set_int_max_str_digits(INTEGER_DIGITS_MAX)
     settings = reserve_descriptors(settings)

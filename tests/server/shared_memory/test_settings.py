@@ -8,7 +8,6 @@ import pytest
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings
-from embedserve.shared_memory.settings import check_shared_memory
 
 PLAIN = ServeSettings(store="store")
 SHARED = replace(PLAIN, shared_memory="/ranker-")
@@ -32,14 +31,13 @@ REMOTE_MANAGEMENT = replace(SHARED, management_port=0, management_host="10.0.0.5
     ],
 )
 def test_invalid_shared_memory_setting_is_rejected(settings: ServeSettings, message: str) -> None:
-    check_settings(settings)
     with pytest.raises(ValueError, match=f"^{message}"):
-        check_shared_memory(settings)
-    check_shared_memory(replace(settings, shared_memory=""))
+        check_settings(settings)
+    check_settings(replace(settings, shared_memory=""))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_valid_shared_memory_setting_is_accepted(host: str) -> None:
-    check_shared_memory(replace(SHARED, host=host, grpc_uds="grpc.sock"))
-    check_shared_memory(replace(PLAIN, shared_memory="/", host=host))
-    check_shared_memory(replace(SHARED, management_port=0, tokens="tokens"))
+    check_settings(replace(SHARED, host=host, grpc_uds="grpc.sock"))
+    check_settings(replace(PLAIN, shared_memory="/", host=host))
+    check_settings(replace(SHARED, management_port=0, tokens="tokens"))
