@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from embedserve.processes.log_lines import JsonLines, TextLines
+from embedserve.processes.logging_setup import JsonLines, TextLines
 
 FIELDS = {"request_id": "a7", "model": 'x outcome="OK"\n\x1b\udc80', "total_ms": 12.5, "ids": 3}
 
