@@ -1,4 +1,5 @@
-"""Joins the requests of one batch into the engine's input and validates them together.
+"""Joins the requests of one batch into the engine's input, with row numbers in place of ids, and
+validates them together.
 
 Pure functions on numpy arrays: no Python runs per id. If the batch is invalid, validation.py finds
 the invalid requests, and the other requests of the batch are joined without them.
@@ -13,7 +14,6 @@ from itertools import accumulate
 import numpy as np
 
 from embedserve.batching.permutations import bags_to_ids, feature_major_order
-from embedserve.batching.translation import translate
 from embedserve.batching.validation import (
     check_output,
     coerce_id_types,
@@ -137,10 +137,61 @@ def join(
         return None
     batch.ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
     if not model.translator.is_identity:
-        return batch if translate(batch, model, change) else None
+        return batch if _translate(batch, model, change) else None
     limits = np.repeat(model.translator.limits, batch.ids_per_feature)
     # A negative id exceeds every limit when its bits are read as unsigned.
     return None if (batch.ids.view(np.uint64) >= limits).any() else batch
+
+
+def _translate(batch: Batch, model: ModelInfo, change: ChangeRows | None = None) -> bool:
+    """Replaces the ids of ``batch`` by row numbers; returns False if an unknown id is rejected.
+
+    The rule of its table decides about an unknown id: its request is rejected, the id is skipped,
+    or the table's default row is looked up. Skipped and default ids are counted by request and
+    feature.
+
+    Args:
+        change: as in IdTranslator.translate.
+    """
+    translation = model.translator.translate(batch.ids, batch.ids_per_feature, change)
+    batch.ids = translation.rows
+    if translation.unknown is None:
+        return True
+    positions = np.flatnonzero(translation.unknown)
+    bags = np.searchsorted(np.cumsum(batch.lengths, dtype=np.int64), positions, side="right")
+    features, examples = np.divmod(bags, batch.batch_size)
+    if model.rejects_unknown[features].any():
+        return False
+    batch.unknown_counts = _count(batch.sizes, features, examples, len(model.features))
+    is_skipped = model.skips_unknown[features]
+    if is_skipped.any():
+        _skip(batch, positions[is_skipped], bags[is_skipped], model.is_pooled)
+    return True
+
+
+def _count(
+    sizes: list[int], features: np.ndarray, examples: np.ndarray, feature_count: int
+) -> np.ndarray:
+    """Counts ids, given their ``features`` and ``examples``: int64 [requests, feature_count]."""
+    requests = np.searchsorted(np.cumsum(sizes), examples, side="right")
+    places = requests * feature_count + features
+    return np.bincount(places, minlength=len(sizes) * feature_count).reshape(-1, feature_count)
+
+
+def _skip(batch: Batch, positions: np.ndarray, bags: np.ndarray, is_pooled: bool) -> None:
+    """Removes ids from their bags, so that a mean divides by the number of remaining ids.
+
+    An unpooled result has a row for each id sent, so its ids stay. Their positions are recorded in
+    ``batch.skipped``, and their rows are zeroed after the lookup.
+    """
+    if not is_pooled:
+        batch.skipped = positions
+        return
+    batch.ids = np.delete(batch.ids, positions)
+    if batch.weights is not None:
+        batch.weights = np.delete(batch.weights, positions)
+    # A new array: with a single request the batch shares the request's array.
+    batch.lengths = batch.lengths - np.bincount(bags, minlength=batch.lengths.size).astype(np.int32)
 
 
 def join_valid(
