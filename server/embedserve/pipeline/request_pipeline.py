@@ -70,7 +70,7 @@ class RequestPipeline:
         self.limits = models.limits
         waiting_bytes: Counter[object] = Counter()
         self._codec_executor = CodecExecutor(waiting_bytes)
-        self._shared_memory_writer = CodecExecutor(waiting_bytes)
+        self._shared_memory_executor = CodecExecutor(waiting_bytes)
         self._log = RateLimitedLogger(logger)
         self._unflushed: list[Callable[[], None]] = []
         self._queue_reopened_callbacks: list[Callable[[], None]] = []
@@ -174,7 +174,7 @@ class RequestPipeline:
         nbytes = result.values.nbytes + sum(chunk.nbytes for chunk in result.extra_chunks)
         encode = partial(_encode, context, result)
         may_block = result.output is not None and result.output.may_block
-        executor = self._shared_memory_writer if may_block else self._codec_executor
+        executor = self._shared_memory_executor if may_block else self._codec_executor
         executor.submit(
             context, "answer", nbytes, encode, lambda encoded: context.write(result, *encoded)
         )

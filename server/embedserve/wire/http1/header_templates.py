@@ -122,8 +122,8 @@ class HeaderTemplate:
         self._timeout_gap = self._gap_of.get(b"x-timeout-ms")
         self._json_length_gap = self._gap_of.get(JSON_LENGTH)
 
-    def content_length(self, data: bytes, end: int) -> int:
-        """Returns the content length of the headers data[:end]; -1 if they do not match.
+    def match(self, data: bytes, end: int) -> int:
+        """Returns the content length of the headers data[:end] if they match; -1 if they do not.
 
         A value with a line break would add headers, and any other control character is invalid.
         The headers must therefore have only the control characters of the template.
@@ -198,7 +198,7 @@ class HeaderTemplateCache:
         plain embed request. Returns None if they are not: llhttp parses the request once more.
         """
         for template in self._templates.get(end, ()):
-            length = template.content_length(data, end)
+            length = template.match(data, end)
             if length >= 0:
                 return template, length
         return self._remember(data[:end])
@@ -206,8 +206,10 @@ class HeaderTemplateCache:
     def _remember(self, head: bytes) -> tuple[HeaderTemplate, int] | None:
         if len(head) > HEAD_BYTES_MAX:
             return None
-        template = parse_head(head, self._metrics, self._limits, self._codecs, self.allowed_hosts)
-        length = -1 if template is None else template.content_length(head, len(head))
+        template = make_template(
+            head, self._metrics, self._limits, self._codecs, self.allowed_hosts
+        )
+        length = -1 if template is None else template.match(head, len(head))
         if template is None or length < 0:
             return None
         if self._count >= TEMPLATES_MAX:
@@ -222,14 +224,14 @@ class HeaderTemplateCache:
         return template, length
 
 
-def parse_head(
+def make_template(
     head: bytes,
     metrics: ProtocolMetrics,
     limits: Limits,
     codecs: Codecs,
     allowed_hosts: AllowedHosts | None = None,
 ) -> HeaderTemplate | None:
-    """Returns the template of ``head`` (with its empty line), or None.
+    """Parses ``head`` (with its empty line), and returns its template, or None.
 
     Only a plain embed request to one of ``allowed_hosts`` has a template.
     """

@@ -227,7 +227,7 @@ class FrameWriter:
                 unsent.appendleft(chunk[left:])
                 chunk = chunk[:left]
             left -= len(chunk)
-            self._frame_part(stream, chunk, END_STREAM if stream.tail == b"" and not unsent else 0)
+            self._frame_chunk(stream, chunk, END_STREAM if stream.tail == b"" and not unsent else 0)
         sent = turn - left
         stream.send_window -= sent
         self.window -= sent
@@ -239,8 +239,8 @@ class FrameWriter:
                 stream.blocked_since_s = 0.0
         return sent
 
-    def _frame_part(self, stream: Stream, chunk: memoryview, flags: int) -> None:
-        """Frames ``part`` as DATA; ``flags`` are set on its last frame."""
+    def _frame_chunk(self, stream: Stream, chunk: memoryview, flags: int) -> None:
+        """Frames ``chunk`` as DATA; ``flags`` are set on its last frame."""
         out, size = self.out, self.frame_bytes_max
         start = 0
         if len(chunk) > size:

@@ -22,7 +22,7 @@ from embedserve.wire.http1.header_templates import (
     TEMPLATES_PER_LENGTH_MAX,
     HeaderTemplate,
     HeaderTemplateCache,
-    parse_head,
+    make_template,
 )
 
 LIMITS = Limits(body_bytes_max=1000, request_text_bytes_max=500)
@@ -48,10 +48,10 @@ def parse_uncached(headers: bytes) -> tuple[ParsedOptions, int] | None:
     """Parses headers without a cache into options and content length; None if they are not
     plain.
     """
-    template = parse_head(headers, METRICS, LIMITS, CODECS)
+    template = make_template(headers, METRICS, LIMITS, CODECS)
     if template is None:
         return None
-    length = template.content_length(headers, len(headers))
+    length = template.match(headers, len(headers))
     return None if length < 0 else (parsed_options(template.options_of(headers)), length)
 
 
@@ -185,7 +185,7 @@ def test_template_matches_any_value_of_a_varying_header(name: str, values: list[
 
 
 def test_header_lookup_returns_none_for_fixed_and_missing_headers() -> None:
-    template = parse_head(headers_of("Accept: */*"), METRICS, LIMITS, CODECS)
+    template = make_template(headers_of("Accept: */*"), METRICS, LIMITS, CODECS)
     assert template is not None
     assert template.header(headers_of("Accept: */*"), b"accept") is None
     assert template.header(headers_of("Accept: */*"), b"traceparent") is None
@@ -378,7 +378,7 @@ def test_long_headers_are_parsed_in_under_half_a_second(line: str) -> None:
 
 def test_whitespace_around_a_header_value_is_stripped() -> None:
     headers = headers_of("X-Request-Id: \t a b \t ", "traceparent:", "Authorization:   ")
-    template = parse_head(headers, METRICS, LIMITS, CODECS)
+    template = make_template(headers, METRICS, LIMITS, CODECS)
     assert template is not None
     assert template.header(headers, b"x-request-id") == b"a b"
     assert (
@@ -392,6 +392,6 @@ def test_whitespace_around_a_header_value_is_stripped() -> None:
     ("lines", "bytes_max"), [((), 500), (("Content-Type: application/x-protobuf",), 1000)]
 )
 def test_template_has_the_body_limit_of_its_codec(lines: tuple[str, ...], bytes_max: int) -> None:
-    template = parse_head(headers_of(*lines), METRICS, LIMITS, CODECS)
+    template = make_template(headers_of(*lines), METRICS, LIMITS, CODECS)
     assert template is not None
     assert template.body_bytes_max == bytes_max
