@@ -26,6 +26,7 @@ from embedserve.api.console.routes import HEADERS
 from embedserve.api.console.routes import router as console_router
 from embedserve.api.dependencies import ModelsDep, PipelineDep
 from embedserve.api.openapi import describe_routes
+from embedserve.api.openapi import router as openapi_router
 from embedserve.api.openapi_pages import OpenApiPages
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
@@ -308,7 +309,7 @@ def management_app(
     routers.append(open_inference_routes.router)
     if pipeline.shared_memory is not None:
         routers.append(shared_memory.router)
-    routers += [slow.router, console_router]
+    routers += [slow.router, console_router, openapi_router]
     if admin is not None:
         routers += [admin_router, delta_hold.router]
     app = FastAPIOffline(

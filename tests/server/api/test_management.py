@@ -3,8 +3,10 @@ errors."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from fastapi.openapi.utils import get_openapi
 from server.fake_admin import FakeAdmin
 from server.fake_deltas import shared_state
 from server.fake_engine import FakeEngine
@@ -20,6 +23,7 @@ from server.fake_parts import FakeParts
 from server.live import JSON, live_server, make_pipeline
 from server.openapi import validate
 
+from embedserve.api import openapi
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
@@ -224,6 +228,23 @@ async def test_operation_ids_are_unique_and_stable(rest: httpx.AsyncClient) -> N
     assert sorted(one["operationId"] for one in operations) == sorted(OPERATIONS.split())
     for operation in operations:
         assert "default" in operation["responses"]
+
+
+async def test_the_first_request_describes_the_routes_off_the_event_loop(
+    rest: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that lookups do not wait for it, and that concurrent requests share it."""
+    threads = []
+
+    def recorded(**options: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return get_openapi(**options)
+
+    monkeypatch.setattr(openapi, "get_openapi", recorded)
+    first, second = await asyncio.gather(schema(rest), schema(rest))
+    assert first == second == await schema(rest)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 def test_operation_summaries_differ_from_function_names(
