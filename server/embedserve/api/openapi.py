@@ -127,6 +127,8 @@ def _fastapi_schema(app: FastAPI) -> Schema:
         description=app.description,
         routes=app.routes,
         tags=app.openapi_tags,
+        # Relative to this document, because proxies may put a prefix before the paths.
+        servers=[{"url": ".", "description": "this server"}],
         separate_input_output_schemas=False,  # fields with defaults are optional in responses too
     )
     ids = {

@@ -221,6 +221,12 @@ async def test_openapi_pages_load_nothing_from_other_hosts(
     assert "content-security-policy" not in (await rest.get("/models")).headers
 
 
+async def test_openapi_paths_are_below_the_prefix_of_a_proxy(rest: httpx.AsyncClient) -> None:
+    """Covers "Try it out" on /docs, and clients that resolve the server against the document."""
+    (server,) = (await schema(rest))["servers"]
+    assert httpx.URL("http://proxy/prefix/openapi.json").join(server["url"]).path == "/prefix/"
+
+
 async def test_operation_ids_are_unique_and_stable(rest: httpx.AsyncClient) -> None:
     """Covers generated clients, which name their functions after the operations."""
     described = await schema(rest)
