@@ -101,7 +101,8 @@ class Http2Client:
         sent = 0
         while sent < len(data) or (is_end and not data):
             size = min(
-                self._connection.local_flow_control_window(number),
+                # Negative once the server has reduced the initial window of open streams.
+                max(0, self._connection.local_flow_control_window(number)),
                 self._connection.max_outbound_frame_size,
                 len(data) - sent,
             )
