@@ -17,7 +17,7 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec, answer_keys
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
-from embedserve_store.goldens.parity import is_near
+from embedserve_store.goldens.parity import TRAINED_TOLERANCES, is_near
 from embedserve_store.goldens.reference_pooling import pool_rows
 from embedserve_store.sources.rows import TableRows
 
@@ -110,25 +110,95 @@ def _keys(
     positions = [expected.features.index(feature) for feature in features]
     widths = expected.length_per_key if is_pooled else [int(totals[one]) for one in positions]
     _check_answers(expected, sum(widths), is_pooled)
+    blocks = [
+        expected.answers[:, end - width : end] if is_pooled else expected.answers[end - width : end]
+        for width, end in zip(widths, accumulate(widths), strict=True)
+    ]
+    own_bags = [bags.of(at) for at in positions]
+    candidates = _candidates(guessed, blocks, own_bags, rows)
     keys = []
-    for key, feature, at, width, end in zip(
-        expected.keys, features, positions, widths, accumulate(widths), strict=True
+    for key, feature, block, own, tables in zip(
+        expected.keys, features, blocks, own_bags, candidates, strict=True
     ):
-        block = (
-            expected.answers[:, end - width : end]
-            if is_pooled
-            else expected.answers[end - width : end]
-        )
         named = key.removeprefix(f"{feature}@") if key != feature else None
-        possible = [table for table in guessed if named in (None, table.name)]
-        fits = tuple(fitting(block, bags.of(at), possible, rows)) if totals[at] else ()
-        if totals[at] and not fits:
+        possible = [table for table in tables if named in (None, table.name)]
+        fits = tuple(fitting(block, own, possible, rows))
+        if own.ids.size and not fits:
             raise InvalidModelError(
                 f"expected: key {key!r}: no table of the checkpoint gives the training model's "
                 "answers"
             )
         keys.append(_Key(feature, fits))
     return keys
+
+
+def _candidates(
+    tables: Sequence[TableSpec],
+    blocks: Sequence[NDArray[np.float32]],
+    bags: Sequence[Bags],
+    rows: Mapping[str, TableRows],
+) -> list[list[TableSpec]]:
+    """Returns for each key the tables that give the outputs of its shortest bag.
+
+    Each table is read once for all keys: keys times tables are too many to read every bag.
+
+    Args:
+        blocks, bags: outputs and bags of each key.
+    """
+    keys_by_dim: dict[int, list[int]] = {}
+    for key, (block, own) in enumerate(zip(blocks, bags, strict=True)):
+        if own.ids.size:
+            keys_by_dim.setdefault(block.shape[1], []).append(key)
+    is_pooled = tables[0].pooling != "none"
+    shortest = {
+        dim: _ShortestBags([(blocks[key], bags[key]) for key in keys], is_pooled)
+        for dim, keys in keys_by_dim.items()
+    }
+    found: list[list[TableSpec]] = [[] for _ in blocks]
+    for table in tables:
+        dim = table.embedding_dim
+        for i in shortest[dim].given_by(rows[table.name]) if dim in shortest else ():
+            found[keys_by_dim[dim][i]].append(table)
+    return found
+
+
+class _ShortestBags:
+    """The shortest bag with ids of each of K keys, and its outputs [K, dim]."""
+
+    def __init__(self, keys: Sequence[tuple[NDArray[np.float32], Bags]], is_pooled: bool) -> None:
+        """
+        Args:
+            keys: outputs and bags of each key.
+        """
+        ids, weights, outputs = [], [], []
+        for block, bags in keys:
+            at, span = _shortest(bags.lengths[0]) if is_pooled else (0, slice(0, 1))
+            ids.append(bags.ids[span])
+            weights.append(np.ones_like(ids[-1]) if bags.weights is None else bags.weights[span])
+            outputs.append(block[at])
+        self._ids = np.concatenate(ids)
+        self._weights = np.concatenate(weights).astype(np.float32)
+        self._lengths = np.array([[one.size] for one in ids])
+        self._starts = np.cumsum(self._lengths) - self._lengths[:, 0]
+        self._outputs = np.stack(outputs)
+        self._largest = np.array([np.abs(block).max() for block, _ in keys])
+
+    def given_by(self, rows: TableRows) -> list[int]:
+        """Returns the keys whose outputs ``rows`` give, with twice the tolerance of is_near."""
+        are_there = (self._ids >= 0) & (self._ids < rows.shape[0])
+        values = rows.gather(np.where(are_there, self._ids, 0)).float().numpy()
+        sums = np.add.reduceat(values * self._weights[:, None], self._starts)
+        off = [np.abs(self._outputs - one).max(axis=1) for one in (sums, sums / self._lengths)]
+        bound = 2 * TRAINED_TOLERANCES[rows.dtype] * self._largest + np.finfo(np.float32).tiny
+        is_near = np.minimum(*off) <= bound
+        return np.flatnonzero(is_near & np.logical_and.reduceat(are_there, self._starts)).tolist()
+
+
+def _shortest(lengths: NDArray[np.int32]) -> tuple[int, slice]:
+    """Returns the index of the shortest bag with ids, and where its ids are."""
+    at = int(np.where(lengths, lengths, np.iinfo(np.int32).max).argmin())
+    start = int(lengths[:at].sum())
+    return at, slice(start, start + int(lengths[at]))
 
 
 def _feature_of(key: str, features: tuple[str, ...]) -> str:

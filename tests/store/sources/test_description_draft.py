@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from store.conftest import small_collection
 from torchrec import (
     EmbeddingBagCollection,
@@ -22,6 +25,7 @@ from embedserve_store.sources import live
 from embedserve_store.sources.checkpoint import Checkpoint, from_state_dict
 from embedserve_store.sources.description import Description, check_no_draft, read_description
 from embedserve_store.sources.description_draft import draft_description
+from embedserve_store.sources.rows import TensorRows
 
 USER = {"m.ebc.embedding_bags.user.weight": torch.ones(10, 4)}
 WORD = {"m.ec.embeddings.word.weight": torch.ones(6, 8)}
@@ -227,6 +231,27 @@ def test_table_without_an_output_key_is_omitted(tmp_path: Path) -> None:
     text = draft_description(from_state_dict(state_of(ebc) | more), expected=expected_of(ebc))
     assert "# left out: table 'other': no key of the expected answers" in text
     assert read_back(text, tmp_path).tables == live.describe(ebc)
+
+
+def test_expected_outputs_of_many_tables_need_few_reads_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads: Counter[int] = Counter()
+    gather = TensorRows.gather
+
+    def counted(rows: TensorRows, numbers: NDArray[np.int64]) -> torch.Tensor:
+        reads[id(rows)] += 1
+        return gather(rows, numbers)
+
+    monkeypatch.setattr(TensorRows, "gather", counted)
+    configs = [
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=9, embedding_dim=4, feature_names=[f"f{i}"])
+        for i in range(12)
+    ]
+    ebc = EmbeddingBagCollection(tables=configs)
+    text = draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc))
+    assert "check" not in text
+    assert sorted(reads.values()) == [2] * 12
 
 
 def test_expected_outputs_of_another_model_are_rejected() -> None:
