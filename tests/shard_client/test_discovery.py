@@ -6,9 +6,12 @@ import asyncio
 import json
 import logging
 import os
+import socket
 from pathlib import Path
 
 import pytest
+from server.gate import Gate
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
 from embedserve.processes.serve import serve
@@ -16,6 +19,7 @@ from embedserve.shard_client import discovery
 from embedserve.shard_client.discovery import (
     DnsDiscovery,
     DnsShards,
+    FileDiscovery,
     FileShards,
     RayShards,
     discover,
@@ -100,7 +104,7 @@ async def test_address_file_changes_are_followed(
     path = tmp_path / "shards.json"
     write(path, {"0": ["a:1", "b:1", "a:1"], "1": ["c:1"]})
     found: list[tuple[int, list[Address]]] = []
-    file_discovery = discover(FileShards(str(path)), 2, lambda *one: found.append(one))
+    file_discovery = FileDiscovery(FileShards(str(path)), 2, lambda *one: found.append(one))
     assert found == [(0, [("a", 1), ("b", 1)]), (1, [("c", 1)])]
     found.clear()
     write(path, {"0": ["a:1", "b:1"], "1": ["d:1"]})
@@ -141,29 +145,41 @@ async def test_dns_changes_and_failures_are_followed(caplog: pytest.LogCaptureFi
     found: list[tuple[int, list[Address]]] = []
     discovered = DnsDiscovery(DNS, 2, lambda *one: found.append(one), resolve)
     with caplog.at_level(logging.INFO):
-        for _ in range(3):
-            await discovered.poll()
+        for part in (0, 1) * 3:
+            await discovered.poll_part(part)
     assert found == [(0, [("10.0.0.1", 8001)])]
     assert caplog.text.count("part 1: cannot resolve dlrm-1: no such name") == 1
     answers["dlrm-1"] = [("10.0.0.2", 8001)]
     answers["dlrm-0"] = OSError("the name server is gone")
     with caplog.at_level(logging.INFO):
-        await discovered.poll()
+        for part in range(2):
+            await discovered.poll_part(part)
     assert found[1:] == [(1, [("10.0.0.2", 8001)])]
     assert "dlrm-1 is resolved again" in caplog.text
 
 
-async def test_hanging_dns_resolution_times_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_hanging_resolution_holds_up_no_other_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(discovery, "DNS_S_MAX", 0.05)
+    monkeypatch.setattr(discovery, "DNS_S", 0.01)
+    gate, polls = Gate(), asyncio.Semaphore(0)
+    monkeypatch.setattr(socket, "getaddrinfo", gate.before(lambda *_, **__: []))
 
-    async def resolve(host: str, port: int) -> list[Address]:
-        await asyncio.sleep(60)
+    async def resolve_second(host: str, port: int) -> list[Address]:
+        if host == "dlrm-0":
+            return await resolve(host, port)
+        polls.release()
         return []
 
-    await DnsDiscovery(DNS, 1, lambda *one: None, resolve).poll()
-    assert "no answer within 0.05 s" in caplog.text
+    running = asyncio.create_task(DnsDiscovery(DNS, 2, lambda *_: None, resolve_second).run())
+    try:
+        for _ in range(3):
+            await asyncio.wait_for(polls.acquire(), WAIT_S_MAX)
+        await until(lambda: gate.threads)
+        assert [thread.daemon for thread in gate.threads] == [True]
+    finally:
+        running.cancel()
+        gate.opened.set()
 
 
 async def test_loopback_address_is_resolved() -> None:

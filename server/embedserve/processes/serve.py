@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings, uds_mode
+from embedserve.daemon_threads import is_any_running
 from embedserve.deltas.delta_target import make_shared_state
 from embedserve.file_reloader import named_in_errors
 from embedserve.metrics.metrics import CounterRoom, cells_per_worker
@@ -178,7 +179,6 @@ def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> Non
             with _loaded(settings, versions) as (pipeline, version_manager):
                 import uvloop
 
-                from embedserve.processes import threads
                 from embedserve.processes.single_process import run_single_process
 
                 end_startup_server()
@@ -193,7 +193,7 @@ def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> Non
                         pipeline, version_manager, settings, ports, on_ready, on_drain
                     )
                 )
-                if threads.is_any_running():  # all is served; a load is not awaited
+                if is_any_running():  # all is served; a load is not awaited
                     logging.shutdown()
                     os._exit(0)
     finally:

@@ -16,10 +16,10 @@ import threading
 from collections.abc import AsyncIterator
 from time import monotonic
 
+from embedserve.daemon_threads import is_any_running
 from embedserve.periodic import repeat
 from embedserve.processes.forked import LAST_WORDS_S
 from embedserve.processes.supervisor import POLL_S, PREPARING_HANG_S
-from embedserve.processes.threads import is_any_running
 
 logger = logging.getLogger(__name__)
 

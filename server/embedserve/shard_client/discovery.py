@@ -13,9 +13,11 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.file_reloader import FileReloader
 from embedserve.periodic import repeat
 from embedserve.shard_client.shard_connection import Address
@@ -24,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 DNS_S = 2.0
 """Seconds between two resolutions of the names."""
-DNS_S_MAX = 5.0
-"""Seconds that a resolution may take; then the former addresses stay."""
 FILE_S = 1.0
 """Seconds between two polls of the file."""
 PART = "{part}"
@@ -155,9 +155,14 @@ def _read_part(path: str, part: str, values: object) -> list[Address]:
 
 
 async def resolve(host: str, port: int) -> list[Address]:
-    """Returns the addresses of a host name, resolved in a thread. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    """Returns the addresses of a host name. Raises OSError.
+
+    uvloop would resolve it in one of four threads, which it waits for at its end: half a minute for
+    each name if no name server answers.
+    """
+    found = await run_in_daemon_thread(
+        "resolve", partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    )
     return sorted({(str(address[0]), port) for *_, address in found})
 
 
@@ -184,20 +189,15 @@ class DnsDiscovery:
         self._found: dict[int, list[Address]] = {}
         self._faults = [""] * part_count
 
-    async def poll(self) -> None:
-        """Resolves the names of all parts concurrently."""
-        await asyncio.gather(*map(self._poll_part, range(len(self._faults))))
-
-    async def _poll_part(self, part: int) -> None:
+    async def poll_part(self, part: int) -> None:
+        """Resolves the name of a part. If that fails, the former addresses stay."""
         name = self._source.name.replace(PART, str(part))
         try:
-            async with asyncio.timeout(DNS_S_MAX):
-                found = await self._resolve(name, self._source.port)
-        except (OSError, UnicodeError) as error:  # a TimeoutError is an OSError
-            fault = str(error) or f"no answer within {DNS_S_MAX:g} s"
-            if fault != self._faults[part]:
-                logger.warning("part %d: cannot resolve %s: %s", part, name, fault)
-            self._faults[part] = fault
+            found = await self._resolve(name, self._source.port)
+        except (OSError, UnicodeError) as error:
+            if str(error) != self._faults[part]:
+                logger.warning("part %d: cannot resolve %s: %s", part, name, error)
+            self._faults[part] = str(error)
             return
         if self._faults[part]:
             logger.info("part %d: %s is resolved again", part, name)
@@ -207,9 +207,13 @@ class DnsDiscovery:
             self._on_addresses(part, found)
 
     async def run(self) -> None:
-        """Polls immediately and then every DNS_S, until it is cancelled."""
-        await self.poll()
-        await repeat(DNS_S, self.poll)
+        """Resolves each name immediately and then every DNS_S, until it is cancelled. A resolution
+        that hangs holds up no other part."""
+        await asyncio.gather(*map(self._follow, range(len(self._faults))))
+
+    async def _follow(self, part: int) -> None:
+        await self.poll_part(part)
+        await repeat(DNS_S, partial(self.poll_part, part))
 
 
 class FileDiscovery:

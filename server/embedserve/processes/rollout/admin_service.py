@@ -6,13 +6,13 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.errors import ConflictError
 from embedserve.processes.model_loading import check_names
 from embedserve.processes.rollout.coordinator import ROLLOUT_S_MAX
 from embedserve.processes.rollout.messages import AdminCommand, Operation, Target
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
-from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
 
 UNLOAD_S_MAX = 10.0

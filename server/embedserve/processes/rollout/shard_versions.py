@@ -16,13 +16,13 @@ from functools import partial
 from time import monotonic
 
 from embedserve.config import ServeSettings
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_names import split_name
 from embedserve.processes.open_store import DesiredVersions
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.version_resolver import VersionResolver
-from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
 from embedserve_store.errors import NoSuchPartError
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from embedserve.config import ServeSettings
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     AliasSettings,
@@ -23,7 +24,6 @@ from embedserve.processes.rollout.messages import (
 from embedserve.processes.rollout.shard_versions import ShardVersions
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
-from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
 from embedserve_store.errors import TRANSIENT
 

@@ -19,6 +19,7 @@ from time import perf_counter
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.metrics.model_metrics import ModelMetrics, columns_of
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.pipeline import RequestPipeline
@@ -32,7 +33,6 @@ from embedserve.processes.rollout.messages import (
     TargetPhase,
     WorkerStatus,
 )
-from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.errors import TRANSIENT
 from embedserve_store.memory.mapped_tables import drop_version_pages

@@ -19,6 +19,7 @@ from server.waiting import until
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
+from embedserve.daemon_threads import is_any_running
 from embedserve.model_info import ModelInfo
 from embedserve.processes.open_store import open_folder
 from embedserve.processes.rollout.messages import (
@@ -30,7 +31,6 @@ from embedserve.processes.rollout.messages import (
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.single_process import start_rollouts
-from embedserve.processes.threads import is_any_running
 from embedserve_store import ModelStore, ModelVersion
 
 PUBLISH = """

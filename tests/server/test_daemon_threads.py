@@ -6,7 +6,7 @@ import pytest
 from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
-from embedserve.processes.threads import is_any_running, run_in_daemon_thread
+from embedserve.daemon_threads import is_any_running, run_in_daemon_thread
 
 
 async def test_thread_that_cannot_start_does_not_count_as_running(
