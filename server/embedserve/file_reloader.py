@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.periodic import repeat
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,9 @@ class FileReloader(Generic[T]):
 
     async def poll(self) -> None:
         """Reads the files again if they have changed, or RETRY_S after a read that failed. Runs in
-        a thread, so that a hanging disk does not block the event loop."""
-        if (found := await asyncio.to_thread(self._read_if_due)) is None:
+        a daemon thread, so that a hanging disk blocks neither the event loop nor the end of the
+        process."""
+        if (found := await run_in_daemon_thread("reload", self._read_if_due)) is None:
             return
         self._signature, made, fault = found
         self._retry_at_s = time.monotonic() + RETRY_S

@@ -101,7 +101,7 @@ async def test_a_file_that_becomes_readable_is_read_at_the_next_poll(
     assert watched.adopted == ["first", "second"]
 
 
-async def test_hanging_file_holds_up_no_other(
+async def test_hanging_file_holds_up_no_other_and_not_the_end(
     watched: WatchedFile, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reloader, "POLL_S", 0.01)
@@ -112,6 +112,7 @@ async def test_hanging_file_holds_up_no_other(
     await until(lambda: gate.threads)
     watched.path.write_text("without the revoked one")
     await until(lambda: len(watched.adopted) > 1)
+    assert [thread.daemon for thread in gate.threads] == [True]  # the process may end
     gate.opened.set()
     await until(lambda: len(other.adopted) > 1)
     polling.cancel()
