@@ -69,6 +69,9 @@ class StreamedResponse(StreamWriter[Stream]):
         self._end(chunks, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        if self.context is None:  # A response was not written: later ones would take its place.
+            self.abort()
+            return
         if isinstance(error, WireError):  # found when the message was decompressed
             self.failure = wire_error_trailers(error)
             self._end((), 0)

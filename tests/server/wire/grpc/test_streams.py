@@ -23,6 +23,7 @@ from server.wire.grpc.grpc_peer import (
 )
 from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, update
 
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestOptions, RequestPipeline
 from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream, StreamedResponse
@@ -105,6 +106,26 @@ async def test_stream_with_an_error_that_cannot_be_written_is_reset(
     frames = peer.send(data(1, framed(b"no message")))
     assert resets(frames) == [(1, ErrorCode.INTERNAL_ERROR)]
     assert outcomes(peer) == {"INVALID_ARGUMENT": 1, "CANCELLED": 1}
+
+
+async def test_stream_with_a_response_that_cannot_be_written_is_reset(
+    peer: GrpcPeer, held_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that later responses do not take the place of the missing one."""
+    write = BidiCall.write
+    failing = Mock(side_effect=[None, ZeroDivisionError("secret of the server"), None])
+
+    def sometimes_write(call: BidiCall, chunks: ResponseChunks, nbytes: int) -> None:
+        failing()
+        write(call, chunks, nbytes)
+
+    monkeypatch.setattr(BidiCall, "write", sometimes_write)
+    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE) * 3))
+    await until(lambda: held_engine.lookups)
+    held_engine.release()
+    await until(lambda: sum(outcomes(peer).values()) == 3)
+    assert resets(peer.take()) == [(1, ErrorCode.INTERNAL_ERROR)]
+    assert outcomes(peer) == {"OK": 1, "INTERNAL": 1, "CANCELLED": 1}
 
 
 async def test_stream_blocked_by_its_window_does_not_block_other_calls(
