@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import partial
 
 from embedserve_store.deltas.append import append, as_of_now, check_no_overwrites
 from embedserve_store.deltas.delta_line import DeltaLine
@@ -59,31 +60,26 @@ def undo_deltas(
     check_texts(why=why, writer=author)
     signing = signing_key(key)
     models = ModelStore(store)
-    token = secrets.token_hex(8)
-    line = position_of(models.manifest(model, version)).line
-    if version is None:
-        _check_aliases(models, model, line)
+    line = _line_meant(models, model, version)
     notifier = make_notifier(notify, model, line)
     if not is_alone:
         check_no_overwrites(models.where, f"{model}/{FOLDER}/{line}")
     write = writer(models.where, f"{model}/{FOLDER}")
+    draft = partial(
+        DeltaManifest,
+        model=model,
+        writer=author,
+        token=secrets.token_hex(8),
+        step=None,
+        files=(),
+        reverts_to=to,
+        why=why,
+    )
     undo = None
     while undo is None:  # again after a delta that a training job has appended meanwhile
         base, newest, end = _checked_end(models, model, version, to)
         check_stays_signed(newest, signing)
-        made = DeltaManifest(
-            model=model,
-            line=end.line,
-            seq=end.seq + 1,
-            previous=end.checksum,
-            writer=author,
-            token=token,
-            step=None,
-            as_of=as_of_now(),
-            files=(),
-            reverts_to=to,
-            why=why,
-        )
+        made = draft(line=end.line, seq=end.seq + 1, previous=end.checksum, as_of=as_of_now())
         if signing is not None:
             made = signing.sign(made)
         if append(write, made) is not None or _is_there(DeltaLine(models, base), made):
@@ -96,21 +92,29 @@ def undo_deltas(
     return undo
 
 
-def _check_aliases(models: ModelStore, model: str, newest_line: int) -> None:
-    """Raises StoreError if an alias names a version of another line than the newest version does:
-    its servers would not apply the undo."""
+def _line_meant(models: ModelStore, model: str, version: int | str | None) -> int:
+    """Returns the line of the version, by default of the newest.
+
+    Raises:
+        StoreError: ``version`` is left out, and an alias names a version of another line: its
+            servers would not apply the undo.
+    """
+    line = position_of(models.manifest(model, version)).line
+    if version is not None:
+        return line
     aliases = {name: alias.version for name, alias in models.aliases(model).items()}
     lines = {one: position_of(models.manifest(model, one)).line for one in {*aliases.values()}}
     others = [
         f"{name} names version {number} of line {lines[number]}"
         for name, number in aliases.items()
-        if lines[number] != newest_line
+        if lines[number] != line
     ]
     if others:
         raise StoreError(
-            f"{model}: the newest version is of line {newest_line}, but {', '.join(others)}. Name "
+            f"{model}: the newest version is of line {line}, but {', '.join(others)}. Name "
             "the version or alias whose line is meant (--version)"
         )
+    return line
 
 
 def _checked_end(
