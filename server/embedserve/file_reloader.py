@@ -35,11 +35,13 @@ Signature = tuple[tuple[int, int, int, int] | None, ...]
 
 @contextlib.contextmanager
 def named_in_errors(what: str) -> Iterator[None]:
-    """Puts ``what``, a setting, before the message of an OSError, which names a file alone."""
+    """Puts ``what``, a setting, before the message of an error, which names a file alone."""
     try:
         yield
     except OSError as error:
         raise OSError(f"{what}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 class FileReloader(Generic[T]):
@@ -62,8 +64,7 @@ class FileReloader(Generic[T]):
             adopt: callback for the value, on the event loop's thread.
 
         Raises:
-            OSError: a file cannot be read; the message begins with ``what``.
-            ValueError: from ``read``.
+            OSError, ValueError: from ``read``; the message begins with ``what``.
         """
         self._what = what
         self._paths = paths

@@ -365,7 +365,8 @@ def test_caller_keeps_its_limits_when_its_token_is_replaced(tmp_path: Path) -> N
 def test_invalid_line_is_named_with_its_file_once(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("{}")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 1: name is missing$"):
+    where = re.escape(f"tokens: {path}, line 1")
+    with pytest.raises(ValueError, match=f"^{where}: name is missing$"):
         Authenticator(str(path))
 
 

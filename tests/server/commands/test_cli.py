@@ -248,6 +248,19 @@ def test_missing_file_of_a_setting_is_named_with_the_setting(tmp_path: Path, set
     check_one_line(done, f"{setting}: [Errno 2] No such file or directory: 'nowhere'")
 
 
+@pytest.mark.parametrize("setting", ["tokens", "labels"])
+def test_invalid_file_of_a_setting_is_named_with_the_setting(tmp_path: Path, setting: str) -> None:
+    invalid = tmp_path / "invalid"
+    invalid.write_text("tables:\n")
+    check_one_line(embedserve("serve", tmp_path, f"--{setting}", invalid), f"{setting}: {invalid}")
+
+
+def test_missing_tls_file_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "cert").touch()
+    done = embedserve("serve", tmp_path, "--tls-cert", tmp_path / "cert", "--tls-key", "nowhere")
+    check_one_line(done, "tls_key: [Errno 2] No such file or directory: 'nowhere'")
+
+
 def test_error_of_a_file_names_it_and_the_reason_alone(tmp_path: Path) -> None:
     missing = tmp_path / "a\nb"
     done = embedserve("admin", "http://127.0.0.1:1", "reload", "--token-file", missing)

@@ -31,22 +31,22 @@ def read_labels(path: str) -> Labels:
     with Path(path).open("rb") as file:
         text = file.read(LABELS_BYTES_MAX + 1)
     if len(text) > LABELS_BYTES_MAX:
-        raise ValueError(f"labels ({path}): has over {LABELS_BYTES_MAX} bytes")
+        raise ValueError(f"{path}: has over {LABELS_BYTES_MAX} bytes")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"labels ({path}): not JSON: {error}") from None
-    for model, tables in _items(data, f"labels ({path})"):
-        for table, labels in _items(tables, f"labels ({path}): {model!r}"):
-            for one, label in _items(labels, f"labels ({path}): {model!r}: {table!r}"):
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    for model, tables in _items(data, path):
+        for table, labels in _items(tables, f"{path}: {model!r}"):
+            for one, label in _items(labels, f"{path}: {model!r}: {table!r}"):
                 if not isinstance(label, str):
                     raise ValueError(
-                        f"labels ({path}): {model!r}: {table!r}: {one!r} is {label!r}: not a string"
+                        f"{path}: {model!r}: {table!r}: {one!r} is {label!r}: not a string"
                     )
     try:
         return {model: encode({"tables": tables}) for model, tables in data.items()}
     except TypeError as error:
-        raise ValueError(f"labels ({path}): not text: {error}") from None
+        raise ValueError(f"{path}: not text: {error}") from None
 
 
 def _items(data: Any, where: str) -> list[tuple[str, Any]]:

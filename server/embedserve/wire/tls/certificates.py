@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve.config import ServeSettings
-from embedserve.file_reloader import FileReloader
+from embedserve.file_reloader import FileReloader, named_in_errors
 
 ALPN = ["h2", "http/1.1"]
 CIPHERS_OF_TLS_1_2 = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -88,12 +88,12 @@ def read_context(files: TlsFiles) -> TlsContext:
     """Builds the TLS context from ``files`` and tests it.
 
     Raises:
-        OSError: a file cannot be read; the message names it.
+        OSError: a file cannot be read; the message names it and its setting.
         ValueError: clients cannot accept the pair; the message says why and reveals nothing of the
             key.
     """
-    for path in files.paths:
-        with open(path, "rb"):  # errors of open name the path, unlike those of OpenSSL
+    for name, path in zip(("tls_cert", "tls_key", "tls_client_ca"), files.paths, strict=False):
+        with named_in_errors(name), open(path, "rb"):  # OpenSSL's errors do not name the path
             pass
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
