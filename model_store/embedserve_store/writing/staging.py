@@ -56,6 +56,8 @@ def check_writable(folder: Path) -> None:
 
     If ``folder`` does not exist, its nearest existing parent is checked. Changes nothing.
     """
+    if str(folder).startswith("~") and not Path(folder.parts[0]).exists():
+        raise StoreError(f"{folder}: only a shell replaces ~ by a home folder; write it out")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise StoreError(f"{folder}: cannot be written: {there} is not a folder")

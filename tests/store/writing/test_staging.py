@@ -227,6 +227,17 @@ def test_check_writable_accepts_folders_that_do_not_exist_yet(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["~", "~/store/model", "~user/store"])
+def test_check_writable_rejects_a_tilde_that_no_shell_has_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=f"^{name}: only a shell replaces ~ by a home folder"):
+        check_writable(Path(name))
+    (tmp_path / name.partition("/")[0]).mkdir()
+    check_writable(Path(name))
+
+
 def test_check_writable_rejects_a_folder_without_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
