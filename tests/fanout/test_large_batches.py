@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from fanout.local_shards import LocalShards, batch_of, routed
 from lookup_cases import pooled_source, unpooled_source
+from server.gate import Gate
+from server.thread_limit import make_thread_start_fail
+from waits import wait_until
 
 from embedserve.errors import EmbedServeError, EngineError
 from embedserve.fanout import parted_version, values_budget
@@ -124,6 +127,22 @@ def test_ids_of_a_failed_part_are_counted_in_a_thread(
 def store(tmp_path: Path) -> Path:
     publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
     return tmp_path
+
+
+def test_batch_fails_if_no_thread_can_be_started(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, gate = LocalShards(store, "m", PARTS), Gate()
+    with routed(shards, store, "m", inline_bytes_max=0) as engine:
+        assert shards.loop is not None
+        hold = gate.before(lambda: None)
+        shards.loop.call_soon_threadsafe(shards.loop.run_in_executor, None, hold)
+        wait_until(lambda: gate.threads)
+        make_thread_start_fail(monkeypatch, "asyncio")
+        error = batch_of(engine, *ids_of(engine))[1]
+        gate.opened.set()  # its thread takes the step that was queued
+        assert isinstance(error, EngineError)
+        assert isinstance(batch_of(engine, *ids_of(engine))[1], np.ndarray)
 
 
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -95,13 +94,16 @@ class BatchFanout:
 
     def _run(self, step: Callable[[], T], then: Callable[[T], None]) -> None:
         """Calls ``step``, in a thread for a large batch, and ``then`` with its result on the event
-        loop."""
+        loop.
+
+        Raises:
+            RuntimeError: no thread can be started. Another one may call ``step`` later.
+        """
         if self._is_large:
-            with suppress(RuntimeError):  # no thread can be started
-                running = self._loop.run_in_executor(None, step)
-                running.add_done_callback(partial(self._on_run, then))
-                return
-        then(step())
+            running = self._loop.run_in_executor(None, step)
+            running.add_done_callback(partial(self._on_run, then))
+        else:
+            then(step())
 
     def _on_run(self, then: Callable[[T], None], running: asyncio.Future[T]) -> None:
         try:
