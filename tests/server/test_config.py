@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from embedserve.config import ServeSettings
+from embedserve.config import Limits, ServeSettings
 from embedserve.config_checks import (
     CHOICES,
     ROUTER_SETTINGS,
@@ -19,6 +19,7 @@ from embedserve.config_checks import (
     delta_poll_s,
     why_fixed,
 )
+from embedserve_client.grpc.client import DEFAULT_RECEIVE_BYTES_MAX
 
 PLAIN = ServeSettings(store="store")
 
@@ -188,3 +189,10 @@ def test_deltas_are_polled_more_often_in_a_local_store() -> None:
     assert delta_poll_s(FOLLOWED) == 0.05
     assert delta_poll_s(replace(FOLLOWED, store="s3://bucket/store")) == 0.25
     assert delta_poll_s(replace(FOLLOWED, delta_poll_s=3.0)) == 3.0
+
+
+def test_largest_response_is_accepted_by_default_grpc_clients() -> None:
+    limits = Limits()
+    lengths_and_names = limits.body_bytes_max  # which the request has, too
+    most = limits.request_output_bytes_max + lengths_and_names
+    assert most <= DEFAULT_RECEIVE_BYTES_MAX

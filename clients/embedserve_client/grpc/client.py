@@ -23,7 +23,9 @@ from embedserve_client.grpc.stream import (
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 10.0
-DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
+DEFAULT_RECEIVE_BYTES_MAX = 128 * 2**20
+"""Bytes of a response; 128 MiB. A server's default limits allow 64 MiB of values, and beside them
+lengths and names, which come from a body of up to 32 MiB."""
 
 
 class GrpcEmbedClient(BaseClient):
