@@ -243,6 +243,10 @@ async def test_classification_is_rejected(live: Live) -> None:
     body = json.loads(InferRequest(jagged(BAGS)).json_body())
     body["outputs"] = [{"name": "user", "parameters": {"classification": 3}}]
     assert "classification" in await error_message_of(live, json.dumps(body).encode(), {})
+    message = InferRequest(jagged(BAGS)).message("shop", is_raw=True)
+    output = message.outputs.add(name="user")
+    output.parameters["classification"].int64_param = 3
+    await assert_rejected(live, message, "'user' asks for a classification")
 
 
 async def test_body_without_a_request_is_rejected(live: Live) -> None:

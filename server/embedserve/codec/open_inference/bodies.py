@@ -25,6 +25,7 @@ from embedserve.codec.open_inference.body_structs import (
 from embedserve.codec.open_inference.json_template import JsonTemplateCache
 from embedserve.codec.open_inference.message_template import INLINE_JAGGED_BYTES_MAX
 from embedserve.codec.open_inference.outputs import (
+    classification_error,
     set_min_seq,
     set_output,
     set_output_dtype,
@@ -364,10 +365,7 @@ def _is_binary(output: Output, is_binary: bool) -> bool:
     if parameters is None:
         return is_binary
     if parameters.classification:
-        raise InvalidRequestError(
-            f"outputs: {output.name[:200]!r} asks for a classification, which is not supported",
-            "outputs",
-        )
+        raise classification_error(output.name)
     if _is_placed(parameters):
         return False
     return is_binary if parameters.binary_data is None else parameters.binary_data

@@ -26,6 +26,7 @@ from embedserve.codec.open_inference.message_template import (
     MessageTemplateCache,
 )
 from embedserve.codec.open_inference.outputs import (
+    classification_error,
     set_min_seq,
     set_output,
     set_output_dtype,
@@ -246,7 +247,7 @@ class MessageDecoder:
         places = {
             one.name: place_in(one.parameters, one.name, regions)
             for one in outputs
-            if is_placed(one.parameters)
+            if _is_output_placed(one)
         }
         set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
         if message.parameters and "output_dtype" in message.parameters:
@@ -297,6 +298,15 @@ def estimate_size(body: bytes) -> tuple[int, int]:
         return 0, 0
     bags, ids = count(inputs)
     return min(bags, len(body)), min(ids, len(body))
+
+
+def _is_output_placed(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> bool:
+    """Returns whether ``output`` is requested in shared memory. Raises InvalidRequestError for a
+    classification."""
+    parameters = output.parameters
+    if "classification" in parameters and parameters["classification"].int64_param:
+        raise classification_error(output.name)
+    return is_placed(parameters)
 
 
 def _parse(body: bytes) -> pb.ModelInferRequest:

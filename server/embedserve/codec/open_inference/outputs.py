@@ -125,6 +125,13 @@ def set_output(
     request.output = OutputOptions(keys, "outputs", has_pooled, options, places is not None)
 
 
+def classification_error(name: str) -> InvalidRequestError:
+    """Returns the error of a request that asks for the classes of the output ``name``."""
+    return InvalidRequestError(
+        f"outputs: {name[:200]!r} asks for a classification, which is not supported", "outputs"
+    )
+
+
 def set_output_dtype(request: LookupRequest, value: object) -> None:
     """Sets the dtype of the response from the request's parameter `output_dtype`; None if absent.
 
