@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from documents import ROOT, blocks
 
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows
 from embedserve.commands.planning.shard_manifests import shard_manifests
 
-from .conftest import COMPONENTS, Rendered, kustomize_text, manifests_of
+from .conftest import COMPONENTS, Rendered, kustomization_of, render_together
 
 PARTS_COMPONENTS = tuple(name for name in COMPONENTS if name not in ("gpu", "shared-memory"))
 """Components that combine with parts."""
@@ -49,29 +49,34 @@ class Shard(Rendered):
         return pod
 
 
-def render_parts(
-    parts: int, *components: str, rows: PodRows = ROWS, options: PodOptions | None = None
-) -> Rendered:
-    """Renders overlays/parts with the shards of ``parts`` parts.
+def render_parts(parts: int, *components: str, rows: PodRows = ROWS) -> Rendered:
+    """Renders overlays/parts with the shards of ``parts`` parts."""
+    return render_with(printed_shards(parts, components, rows), *components)
 
-    Their store is remote if the component s3 is among ``components``.
-    """
-    rows = replace(rows, is_pulled="s3" in components)
-    text = shard_manifests(parts, rows, options or PodOptions())
-    return render_with(text, *components)
+
+def printed_shards(parts: int, components: Sequence[str], rows: PodRows = ROWS) -> str:
+    """Returns the manifests of shards, whose store is remote if they have the component s3."""
+    return shard_manifests(parts, replace(rows, is_pulled="s3" in components), PodOptions())
 
 
 def render_with(shards: str, *components: str) -> Rendered:
     """Renders overlays/parts with the printed ``shards``."""
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": ["KUBERNETES/overlays/parts", "parts.yaml"],
-        "components": [f"KUBERNETES/components/{name}" for name in components],
-    }
-    text = yaml.safe_dump(kustomization)
-    name = "+".join(components) or "parts"
-    return Rendered(name, manifests_of(kustomize_text(text, {"parts.yaml": shards})), components)
+    (rendered,) = render_each([(shards, components)])
+    return rendered
+
+
+def render_each(overlays: Sequence[tuple[str, tuple[str, ...]]]) -> list[Rendered]:
+    """Renders overlays/parts together, each time with printed shards and components."""
+    texts = [parts_kustomization(components) for _, components in overlays]
+    files = [{"parts.yaml": shards} for shards, _ in overlays]
+    return [
+        Rendered("+".join(components) or "parts", manifests, components)
+        for (_, components), manifests in zip(overlays, render_together(texts, files), strict=True)
+    ]
+
+
+def parts_kustomization(components: Sequence[str]) -> str:
+    return kustomization_of(components, "KUBERNETES/overlays/parts", "parts.yaml")
 
 
 def shards_of(rendered: Rendered) -> list[Shard]:

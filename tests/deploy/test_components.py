@@ -3,7 +3,6 @@
 test_kubernetes.py checks each combination as a whole.
 """
 
-import random
 import textwrap
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,8 +17,10 @@ from .conftest import (
     DEPLOY,
     KUBERNETES,
     PAIRS,
+    SHUFFLED,
     Compose,
     Rendered,
+    kustomization_of,
     kustomize_text,
     manifests_of,
     render,
@@ -29,7 +30,6 @@ from .test_kubernetes import check_schema_of
 ALERTS = DEPLOY.parent / "docs" / "alerts.md"
 NESTED = {"exec-probes"}
 """Components that only other components include."""
-SHUFFLES = 5
 DEPRECATED = {
     *("bases", "commonLabels", "imageTags", "patchesJson6902", "patchesStrategicMerge", "vars"),
 }
@@ -76,9 +76,8 @@ def test_two_components_combine_in_either_order(compose: Compose, first: str, se
     assert in_order(compose(second, first).manifests) == rendered
 
 
-@pytest.mark.parametrize("seed", range(SHUFFLES))
-def test_all_components_combine_in_any_order(compose: Compose, seed: int) -> None:
-    shuffled = random.Random(seed).sample(COMPONENTS, len(COMPONENTS))
+@pytest.mark.parametrize("shuffled", SHUFFLED)
+def test_all_components_combine_in_any_order(compose: Compose, shuffled: tuple[str, ...]) -> None:
     assert in_order(compose(*shuffled).manifests) == in_order(compose(*COMPONENTS).manifests)
 
 
@@ -97,6 +96,11 @@ def test_no_kustomization_uses_deprecated_fields() -> None:
 def test_overlays_equal_their_components(compose: Compose, name: str) -> None:
     components = () if name == "cpu" else (name,)
     assert render(f"overlays/{name}").manifests == compose(*components).manifests
+
+
+def test_overlays_render_alone_as_they_do_together(compose: Compose) -> None:
+    alone = kustomize_text(kustomization_of(COMPONENTS, "KUBERNETES/base"))
+    assert manifests_of(alone) == compose(*COMPONENTS).manifests
 
 
 def test_every_mount_has_a_volume_and_every_volume_a_mount(rendered: Rendered) -> None:

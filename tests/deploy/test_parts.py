@@ -30,6 +30,9 @@ from .parts_overlay import (
     ROWS,
     Shard,
     applied_by,
+    parts_kustomization,
+    printed_shards,
+    render_each,
     render_parts,
     render_with,
     run_documented_update,
@@ -46,10 +49,25 @@ CASES: list[tuple[int, tuple[str, ...]]] = [
     (2, ALL),
     (16, ALL),
 ]
+SHUFFLED = [tuple(random.Random(seed).sample(ALL, len(ALL))) for seed in range(3)]
+TOGETHER = [
+    *CASES,
+    *((2, components) for components in (*SHUFFLED, ("gpu",), ("s3", "monitoring"))),
+]
+"""Numbers of parts, and components, that are rendered together."""
 DNS_CACHE_S = 30
 """Seconds that clients may cache a name from CoreDNS, in kubeadm's configuration."""
 MIB = 1 << 20
-render_parts_once = cache(render_parts)
+
+
+@cache
+def rendered_together() -> dict[tuple[int, tuple[str, ...]], Rendered]:
+    shards = [(printed_shards(count, components), components) for count, components in TOGETHER]
+    return dict(zip(TOGETHER, render_each(shards), strict=True))
+
+
+def render_parts_once(count: int, *components: str) -> Rendered:
+    return rendered_together()[count, components]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "+".join([str(case[0]), *case[1]]))
@@ -261,12 +279,16 @@ def test_autoscaler_uses_queue_wait_and_cpu() -> None:
     assert processor["resource"]["name"] == "cpu"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_components_combine_in_any_order(seed: int) -> None:
-    shuffled = random.Random(seed).sample(ALL, len(ALL))
-    assert in_order(render_parts(2, *shuffled).manifests) == in_order(
+@pytest.mark.parametrize("shuffled", SHUFFLED)
+def test_components_combine_in_any_order(shuffled: tuple[str, ...]) -> None:
+    assert in_order(render_parts_once(2, *shuffled).manifests) == in_order(
         render_parts_once(2, *ALL).manifests
     )
+
+
+def test_overlays_render_alone_as_they_do_together() -> None:
+    alone = kustomize_text(parts_kustomization(ALL), {"parts.yaml": printed_shards(2, ALL)})
+    assert manifests_of(alone) == render_parts_once(2, *ALL).manifests
 
 
 def resources(shard: Shard) -> dict[tuple[str, str], int]:
@@ -308,7 +330,7 @@ def test_shards_printed_for_a_local_store_get_the_disk_of_the_s3_component() -> 
 
 def test_routers_reject_gpus() -> None:
     with pytest.raises(ValueError, match="devices is 'cuda', but shards is"):
-        check_settings(render_parts(2, "gpu").settings)
+        check_settings(render_parts_once(2, "gpu").settings)
 
 
 def test_documented_update_applies_parts_in_turn_and_routers_last(
