@@ -15,6 +15,7 @@ from locust import FastHttpUser, events, tag, task
 from locust.env import Environment
 
 from embedserve_client import EmbedClient, EmbedServeClientError
+from embedserve_client.core.addresses import base_url_of, unix_path_of
 from embedserve_client.core.messages import AnswerReader
 from options import LoadTest, prepare
 from traffic import Request, kind_of_error, name_of
@@ -95,7 +96,11 @@ def _message_of(body: bytes) -> str:
 @events.test_start.add_listener
 def start(environment: Environment, **_: Any) -> None:
     def list_models() -> Any:
-        with EmbedClient(environment.host or "") as client:
+        host = environment.host or ""
+        if unix_path_of(host) is not None:
+            raise ValueError(f"--host: {host!r} is a Unix socket, which Locust cannot use")
+        environment.host = base_url_of(host)  # "http://" if there is no scheme
+        with EmbedClient(environment.host) as client:
             return client.models()
 
     test = prepare(environment, list_models)

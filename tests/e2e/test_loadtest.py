@@ -96,7 +96,8 @@ def requests_and_failures(done: subprocess.CompletedProcess[str]) -> dict[str, t
 def test_requests_of_all_sizes_are_completed(
     demo: Demo, script: str, ways: tuple[str, ...]
 ) -> None:
-    host = demo.server.http if script == "rest.py" else demo.server.grpc
+    http = demo.server.http.removeprefix("http://")
+    host = http if script == "rest.py" else demo.server.grpc
     load = ("-u", 4, "-r", 4, "--sizes", "1:8,50:1,500:1", *LONG_TIMEOUT)
     vocabularies = ("--vocabularies", demo.vocabularies)
     done = locust_until(demo.server, {"OK": 300}, script, host, *load, *vocabularies)
