@@ -23,9 +23,12 @@ collection is pooled."""
 _PREFIXES_SHOWN = 10
 
 _MAPS_IDS = "_managed_collision_collection"
+_PRUNED = ("_itep_module", "_rowwise_itep_module")
+"""Modules of in-training embedding pruning: of unsharded and most sharded tables, and of row-wise
+sharded tables."""
 _CHANGES_LOOKUPS = {
-    "_embedding_bag_collection": ("_feature_processors", "_itep_module"),
-    "_embedding_collection": ("_itep_module",),
+    "_embedding_bag_collection": ("_feature_processors", *_PRUNED),
+    "_embedding_collection": _PRUNED,
     "_embedding_module": (_MAPS_IDS,),
 }
 """Modules of TorchRec that change ids or weights before the lookup, by the name of the collection

@@ -215,8 +215,9 @@ def test_tables_behind_feature_processors_are_rejected(
         find_tables(from_state_dict(with_processors(named).state_dict()), [USER], "")
 
 
+@pytest.mark.parametrize("module", ["_itep_module", "_rowwise_itep_module"])
 @pytest.mark.parametrize("collection", ["embedding_bag_collection", "embedding_collection"])
-def test_tables_with_rows_pruned_in_training_are_rejected(collection: str) -> None:
+def test_tables_with_rows_pruned_in_training_are_rejected(collection: str, module: str) -> None:
     kind, table = (
         ("embeddings", WORD)
         if collection == "embedding_collection"
@@ -227,9 +228,9 @@ def test_tables_with_rows_pruned_in_training_are_rejected(collection: str) -> No
     )
     state = {
         f"m._{collection}.{kind}.user.weight": WEIGHT,
-        "m._itep_module.user_itp_address_lookup": torch.arange(10),
+        f"m.{module}.user_itp_address_lookup": torch.arange(10),
     }
-    with pytest.raises(InvalidModelError, match=r"m\._itep_module beside it changes ids"):
+    with pytest.raises(InvalidModelError, match=rf"m\.{module} beside it changes ids"):
         find_tables(from_state_dict(state), [table])
 
 
