@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from server.gate import Gate
 from server.waiting import until
 from shard_client.fake_shards import FakeConnection, FakeTime
 
@@ -202,3 +203,15 @@ async def test_connections_to_parts_of_no_version_end(
         engine = await found.open(publish_next(tmp_path, PARTS))
         assert shards.replicas("m", 3) == [1] * PARTS
         del engine
+
+
+async def test_stop_during_the_lookup_of_goldens_does_not_wait_for_it(
+    found: FoundShards, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gate = found.shards._engine(version), Gate()
+    monkeypatch.setattr(engine, "warm_up", gate.before(lambda: None))
+    checking = asyncio.create_task(found.shards._check([engine], is_shown=False))
+    await until(lambda: gate.threads)
+    checking.cancel()
+    assert [thread.daemon for thread in gate.threads] == [True]
+    gate.opened.set()

@@ -20,6 +20,7 @@ import torch
 
 from embedserve.call_trace import CallTrace
 from embedserve.config import ServeSettings
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.parted_version import ServedPart, served_parts
@@ -157,7 +158,7 @@ class Shards:
         async with self._running():
             await self._joined(is_shown=is_shown)
             for engine in engines:
-                await asyncio.to_thread(engine.warm_up)
+                await run_in_daemon_thread("goldens", engine.warm_up)  # a stop awaits no shards
 
     async def start(self) -> None:
         """Connects to the shards on the running event loop, and waits for those that were there
