@@ -122,6 +122,23 @@ def test_lost_connections_are_reopened_with_backoff() -> None:
     assert not bench.connections["a"].has_ended
 
 
+def test_connection_that_has_lasted_is_reopened_at_once() -> None:
+    bench = Bench()
+    bench.join("a")
+    bench.time.advance(1)
+    bench.answer_polls()
+    aged = bench.connections["a"]
+    aged.lose("the shard closes the connection")
+    bench.time.advance(0)
+    following = bench.connections["a"]
+    assert following is not aged
+    following.ready()
+    following.list(model())
+    following.lose("the shard closes the connection")
+    bench.time.advance(0.04)
+    assert bench.connections["a"] is following  # a shard that keeps closing is not called at once
+
+
 @pytest.mark.parametrize("status", [UNAUTHENTICATED, PERMISSION_DENIED])
 def test_replica_that_rejects_the_credentials_is_reconnected(status: int) -> None:
     """Checks that the client reconnects: credentials belong to a connection, and may change."""

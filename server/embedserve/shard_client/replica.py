@@ -24,7 +24,7 @@ from embedserve_proto.embedding_pb2 import ListModelsResponse
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 5.0
 """Seconds between two connects: doubled after each that fails, and shortened at random by up to
-half."""
+half. A connection that has lasted for POLL_S is made again at once."""
 POLL_S = 1.0
 """Seconds between two calls of ListModels."""
 POLLS_UNANSWERED_MAX = 5
@@ -202,7 +202,7 @@ class PartReplica:
         if self._timer is not None:
             self._timer.cancel()
         delay_s = self._backoff_s * (1 - random() / 2)
-        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
+        self._backoff_s = min(max(2 * self._backoff_s, BACKOFF_S_MIN), BACKOFF_S_MAX)
         self._timer = self._call_later(delay_s, self._start)
 
     # ListModels
@@ -239,9 +239,10 @@ class PartReplica:
             else:
                 self._serve(None, {})
             return
-        self._backoff_s = BACKOFF_S_MIN
         if reply.payload == self._listed:
+            self._backoff_s = 0.0
             return
+        self._backoff_s = BACKOFF_S_MIN
         try:
             self._serve(reply.payload, _read_models(reply.payload))
         except DecodeError as error:
