@@ -3,6 +3,7 @@ started it, and is started again after a time."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -90,7 +91,7 @@ class Child:
         )
         if host:
             url = f"http://{bracketed(host)}:{http_port}"
-            say(f"{self.name} starts as process {self.process.pid}, {url}")
+            report(f"{self.name} starts as process {self.process.pid}, {url}")
         return self.process.stderr
 
     def receive(self, sock: socket.socket, _: object) -> None:
@@ -122,6 +123,12 @@ class Child:
         """Sends a signal to the process, if there is one."""
         if self.process is not None and not (only_ready and self._ready_s is None):
             self.process.send_signal(number)
+
+
+def report(line: str) -> None:
+    """Prints a line of the cluster. It is lost if the disk is full, and the cluster runs on."""
+    with contextlib.suppress(OSError):
+        say(line)
 
 
 def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:

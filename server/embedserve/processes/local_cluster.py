@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings
 from embedserve.file_reloader import named_in_errors
 from embedserve.model_names import split_name
-from embedserve.processes.cluster_child import HOST, Child
+from embedserve.processes.cluster_child import HOST, Child, report
 from embedserve.processes.forked import described
 from embedserve.processes.model_loading import check_names, load_named
 from embedserve.processes.ray_backend.connection import (
@@ -44,7 +44,6 @@ from embedserve.shard_client.discovery import write_shards
 from embedserve_store import StoreError
 from embedserve_store.parts.part import NO_ROWS
 from embedserve_store.remote.remote_store import is_url
-from embedserve_store.terminal.console import say
 from embedserve_store.terminal.sizes import parse_bytes
 from embedserve_store.terminal.stores import opened
 
@@ -143,7 +142,9 @@ class LocalCluster:
                     if not self._router.was_ready:
                         raise
                     delay_s = child.on_end(time.monotonic())
-                    say(f"{child.name} cannot start: {error}; it is tried again in {delay_s:g} s")
+                    report(
+                        f"{child.name} cannot start: {error}; it is tried again in {delay_s:g} s"
+                    )
                     continue
                 if output is not None:
                     self._forward(child, output)
@@ -163,7 +164,7 @@ class LocalCluster:
             if not self._router.was_ready:
                 raise
             if str(error) != self._problem:
-                say(f"the addresses of the shards cannot be written: {error}; it is tried again")
+                report(f"the addresses of the shards cannot be written: {error}; it is tried again")
             self._problem = str(error)
         else:
             self._has_new_address, self._problem = False, ""
@@ -177,9 +178,10 @@ class LocalCluster:
             pending.extend(chunk or (b"\n" if pending else b""))
             *lines, rest = pending.split(b"\n")
             pending[:] = rest
-            for line in lines:
-                sys.stderr.buffer.write(prefix + line + b"\n")
-            sys.stderr.flush()
+            with suppress(OSError):  # as in report
+                for line in lines:
+                    sys.stderr.buffer.write(prefix + line + b"\n")
+                sys.stderr.flush()
             if not chunk:
                 self._selector.unregister(output)
                 output.close()
@@ -214,7 +216,7 @@ class LocalCluster:
         if code > 0 and not self._router.was_ready:
             raise ChildFailedError(f"{child.name} {described(code)} before it was ready")
         when = f"in {delay_s:g} s" if delay_s else "now"
-        say(f"{child.name} {described(code)}; it starts again {when}")
+        report(f"{child.name} {described(code)}; it starts again {when}")
 
     def _stop_all(self) -> None:
         """Ends the router, then the shards that it may call until then."""

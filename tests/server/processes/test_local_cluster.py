@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -132,6 +133,22 @@ def test_write_of_shard_addresses_is_retried_after_a_failure(tmp_path: Path) -> 
         running.process.terminate()
         assert running.process.wait(WAIT_S_MAX) == 0
         assert running.log().count("cannot be written") == 1
+
+
+def test_cluster_whose_log_cannot_be_written_runs_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard") as running:
+        running.wait_for("router is ready")
+        pid, [killed] = running.process.pid, running.pids()
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        nbytes = (tmp_path / "log").stat().st_size
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+        before = set(children.read_text().split())
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: set(children.read_text().split()) - before, running.log)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        running.wait_for("addresses 127.0.0.1", 2)
+        running.process.terminate()
+        assert running.process.wait(WAIT_S_MAX) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
