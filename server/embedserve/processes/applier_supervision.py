@@ -26,8 +26,8 @@ gives up after 60 s, and applying a delta of 4 GiB takes about as long on two bu
 that is ended too early would never apply that delta."""
 
 
-class Applier:
-    """The process that applies deltas. Workers continue to serve while there is none."""
+class ApplierSupervision:
+    """Supervision of the process that applies deltas. Workers serve while there is none."""
 
     def __init__(
         self,

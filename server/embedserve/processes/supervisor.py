@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from embedserve.metrics.shared_counters import SharedCounters
-from embedserve.processes.applier_supervision import Applier
+from embedserve.processes.applier_supervision import ApplierSupervision
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
@@ -121,7 +121,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._applier = None
         if applier_main is not None and delta_versions is not None:
-            self._applier = Applier(
+            self._applier = ApplierSupervision(
                 applier_main, delta_versions, self._selector, self._close_inherited
             )
         self._are_released = False

@@ -18,7 +18,7 @@ from server.processes.supervised_server import supervised
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
-from embedserve.processes.applier_supervision import HANG_S_MIN, Applier
+from embedserve.processes.applier_supervision import HANG_S_MIN, ApplierSupervision
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -85,7 +85,7 @@ async def test_applier_that_exits_immediately_does_not_prevent_the_start(
 
 
 @pytest.fixture
-def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
+def forked() -> Iterator[tuple[ApplierSupervision, Callable[[], None]]]:
     """Yields an applier, and a function that has it send a heartbeat and waits for that."""
     read, write = os.pipe()
     selector = selectors.DefaultSelector()
@@ -100,7 +100,7 @@ def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
         ((key, events),) = selector.select(WAIT_S_MAX)
         key.data(events)
 
-    applier = Applier(
+    applier = ApplierSupervision(
         main, DeltaVersions(ServeSettings(store=""), {}), selector, lambda: os.close(write)
     )
     applier.check()
@@ -114,7 +114,7 @@ def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
 
 
 async def test_only_an_applier_without_heartbeats_is_replaced(
-    forked: tuple[Applier, Callable[[], None]], caplog: pytest.LogCaptureFixture
+    forked: tuple[ApplierSupervision, Callable[[], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     applier, beat = forked
     pid = applier.pid
@@ -145,7 +145,7 @@ async def test_only_an_applier_without_heartbeats_is_replaced(
 
 
 async def test_failed_fork_of_a_new_applier_is_retried_later(
-    forked: tuple[Applier, Callable[[], None]],
+    forked: tuple[ApplierSupervision, Callable[[], None]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -177,7 +177,7 @@ def test_failed_fork_of_the_first_applier_fails_the_start(
 ) -> None:
     with selectors.DefaultSelector() as selector:
         followed = DeltaVersions(ServeSettings(store=""), {})
-        applier = Applier(lambda channel: 0, followed, selector, lambda: None)
+        applier = ApplierSupervision(lambda channel: 0, followed, selector, lambda: None)
         monkeypatch.setattr(os, "fork", fail)
         with pytest.raises(OSError, match="Cannot allocate memory"):
             applier.check()

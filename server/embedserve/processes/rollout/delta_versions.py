@@ -30,7 +30,7 @@ class DeltaVersions:
 
     Attributes:
         served: versions that workers start with.
-        on_change: called when other versions are to be followed. Set by the Applier.
+        on_change: called when other versions are to be followed. Set by ApplierSupervision.
     """
 
     def __init__(self, settings: ServeSettings, served: dict[str, SharedDeltaState]) -> None:
