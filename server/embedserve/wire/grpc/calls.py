@@ -67,7 +67,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
     While a queue is full the call may be rejected before its message arrives.
     """
 
-    __slots__ = ("_encoding", "_message")
+    __slots__ = ("_body", "_encoding")
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
         self._headers = headers
         self._stream = stream
         self._is_rejected = False
-        self._message: UnaryBody | None = None
+        self._body: UnaryBody | None = None
         context = self._context = RequestContext(options, perf_counter(), pipeline, self)
         if pipeline.authenticator is not None and not self.admit(context, pipeline.authenticator):
             return
@@ -92,16 +92,16 @@ class GrpcEmbedCall(CallWriter[Stream]):
         context = self._context
         if context is None or self._is_rejected:
             return
-        if self._message is None:
+        if self._body is None:
             bytes_max = context.pipeline.limits.body_bytes_max
             if is_end and self._encoding == b"identity":
                 whole = only_message(data, bytes_max)
                 if whole is not None:
                     context.pipeline.submit(context, whole)
                     return
-            self._message = UnaryBody(self._stream, self._encoding, bytes_max)
+            self._body = UnaryBody(self._stream, self._encoding, bytes_max)
         try:
-            message = self._message.receive(data, is_end)
+            message = self._body.receive(data, is_end)
         except WireError as error:
             context.reject(error)
             return
@@ -154,11 +154,11 @@ class GrpcUnaryCall(Handler):
         self._headers = headers
         self._stream = stream
         self._start_s = perf_counter()
-        self._message = UnaryBody(stream, encoding, PLAIN_BYTES_MAX, PLAIN_LIMIT)
+        self._body = UnaryBody(stream, encoding, PLAIN_BYTES_MAX, PLAIN_LIMIT)
 
     def receive(self, data: bytes, is_end: bool) -> None:
         try:
-            message = self._message.receive(data, is_end)
+            message = self._body.receive(data, is_end)
             if message is None:
                 return
             assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline
