@@ -30,8 +30,8 @@ def run(code: str) -> str:
     return subprocess.run(command, env=environment, check=True, capture_output=True).stdout.decode()
 
 
-def test_importing_does_not_import_torch() -> None:
-    heavy = "{'torch', 'torchrec', 'fbgemm_gpu', 'yaml'} & set(sys.modules)"
+def test_importing_does_not_import_torch_or_numpy() -> None:
+    heavy = "{'torch', 'torchrec', 'fbgemm_gpu', 'numpy', 'yaml'} & set(sys.modules)"
     assert run(f"import sys, embedserve_store; print({heavy})") == "set()\n"
 
 
@@ -89,3 +89,4 @@ def test_publish_is_the_function_not_its_module() -> None:
 def test_all_public_names_exist() -> None:
     for name in embedserve_store.__all__:
         assert getattr(embedserve_store, name) is not None
+    assert not hasattr(embedserve_store, "another")

@@ -6,15 +6,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from embedserve_store import Progress as TableProgress
 from embedserve_store.terminal.plain_console import plain_console
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
-from embedserve_store.transfer.receive import TransferProgress
+
+if TYPE_CHECKING:  # these modules import numpy, which most commands do not need
+    from embedserve_store import Progress as TableProgress
+    from embedserve_store.transfer.receive import TransferProgress
 
 console = plain_console(stderr=True)
 
