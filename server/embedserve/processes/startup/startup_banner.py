@@ -125,11 +125,9 @@ def warn_about_settings(settings: ServeSettings) -> None:
                 "a proxy in front that has TLS, on this host)",
                 reached,
             )
-    for name in sorted(os.environ):
-        own = name.removeprefix(PREFIX)
-        alike = get_close_matches(own, VARIABLES, 1, ALIKE)
-        if own != name and own not in VARIABLES and alike:
-            logger.warning("%s has no effect: did you mean %s%s?", name, PREFIX, alike[0])
+    for own in sorted(one.removeprefix(PREFIX) for one in os.environ if one.startswith(PREFIX)):
+        if own not in VARIABLES and (alike := get_close_matches(own, VARIABLES, 1, ALIKE)):
+            logger.warning("%s%s has no effect: did you mean %s%s?", PREFIX, own, PREFIX, alike[0])
     tags = [split_name(name)[1] for name in settings.model]
     if settings.follow == "alias" and all(not tag or tag.isdigit() for tag in tags):
         logger.warning(
