@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
+from code_forker import CodeForker, start_code_forker
 from e2e.demo_server import Demo
 from prometheus_client.parser import text_string_to_metric_families
 from running_servers import ANSWER_S_MAX, Running, running
@@ -22,7 +24,18 @@ RUN_S_MAX = 300
 LONG_TIMEOUT = ("--timeout-s", ANSWER_S_MAX)
 STEP_S = (3, 20)
 """Seconds of a step: one as usual, one in which even a busy machine responds."""
+GARBAGE_MIN = 100
+"""Malformed responses after which a load test ends."""
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"
+LOCUST = (sys.executable, "-W", "ignore", "-m", "locust")
+IMPORT_LOCUST = "import locust.main"
+RUN_LOCUST = f"""
+import runpy, signal
+
+signal.alarm({RUN_S_MAX})
+runpy.run_module("locust", run_name="__main__", alter_sys=True)
+"""
+Locust = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -32,18 +45,32 @@ def overloaded_server(demo: Demo, tmp_path: Path) -> Iterator[Running]:
         yield server
 
 
-def command(scripts: str, host: str, *arguments: object) -> list[str]:
-    """Returns the command of a headless run, for example of "rest.py,steps.py"."""
+def locust_arguments(scripts: str, host: str, *arguments: object) -> list[str]:
+    """Returns the arguments of a headless run, for example of "rest.py,steps.py"."""
     files = ",".join(str(LOADTEST / name) for name in scripts.split(","))
-    options = ("--headless", "--json", "--host", host, *map(str, arguments))
-    return [sys.executable, "-W", "ignore", "-m", "locust", "-f", files, *options]
+    return ["-f", files, "--headless", "--json", "--host", host, *map(str, arguments)]
 
 
-def locust(scripts: str, host: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs locust to its end."""
-    return subprocess.run(
-        command(scripts, host, *arguments), capture_output=True, text=True, timeout=RUN_S_MAX
-    )
+@pytest.fixture(scope="module")
+def forker() -> Iterator[CodeForker]:
+    """Starts a process that has imported locust, which takes a second."""
+    with start_code_forker(IMPORT_LOCUST) as one:
+        yield one
+
+
+@pytest.fixture
+def locust(forker: CodeForker, tmp_path: Path) -> Locust:
+    """Returns a function that runs locust to its end."""
+    output = tmp_path / "stdout", tmp_path / "stderr"
+
+    def run(scripts: str, host: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        for file in output:
+            file.write_text("")
+        words = locust_arguments(scripts, host, *arguments)
+        status = forker.run(RUN_LOCUST, *words, files=[*map(str, output)])
+        return subprocess.CompletedProcess(words, status, *[one.read_text() for one in output])
+
+    return run
 
 
 def completed_requests(server: Running) -> Counter[str]:
@@ -58,25 +85,31 @@ def completed_requests(server: Running) -> Counter[str]:
     return outcomes
 
 
-def locust_until(
-    server: Running, expected_counts: dict[str, int], scripts: str, host: str, *arguments: object
-) -> subprocess.CompletedProcess[str]:
-    """Runs locust until the server has completed ``expected_counts`` further requests by outcome.
+def completes(server: Running, expected_counts: dict[str, int]) -> Callable[[], bool]:
+    """Returns a function that returns whether the server has completed ``expected_counts`` further
+    requests by outcome."""
+    before = completed_requests(server)
 
-    The run may take up to RUN_S_MAX.
-    """
-    before, end = completed_requests(server), time.monotonic() + RUN_S_MAX
+    def is_done() -> bool:
+        more = completed_requests(server) - before
+        return all(more[outcome] >= count for outcome, count in expected_counts.items())
+
+    return is_done
+
+
+def locust_until(
+    is_done: Callable[[], bool], scripts: str, host: str, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Runs locust until ``is_done`` returns true. The run may take up to RUN_S_MAX."""
+    end = time.monotonic() + RUN_S_MAX
     with subprocess.Popen(
-        command(scripts, host, *arguments),
+        [*LOCUST, *locust_arguments(scripts, host, *arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
-            while process.poll() is None and time.monotonic() < end:
-                more = completed_requests(server) - before
-                if all(more[outcome] >= count for outcome, count in expected_counts.items()):
-                    break
+            while process.poll() is None and time.monotonic() < end and not is_done():
                 time.sleep(0.2)
         finally:
             process.terminate()
@@ -100,7 +133,8 @@ def test_requests_of_all_sizes_are_completed(
     host = http if script == "rest.py" else demo.server.grpc
     load = ("-u", 4, "-r", 4, "--sizes", "1:8,50:1,500:1", *LONG_TIMEOUT)
     vocabularies = ("--vocabularies", demo.vocabularies)
-    done = locust_until(demo.server, {"OK": 300}, script, host, *load, *vocabularies)
+    is_done = completes(demo.server, {"OK": 300})
+    done = locust_until(is_done, script, host, *load, *vocabularies)
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
     assert [line for line in warnings if "CPU usage" not in line] == []
@@ -117,13 +151,19 @@ def test_rejected_requests_have_separate_statistics_rows(overloaded_server: Runn
         ("rest.py", overloaded_server.http),
         ("grpc_user.py", overloaded_server.grpc),
     ):
-        done = locust_until(overloaded_server, expected_counts, script, host, *load)
+        done = locust_until(completes(overloaded_server, expected_counts), script, host, *load)
         assert done.returncode == 1
         rows = requests_and_failures(done)
         rejected = {name: row for name, row in rows.items() if name.endswith(", refused")}
         assert rejected
         assert all(requests == failures for requests, failures in rejected.values())
         assert not any(rows[name][1] for name in rows.keys() - rejected.keys())
+
+
+class GarbageServer(ThreadingHTTPServer):
+    """Counts the lookups that its GarbageHandler responds to."""
+
+    lookups = 0
 
 
 class GarbageHandler(BaseHTTPRequestHandler):
@@ -138,6 +178,8 @@ class GarbageHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.respond("application/x-protobuf", b"\xff")
+        assert isinstance(self.server, GarbageServer)
+        self.server.lookups += 1
 
     def respond(self, content_type: str, body: bytes) -> None:
         self.send_response(200)
@@ -148,11 +190,12 @@ class GarbageHandler(BaseHTTPRequestHandler):
 
 
 def test_malformed_responses_are_counted_as_failures() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), GarbageHandler) as server:
+    with GarbageServer(("127.0.0.1", 0), GarbageHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         host = f"http://127.0.0.1:{server.server_port}"
-        done = locust("rest.py", host, "-u", 1, "-t", "5s", "--sizes", "1:1", "--tags", "protobuf")
+        load = ("-u", 1, "--sizes", "1:1", "--tags", "protobuf")
+        done = locust_until(lambda: server.lookups >= GARBAGE_MIN, "rest.py", host, *load)
         server.shutdown()
         thread.join()
     (requests, failures) = requests_and_failures(done)["protobuf, 1 example"]
@@ -160,7 +203,7 @@ def test_malformed_responses_are_counted_as_failures() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_load_steps_add_users_and_end(demo: Demo) -> None:
+def test_load_steps_add_users_and_end(demo: Demo, locust: Locust) -> None:
     for step_s in STEP_S:
         shape = ("--step-users", 2, "--step-s", step_s, "--steps", 2, *LONG_TIMEOUT)
         done = locust("rest.py,steps.py", demo.server.http, *shape, "--tags", "protobuf")
@@ -176,13 +219,13 @@ def test_load_steps_add_users_and_end(demo: Demo) -> None:
     assert {name.split(",")[0] for name in requests_and_failures(done)} == {"protobuf"}
 
 
-def test_too_short_steps_are_rejected(demo: Demo) -> None:
+def test_too_short_steps_are_rejected(demo: Demo, locust: Locust) -> None:
     done = locust("rest.py,steps.py", demo.server.http, "--step-s", 2)
     assert done.returncode == 1
     assert "the load test cannot run: --step-s: 2.0 is less than 3.0" in done.stderr
 
 
-def test_invalid_options_end_the_load_test_with_a_reason(demo: Demo) -> None:
+def test_invalid_options_end_the_load_test_with_a_reason(demo: Demo, locust: Locust) -> None:
     """Checks one error of the options; tests/client/test_loadtest.py checks the others."""
     done = locust("rest.py", demo.server.http, "-t", "5m", "--timeout-s", 0)
     assert done.returncode == 1
@@ -191,7 +234,7 @@ def test_invalid_options_end_the_load_test_with_a_reason(demo: Demo) -> None:
 
 
 @pytest.mark.parametrize("script", ["rest.py", "grpc_user.py"])
-def test_missing_server_ends_the_load_test_with_a_reason(script: str) -> None:
+def test_missing_server_ends_the_load_test_with_a_reason(script: str, locust: Locust) -> None:
     target = "127.0.0.1:1"
     done = locust(script, target if script == "grpc_user.py" else f"http://{target}", "-t", "5m")
     assert done.returncode == 1
@@ -199,20 +242,18 @@ def test_missing_server_ends_the_load_test_with_a_reason(script: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_web_form_has_the_arguments_and_their_defaults() -> None:
+def test_web_form_has_the_arguments_and_their_defaults(
+    forker: CodeForker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = (
         "import json, steps; from locust.argument_parser import ui_extra_args_dict as form; "
         "print(json.dumps({name: field['default_value'] for name, field in form([]).items()}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        cwd=LOADTEST,
-        capture_output=True,
-        text=True,
-        timeout=RUN_S_MAX,
-        check=True,
-    )
-    assert json.loads(done.stdout) == {
+    output = tmp_path / "stdout"
+    output.touch()
+    monkeypatch.chdir(LOADTEST)
+    assert forker.run(script, files=[str(output), os.devnull]) == 0
+    assert json.loads(output.read_text()) == {
         "sizes": "1:90,50:9,500:1",
         "ids_max": 8,
         "zipf": 1.05,
