@@ -51,8 +51,11 @@ def pool_rows(
     rows: NDArray[np.float32], lengths: NDArray[np.int32], pooling: str
 ) -> NDArray[np.float32]:
     """Returns the sums or means [B, dim] of ``rows`` [n, dim] in bags of ``lengths`` [B]."""
-    bags = np.split(rows, np.cumsum(lengths)[:-1])
-    pooled: NDArray[np.float32] = np.stack([bag.sum(axis=0, dtype=np.float32) for bag in bags])
+    pooled = np.empty((len(lengths), rows.shape[1]), np.float32)
+    start = 0
+    for bag, end in zip(pooled, np.cumsum(lengths).tolist(), strict=True):
+        np.add.reduce(rows[start:end], axis=0, out=bag)
+        start = end
     if pooling == "mean":
         pooled /= np.maximum(lengths, 1).astype(np.float32)[:, None]
     return pooled
