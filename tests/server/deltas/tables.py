@@ -89,7 +89,7 @@ def read(live: LiveRows, reader: RowsReader, view: int, device: State | None = N
         name, part = column.table.name, parts[column.feature]
         start, size = live.tables.offsets[name], column.table.row_bytes
         stop = start + (int(part.max(initial=-1)) + 1) * size
-        found[column.key] = live.tables.data[start:stop].reshape(-1, size)[part]
+        found[column.key] = live.tables.data[start:stop].reshape(-1, size).take(part, axis=0)
         if device is not None:
             spare = part - first_rows[name]
             found[column.key][spare >= 0] = device[name][spare[spare >= 0]]
