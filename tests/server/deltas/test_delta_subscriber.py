@@ -193,9 +193,12 @@ def test_subscriber_reconnects_and_warns_once_per_broker_outage(
     wait_until(lambda: subscription.count > before)
 
 
-def test_hanging_broker_counts_as_disconnected(broker: Broker) -> None:
+def test_hanging_broker_counts_as_disconnected(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subscription = Subscription(broker.url)
     wait_until(lambda: subscription.subscriber.is_connected)
+    set_connect_s_max(monkeypatch, 0.3)  # ends attempts to connect to the stopped broker
     broker.signal(signal.SIGSTOP)
     wait_until(lambda: not subscription.subscriber.is_connected)
     broker.signal(signal.SIGCONT)
