@@ -311,11 +311,12 @@ def _build_command_line() -> None:
     """Makes typer build the click commands of the app, and their argument converters, only once."""
     from typer import main
 
-    from embedserve.commands.cli import app
+    from embedserve.commands import cli
 
     module: Any = main
     module.get_command = cache(main.get_command)
-    _build_parameters(module.get_command(app))
+    cli.command_line = lambda called="": cli.app
+    _build_parameters(module.get_command(cli.app))
 
 
 def _build_parameters(command: Any) -> None:

@@ -27,9 +27,9 @@ def main() -> None:
         from embedserve.processes.sigterm import sigterm_interrupts
 
         with sigterm_interrupts():
-            from embedserve.commands.cli import app
+            from embedserve.commands.cli import command_line
 
-            app()
+            command_line(*sys.argv[1:2])()
     except KeyboardInterrupt:  # during the imports; commands handle it themselves
         sys.exit(130)
     except OSError as error:  # the output of --help or --version; commands report their own
