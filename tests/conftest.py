@@ -50,6 +50,12 @@ with suppress(ModuleNotFoundError):
 
     transports.create_ssl_context = create_context
 
+with suppress(ModuleNotFoundError):
+    import typer.testing
+
+    runner: Any = typer.testing  # would build all commands anew for each command that a test runs
+    runner._get_command = cache(runner._get_command)
+
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 WARM_S_MAX = 300
 
