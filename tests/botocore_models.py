@@ -1,4 +1,4 @@
-"""A cache of the service models that botocore reads, for processes that make many S3 clients."""
+"""Caches of what botocore and aiobotocore read, for processes that make many S3 clients."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import Any
 
 
 def cache_models() -> None:
-    """Makes botocore read the JSON that describes S3 once in this process, for all clients.
+    """Makes botocore read the JSON that describes S3, and the certificates of all authorities, once
+    in this process, for all clients.
 
-    Without the cache every botocore session reads it again, which is most of the time to create a
-    client.
+    Without the cache every client reads them again, which is most of the time to create one.
     """
+    import aiobotocore.httpsession
     import botocore.session
 
     module: Any = botocore.session
-    if not hasattr(module.create_loader, "cache_info"):
-        module.create_loader = cache(module.create_loader)
+    if hasattr(module.create_loader, "cache_info"):
+        return
+    module.create_loader = cache(module.create_loader)
+    session: Any = aiobotocore.httpsession.AIOHTTPSession
+    build = session._build_verify_context
+    built = cache(lambda verify: build(session(verify)))
+    session._build_verify_context = lambda self: built(self._verify)

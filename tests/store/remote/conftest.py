@@ -16,11 +16,11 @@ from botocore_models import cache_models
 from code_forker import CodeForker, start_code_forker
 from store.remote.s3_server import environment, serve_s3
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from writable import writable
 
 from embedserve_store.publishing.publish import publish
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.remote_store import RemoteStore
-from embedserve_store.remote.upload import upload_version
 
 Publish = Callable[..., Path]
 Place = Callable[[str, str], str]
@@ -32,6 +32,7 @@ cache_models()
 IMPORT_REMOTE = """
 import botocore.session
 import s3fs
+from aiobotocore.httpsession import AIOHTTPSession
 from botocore_models import cache_models
 
 import embedserve_store.copying.copy_versions
@@ -39,6 +40,7 @@ import embedserve_store.model_store
 import embedserve_store.remote.remote_store
 
 cache_models()
+AIOHTTPSession()._build_verify_context()
 keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
 botocore.session.get_session().create_client("s3", region_name="us-east-1", **keys)
 """
@@ -46,8 +48,14 @@ botocore.session.get_session().create_client("s3", region_name="us-east-1", **ke
 
 
 @pytest.fixture(scope="session")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve_s3(tmp_path_factory.mktemp("s3")) as endpoint:
+def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder that the S3 server serves: a folder for each bucket."""
+    return tmp_path_factory.mktemp("s3")
+
+
+@pytest.fixture(scope="session")
+def endpoint(buckets: Path) -> Iterator[str]:
+    with serve_s3(buckets) as endpoint:
         yield endpoint
 
 
@@ -94,7 +102,7 @@ def objects(aws: None) -> s3fs.S3FileSystem:
 def root(objects: s3fs.S3FileSystem) -> str:
     """Returns BUCKET/FOLDER of a store in a new bucket."""
     bucket = f"bucket-{secrets.token_hex(4)}"
-    objects.mkdir(bucket)
+    objects.call_s3("create_bucket", Bucket=bucket)
     return f"{bucket}/stores/a"
 
 
@@ -156,6 +164,13 @@ def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish_rows(tmp_path_factory.mktemp("first"), 1.0, 2000)
 
 
+@pytest.fixture(scope="session")
+def five_versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Returns the folders of versions 1 to 5 of "m", with small tables; not to be changed."""
+    store = tmp_path_factory.mktemp("five")
+    return [publish_rows(store, float(number), 20) for number in range(1, 6)]
+
+
 @pytest.fixture
 def new_version(tmp_path: Path, first_version: Path) -> Publish:
     """Returns a function that publishes a version of "m" in a local store and returns its
@@ -172,8 +187,21 @@ def new_version(tmp_path: Path, first_version: Path) -> Publish:
 
 
 @pytest.fixture
-def uploaded(new_version: Publish, url: str) -> Path:
-    """Uploads version 1 of "m"; returns its local folder."""
+def put(buckets: Path, root: str) -> Callable[[Path], None]:
+    """Returns a function that puts a version into the store, without requests to the S3 server.
+
+    The server lists a folder of a new bucket when it is first requested.
+    """
+
+    def put(folder: Path) -> None:
+        writable(shutil.copytree(folder, buckets / root / folder.parent.name / folder.name))
+
+    return put
+
+
+@pytest.fixture
+def uploaded(new_version: Publish, put: Callable[[Path], None]) -> Path:
+    """Puts version 1 of "m" into the store; returns its local folder."""
     folder = new_version()
-    upload_version(folder, url)
+    put(folder)
     return folder

@@ -20,11 +20,8 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote.remote_files import RemoteFolder
-from embedserve_store.remote.upload import upload_version
 from embedserve_store.transfer.receive import receive
 from embedserve_store.transfer.stored_version import StoredVersion
-
-Publish = Callable[..., Path]
 
 KILLED_AS_IT_REMOVES = """
 import os, shutil, sys
@@ -43,10 +40,10 @@ store._store.drop("m", 1)
 
 
 @pytest.fixture
-def five(new_version: Publish, url: str) -> str:
+def five(five_versions: list[Path], put: Callable[[Path], None], url: str) -> str:
     """Returns the URL of a bucket with versions 1 to 5 of "m"."""
-    for number in range(1, 6):
-        upload_version(new_version(float(number), 20), url)
+    for version in five_versions:
+        put(version)
     return url
 
 

@@ -18,8 +18,8 @@ from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.unchanged_tables import UnchangedBytes, unchanged_ranges
 
-PART_BYTES = 512 << 10
-ROWS = {"a": 9_000, "b": 10_000, "c": 8_000, "d": 200}
+PART_BYTES = 64 << 10
+ROWS = {"a": 1_125, "b": 1_250, "c": 1_000, "d": 25}
 """Rows of 256 bytes: three tables of several parts, and one of less than a part."""
 DIM = 64
 
