@@ -106,7 +106,7 @@ def fit(
     The loss is the mean squared error plus the genre loss and the penalty.
     """
     optimizer = torch.optim.Adam(
-        [*model.parameters(), *genres.parameters()], lr=settings.learning_rate
+        [*model.parameters(), *genres.parameters()], lr=settings.learning_rate, fused=True
     )
     penalty = settings.penalty / len(examples)
     steps = settings.epochs * -(-len(examples) // settings.batch_examples)
