@@ -57,6 +57,13 @@ def test_highest_version_is_loaded_by_default(ebc: EmbeddingBagCollection, tmp_p
     assert LocalStore(tmp_path).load("m", 1).manifest.version == 1
 
 
+def test_version_is_found_by_its_number_without_a_listing(
+    version: ModelVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "versions", None)
+    assert LocalStore(version.path.parent.parent).manifest("m", 1).version == 1
+
+
 def test_mapped_rows_are_the_published_rows(
     version: ModelVersion, ebc: EmbeddingBagCollection
 ) -> None:
