@@ -12,7 +12,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +23,7 @@ import pytest
 from certificates import Authority
 from e2e.parts_cluster import SLOW_CALL_OPTIONS
 from e2e.test_cluster_command import DIM, publish_rows
+from forkserver import PYTHON, WarmPopen
 from processes import descendants
 from ray_nodes import RayNodes, ray_nodes
 from running_servers import command, free_port, is_running, running
@@ -121,8 +121,8 @@ def placed_shards(
         reports.bind("")
         address = f"@{reports.getsockname()[1:].decode()}"
         with (folder / "log").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", module, "place", json.dumps(settings)],
+            process = WarmPopen(
+                [*PYTHON, "-m", module, "place", json.dumps(settings)],
                 env=nodes.environment | {"NOTIFY_SOCKET": address},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -222,7 +222,7 @@ def cluster(
         *SLOW_CALL_OPTIONS,
     )
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        process = WarmPopen(
             command("cluster", store, "--backend", "ray", *options, "--grpc-port", grpc),
             env=nodes.environment,
             stdout=output,
@@ -241,6 +241,7 @@ def test_shards_in_ray_have_tls_and_tokens_of_their_configuration(
     nodes: RayNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     authority = Authority()
+    store, log = tmp_path / "store", tmp_path / "log"
     (tmp_path / "ca.pem").write_bytes(authority.root)
     for name in ("shard", "router"):
         authority.sign(name).write(tmp_path, name)
@@ -257,10 +258,10 @@ def test_shards_in_ray_have_tls_and_tokens_of_their_configuration(
         f'shard_ca = "{tmp_path}/ca.pem"\nshard_token = "{tmp_path}/token"\n'
         f'shard_cert = "{tmp_path}/router.pem"\nshard_key = "{tmp_path}/router.key"\n'
     )
-    publish_rows(tmp_path / "store", "m", PARTS)
+    publish_rows(store, "m", PARTS)
     configs = ("--shard-config", shard, "--router-config", router)
     grpc = free_port()
-    with cluster(nodes, tmp_path / "store", tmp_path / "log", grpc, *configs) as one:
+    with cluster(nodes, store, log, grpc, *configs) as one:
         with GrpcEmbedClient(f"127.0.0.1:{grpc}") as client:
             answer = np.asarray(client.embed({"user": [[3, 97]]}, timeout_s=60)["user"])
             assert answer.tobytes() == np.full((1, DIM), 100, np.float32).tobytes()
