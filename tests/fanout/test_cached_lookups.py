@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from fanout.conftest import Published
 from fanout.local_shards import LocalShards, batch_of, routed
 from fanout.random_ids import Ids, random_ids
-from lookup_cases import pooled_source, unpooled_source
 from pooled import collection
 from reference import assert_same
 from torchrec import PoolingType
@@ -62,17 +62,16 @@ def look_up(engine: RouterEngine, ids: Ids) -> np.ndarray:
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0], ids=["inline", "in a thread"])
 @pytest.mark.parametrize("kind", ["sums", "weighted sums", "rows"])
 def test_cached_rows_give_the_results_of_whole_tables_without_calls(
-    tmp_path: Path, dtype: str, inline_bytes_max: int, kind: str
+    published: Published, dtype: str, inline_bytes_max: int, kind: str
 ) -> None:
     is_weighted = kind == "weighted sums"
-    source = unpooled_source() if kind == "rows" else pooled_source()
-    publish(source, tmp_path, model="m", dtype=dtype, hosts=PARTS)
-    shards = LocalShards(tmp_path, "m", PARTS)
+    store = published(kind != "rows", PARTS, dtype)
+    shards = LocalShards(store, "m", PARTS)
     options: dict[str, Any] = {"row_cache_bytes": ENOUGH_BYTES}
-    with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max, **options) as engine:
+    with routed(shards, store, "m", inline_bytes_max=inline_bytes_max, **options) as engine:
         engine.warm_up()
         ids = random_ids(engine.manifest, 6, np.random.default_rng(1), is_weighted=is_weighted)
-        whole = expected(tmp_path, ids)
+        whole = expected(store, ids)
         for _ in range(TRIES):
             shards.called_parts.clear()
             batch, values = batch_of(engine, *ids)
@@ -159,10 +158,11 @@ def test_rows_are_fetched_again_after_a_failed_fetch(
     assert_same(look_up(engine, IDS), expected(store, IDS))
 
 
-def test_a_fetch_without_a_replica_of_a_part_stores_the_rows_of_the_others(tmp_path: Path) -> None:
+def test_a_fetch_without_a_replica_of_a_part_stores_the_rows_of_the_others(
+    published: Published,
+) -> None:
     for is_pooled in (True, False):
-        store = tmp_path / str(is_pooled)
-        publish(pooled_source() if is_pooled else unpooled_source(), store, model="m", hosts=PARTS)
+        store = published(is_pooled, PARTS, "float32")
         shards = LocalShards(store, "m", PARTS)
         with routed(shards, store, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
             ids = random_ids(engine.manifest, 6, np.random.default_rng(1))
@@ -231,14 +231,14 @@ def test_a_fetch_that_cannot_begin_is_logged_and_tried_again(
 
 @pytest.mark.parametrize("row_cache_bytes", [0, ENOUGH_BYTES])
 def test_sums_of_cached_rows_count_as_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_cache_bytes: int
+    published: Published, monkeypatch: pytest.MonkeyPatch, row_cache_bytes: int
 ) -> None:
     """20,000 ids take 0.5 ms to divide, and as cached rows of 64 columns over 2 ms to add."""
-    publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
-    shards = LocalShards(tmp_path, "m", PARTS)
+    store = published(True, PARTS, "float32")
+    shards = LocalShards(store, "m", PARTS)
     limit = Limits().inline_bytes_max
     options: dict[str, Any] = {"row_cache_bytes": row_cache_bytes, "inline_bytes_max": limit}
-    with routed(shards, tmp_path, "m", **options) as engine:
+    with routed(shards, store, "m", **options) as engine:
         ids, features = np.zeros(20_000, np.int64), len(engine.manifest.features)
         lengths = np.array([ids.size, *[0] * (features - 1)], np.int32)
         threads: list[int] = []
@@ -256,10 +256,10 @@ def test_sums_of_cached_rows_count_as_work(
         assert is_inline == (not row_cache_bytes)
 
 
-def test_sums_of_cached_rows_count_toward_the_bytes_of_batches(tmp_path: Path) -> None:
-    publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
-    shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
+def test_sums_of_cached_rows_count_toward_the_bytes_of_batches(published: Published) -> None:
+    store = published(True, PARTS, "float32")
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
         ids, lengths, _ = random_ids(engine.manifest, 100, np.random.default_rng(1))
         batch = Batch(ids, lengths, None, [100], 100)
         parted, dims = engine._parted, sum(engine.manifest.length_per_key)

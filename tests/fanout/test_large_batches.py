@@ -11,8 +11,8 @@ from time import monotonic, perf_counter
 
 import numpy as np
 import pytest
+from fanout.conftest import Published
 from fanout.local_shards import LocalShards, batch_of, routed
-from lookup_cases import pooled_source, unpooled_source
 from server.gate import Gate
 from server.thread_limit import make_thread_start_fail
 from waits import wait_until
@@ -28,18 +28,16 @@ from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.lookup_types import Batch
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import lost
-from embedserve_store import publish
 
 PARTS = 4
 EXAMPLES = 5
 all_kinds = pytest.mark.parametrize("kind", [PackedBatch, DenseBatch, UnpooledBatch])
 
 
-def publish_for(kind: type[PartedBatch], store: Path, patch: pytest.MonkeyPatch) -> None:
-    """Publishes a model whose batches are of ``kind``."""
-    source = unpooled_source() if kind is UnpooledBatch else pooled_source()
-    publish(source, store, model="m", hosts=PARTS)
+def store_for(kind: type[PartedBatch], published: Published, patch: pytest.MonkeyPatch) -> Path:
+    """Returns the store of a model whose batches are of ``kind``."""
     patch.setattr(parted_version, "DENSE_SHARE", 0.01 if kind is DenseBatch else 2)
+    return published(kind is not UnpooledBatch, PARTS, "float32")
 
 
 def ids_of(engine: RouterEngine, ids_per_bag: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -59,9 +57,9 @@ def array(values: np.ndarray | EmbedServeError) -> np.ndarray:
 
 @all_kinds
 def test_large_batches_are_divided_and_merged_in_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PartedBatch]
+    published: Published, monkeypatch: pytest.MonkeyPatch, kind: type[PartedBatch]
 ) -> None:
-    publish_for(kind, tmp_path, monkeypatch)
+    store = store_for(kind, published, monkeypatch)
     threads: dict[str, int] = {}
 
     def record_thread(kind: type, name: str) -> None:
@@ -77,8 +75,8 @@ def test_large_batches_are_divided_and_merged_in_threads(
     record_thread(kind, "merge")
     found, used = [], []
     for inline_bytes_max in (1 << 30, 0):
-        shards = LocalShards(tmp_path, "m", PARTS)
-        with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max) as engine:
+        shards = LocalShards(store, "m", PARTS)
+        with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
             assert shards.loop is not None
             loop_thread: Future[int] = Future()
             shards.loop.call_soon_threadsafe(set_thread, loop_thread)
@@ -90,9 +88,9 @@ def test_large_batches_are_divided_and_merged_in_threads(
 
 @all_kinds
 def test_ids_of_a_failed_part_are_counted_in_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PartedBatch]
+    published: Published, monkeypatch: pytest.MonkeyPatch, kind: type[PartedBatch]
 ) -> None:
-    publish_for(kind, tmp_path, monkeypatch)
+    store = store_for(kind, published, monkeypatch)
     threads: list[int] = []
     count_ids_on = kind.count_ids_on
 
@@ -103,11 +101,11 @@ def test_ids_of_a_failed_part_are_counted_in_a_thread(
     monkeypatch.setattr(kind, "count_ids_on", record_thread)
     found = []
     for inline_bytes_max in (1 << 30, 0):
-        shards = LocalShards(tmp_path, "m", PARTS)
+        shards = LocalShards(store, "m", PARTS)
         shards.replies = dict.fromkeys([0, 2], lost("no replica"))
         zeros = MissingPolicy("zeros")
         with routed(
-            shards, tmp_path, "m", on_missing=zeros, inline_bytes_max=inline_bytes_max
+            shards, store, "m", on_missing=zeros, inline_bytes_max=inline_bytes_max
         ) as engine:
             assert shards.loop is not None
             loop_thread: Future[int] = Future()
@@ -124,9 +122,8 @@ def test_ids_of_a_failed_part_are_counted_in_a_thread(
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Path:
-    publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
-    return tmp_path
+def store(published: Published) -> Path:
+    return published(True, PARTS, "float32")
 
 
 def test_batch_fails_if_no_thread_can_be_started(
@@ -149,20 +146,20 @@ def test_batch_fails_if_no_thread_can_be_started(
 @pytest.mark.parametrize("step", ["lookups", "add", "merge"])
 @all_kinds
 def test_failing_step_fails_the_batch_once_and_frees_its_budget(
-    tmp_path: Path,
+    published: Published,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[PartedBatch],
     step: str,
     inline_bytes_max: int,
 ) -> None:
-    publish_for(kind, tmp_path, monkeypatch)
+    store = store_for(kind, published, monkeypatch)
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("step")
 
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
-    shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max) as engine:
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
         expected = array(batch_of(engine, *ids_of(engine))[1])
         with monkeypatch.context() as patched:
             patched.setattr(kind, step, fail)
@@ -259,16 +256,15 @@ def never() -> None:
     [(PackedBatch, 1), (PackedBatch, 3), (DenseBatch, 7), (DenseBatch, 20), (UnpooledBatch, 3)],
 )
 def test_estimate_of_part_values_is_a_close_upper_bound(
-    tmp_path: Path, kind: type[PartedBatch], ids_per_bag: int
+    published: Published, kind: type[PartedBatch], ids_per_bag: int
 ) -> None:
     """Checks the estimate from above, too.
 
     With a larger estimate, batches would wait and use threads needlessly.
     """
-    source = unpooled_source() if kind is UnpooledBatch else pooled_source()
-    publish(source, tmp_path, model="m", hosts=PARTS)
-    shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m") as engine:
+    store = published(kind is not UnpooledBatch, PARTS, "float32")
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m") as engine:
         ids, lengths = ids_of(engine, ids_per_bag)
         batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
         divided = engine._parted.divide(batch, None)

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fanout.conftest import Published
 from fanout.local_shards import LocalShards, batch_of, routed
-from lookup_cases import check_lookup, pooled_source, unpooled_source
+from lookup_cases import check_lookup
 from pooled import collection
 from torchrec import PoolingType
 
@@ -44,21 +45,20 @@ PARTS = 3
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_pooled", [True, False])
 def test_results_equal_those_of_whole_tables(
-    tmp_path: Path, dtype: str, is_pooled: bool, parts: int
+    published: Published, dtype: str, is_pooled: bool, parts: int
 ) -> None:
-    source = pooled_source() if is_pooled else unpooled_source()
-    publish(source, tmp_path, model="m", dtype=dtype, hosts=parts)
-    shards = LocalShards(tmp_path, "m", parts)
-    with routed(shards, tmp_path, "m") as engine:
+    store = published(is_pooled, parts, dtype)
+    shards = LocalShards(store, "m", parts)
+    with routed(shards, store, "m") as engine:
         engine.warm_up()
-        check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
+        check_lookup(engine.lookup, engine, ModelStore(store).load("m"))
 
 
-def test_repeated_lookups_are_bitwise_equal(tmp_path: Path) -> None:
-    publish(pooled_source(), tmp_path, model="m", hosts=4)
+def test_repeated_lookups_are_bitwise_equal(published: Published) -> None:
+    store = published(True, 4, "float32")
     ids, lengths = np.tile(np.arange(20), 6), np.full(24, 5, np.int32)
-    ids = ids % np.repeat(ModelStore(tmp_path).manifest("m").rows_per_feature, 30)
-    with routed(LocalShards(tmp_path, "m", 4), tmp_path, "m") as engine:
+    ids = ids % np.repeat(ModelStore(store).manifest("m").rows_per_feature, 30)
+    with routed(LocalShards(store, "m", 4), store, "m") as engine:
         assert len({engine.lookup(ids, lengths).tobytes() for _ in range(5)}) == 1
 
 
@@ -122,13 +122,14 @@ def test_failing_part_fails_only_its_examples(
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_partial_values_are_rounded_to_the_partial_dtype(tmp_path: Path, is_pooled: bool) -> None:
-    source = pooled_source() if is_pooled else unpooled_source()
-    publish(source, tmp_path, model="m", hosts=PARTS)
+def test_partial_values_are_rounded_to_the_partial_dtype(
+    published: Published, is_pooled: bool
+) -> None:
+    store = published(is_pooled, PARTS, "float32")
     answers = {}
     for dtype in ("float32", "float16"):
-        shards = LocalShards(tmp_path, "m", PARTS)
-        with routed(shards, tmp_path, "m", dtype) as engine:
+        shards = LocalShards(store, "m", PARTS)
+        with routed(shards, store, "m", dtype) as engine:
             engine.warm_up()
             assert set(shards.dtypes) == {"float32"}  # goldens are compared without rounding
             shards.dtypes.clear()
