@@ -1,8 +1,10 @@
-"""A cache of the functions that TorchScript reads, for processes that compile many lookups."""
+"""Caches of what TorchScript reads and compiles, for processes that compile many lookups."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -39,3 +41,20 @@ def cache_definitions() -> None:
 def _function_of(one: Any) -> Any:
     """Returns the function of a method, and any other object unchanged."""
     return getattr(one, "__func__", one)
+
+
+@contextmanager
+def shared_compilation_unit() -> Iterator[None]:
+    """Makes all engines that are restored within its block share a compilation unit.
+
+    Each engine else compiles torchrec's functions and classes into a unit of its own, which takes a
+    fifth of the time of restoring it. The shared unit is freed at the end of the block.
+    """
+    import pytest
+
+    from embedserve.engine import restore
+    from embedserve.engine.compile import own_compilation_unit
+
+    with own_compilation_unit(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(restore, "own_compilation_unit", nullcontext)
+        yield

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from compiled_once import CompiledOnce
 from lookup_cases import pooled_source
 from torchrec import EmbeddingBagCollection
-from torchscript import cache_definitions
+from torchscript import cache_definitions, shared_compilation_unit
 
 from embedserve_store import ModelStore, ModelVersion, publish
 
@@ -18,6 +18,16 @@ Publish = Callable[..., ModelVersion]
 @pytest.fixture(scope="session", autouse=True)
 def definitions_are_cached() -> None:
     cache_definitions()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_unit() -> Iterator[None]:
+    """Makes the engines of a module share what is compiled of torchrec.
+
+    test_next_version.py, whose tests are about compilation, overrides this.
+    """
+    with shared_compilation_unit():
+        yield
 
 
 @pytest.fixture(scope="session")

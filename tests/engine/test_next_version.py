@@ -27,6 +27,13 @@ from embedserve.engine.restore import restore
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_unit() -> None:
+    """Leaves each engine its own compilation unit, as in a server."""
+
+
 TABLES: Tables = (
     ("movie", 1001, 64, ["history", "candidate"], MEAN),
     ("genre", 3, 16, ["genres"], SUM),

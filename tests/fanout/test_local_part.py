@@ -16,7 +16,7 @@ from fanout.local_shards import LocalShards, batch_of, routed
 from lookup_cases import check_lookup
 from pooled import collection
 from torchrec import PoolingType
-from torchscript import cache_definitions
+from torchscript import cache_definitions, shared_compilation_unit
 from unpooled import unpooled_collection
 from writable import writable
 
@@ -62,8 +62,10 @@ def publish_small(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def definitions_are_cached() -> None:
+def torchrec_is_compiled_once() -> Iterator[None]:
     cache_definitions()
+    with shared_compilation_unit():
+        yield
 
 
 @pytest.fixture(scope="module")
