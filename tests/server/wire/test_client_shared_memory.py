@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ REGISTER = "register"
 EMBED = "/embed"
 FEATURES = {"user": (7, 1024), "tag": (5, 1024)}
 """Features whose vectors have 8 KiB per example."""
+WIDE = model_info("wide", FEATURES)
 EXAMPLES = 70
 
 
@@ -120,7 +122,7 @@ def files() -> list[Path]:
 
 @pytest.fixture
 def wide() -> FakeEngine:
-    return FakeEngine(model_info("wide", FEATURES))
+    return FakeEngine(WIDE)
 
 
 @pytest.fixture
@@ -142,6 +144,7 @@ async def client(live: Live, request: pytest.FixtureRequest) -> AsyncIterator[Cl
     assert not live.pipeline.shared_memory or not live.pipeline.shared_memory.status(EVERYBODY)
 
 
+@cache
 def bags(seed: int, examples: int = EXAMPLES) -> dict[str, list[list[int]]]:
     random = np.random.default_rng(seed)
     return {
@@ -150,13 +153,19 @@ def bags(seed: int, examples: int = EXAMPLES) -> dict[str, list[list[int]]]:
     }
 
 
-async def test_vectors_equal_those_of_the_model(client: Client, wide: FakeEngine) -> None:
+@cache
+def expected(seed: int, examples: int = EXAMPLES) -> np.ndarray:
+    """Returns the vectors of ``bags``."""
+    return FakeEngine(WIDE).expected(bags(seed, examples))
+
+
+async def test_vectors_equal_those_of_the_model(client: Client) -> None:
     for number in range(4):
         result = await client.embed(bags(number))
-        assert np.array_equal(result.values, wide.expected(bags(number)))
-        assert (result.model, result.version) == ("wide", wide.model.version)
+        assert np.array_equal(result.values, expected(number))
+        assert (result.model, result.version) == ("wide", WIDE.version)
         assert (result.keys, result.length_per_key) == (("user", "tag"), (1024, 1024))
-        assert np.array_equal(result["tag"], wide.expected(bags(number))[:, 1024:])
+        assert np.array_equal(result["tag"], expected(number)[:, 1024:])
         del result  # its region is free again
     assert client.paths == [REGISTER, EMBED, INFER, INFER, INFER]
     assert len(files()) == 1
@@ -197,41 +206,39 @@ async def test_request_with_missing_feature_and_arrays_uses_shared_memory(
     tags = np.arange(EXAMPLES) % 5
     for _ in range(2):
         result = await client.embed({"tag": tags})
-    expected = wide.expected({"tag": [[one] for one in tags.tolist()]})
-    assert np.array_equal(result.values, expected)
+    tag_vectors = wide.expected({"tag": [[one] for one in tags.tolist()]})
+    assert np.array_equal(result.values, tag_vectors)
     assert client.paths[-1] == INFER
 
 
-async def test_results_stay_valid_during_later_requests(client: Client, wide: FakeEngine) -> None:
+async def test_results_stay_valid_during_later_requests(client: Client) -> None:
     held = [await client.embed(bags(number)) for number in range(20)]
     for number, result in enumerate(held):
-        assert np.array_equal(result.values, wide.expected(bags(number)))
+        assert np.array_equal(result.values, expected(number))
     assert client.paths.count(INFER) > 2
 
 
-async def test_many_concurrent_requests(client: Client, wide: FakeEngine) -> None:
+async def test_many_concurrent_requests(client: Client) -> None:
     await client.embed(bags(0))
     for _ in range(3):
         results = await asyncio.gather(*(client.embed(bags(number)) for number in range(8)))
         for number, result in enumerate(results):
-            assert np.array_equal(result.values, wide.expected(bags(number)))
+            assert np.array_equal(result.values, expected(number))
         del results, result
     assert client.paths.count(INFER) >= 4
     assert len(files()) <= 8
 
 
-async def test_larger_request_gets_a_larger_file(client: Client, wide: FakeEngine) -> None:
+async def test_larger_request_gets_a_larger_file(client: Client) -> None:
     for examples in (EXAMPLES, EXAMPLES, 5 * EXAMPLES, 5 * EXAMPLES, 5 * EXAMPLES):
         result = await client.embed(bags(1, examples))
-        assert np.array_equal(result.values, wide.expected(bags(1, examples)))
+        assert np.array_equal(result.values, expected(1, examples))
         del result
     assert client.paths == [REGISTER, EMBED, INFER, REGISTER, EMBED, INFER, INFER]
     assert [one.stat().st_size for one in files()] == [4 << 20]
 
 
-async def test_regions_are_registered_again_after_a_server_restart(
-    live: Live, client: Client, wide: FakeEngine
-) -> None:
+async def test_regions_are_registered_again_after_a_restart(live: Live, client: Client) -> None:
     await client.embed(bags(0))
     await client.embed(bags(0))
     shared = live.pipeline.shared_memory
@@ -240,7 +247,7 @@ async def test_regions_are_registered_again_after_a_server_restart(
     client.paths.clear()
     for number in range(3):
         result = await client.embed(bags(number))
-        assert np.array_equal(result.values, wide.expected(bags(number)))
+        assert np.array_equal(result.values, expected(number))
         del result
     assert client.paths == [INFER, EMBED, REGISTER, EMBED, INFER]
 
@@ -349,34 +356,29 @@ async def test_cancelled_call_discards_its_region(
         wide.release()
         for number in (2, 3):
             result = await client.embed(bags(number))
-            assert np.array_equal(result.values, wide.expected(bags(number)))
+            assert np.array_equal(result.values, expected(number))
         assert client.paths == [REGISTER, EMBED, INFER, REGISTER, EMBED, INFER]
         await client.close()
 
 
-RegionRegistryCase = tuple[Callable[[], RegionRegistry | None], str]
-REGION_REGISTRIES: dict[str, RegionRegistryCase] = {
-    "none": (lambda: None, "the server has no shared memory: it is started with --shared-memory"),
-    "another": (
-        lambda: RegionRegistry("/another-", Limits()),
-        "it does not begin with '/another-' \\(--shared-memory\\)",
-    ),
-}
-
-
 @pytest.mark.parametrize("kind", ASYNC)
-@pytest.mark.parametrize("server_registry", REGION_REGISTRIES)
+@pytest.mark.parametrize(
+    ("prefix", "reason"),
+    [
+        ("", "the server has no shared memory: it is started with --shared-memory"),
+        ("/another-", "it does not begin with '/another-' \\(--shared-memory\\)"),
+    ],
+)
 async def test_missing_or_other_server_prefix_is_an_error(
-    executor: ThreadPoolExecutor, wide: FakeEngine, server_registry: str, kind: str
+    executor: ThreadPoolExecutor, wide: FakeEngine, prefix: str, reason: str, kind: str
 ) -> None:
-    make, expected_error = REGION_REGISTRIES[server_registry]
-    pipeline = make_pipeline(wide, executor=executor, shared_memory=make())
+    shared = RegionRegistry(prefix, Limits()) if prefix else None
+    pipeline = make_pipeline(wide, executor=executor, shared_memory=shared)
+    message = f"^shared_memory is '{PREFIX}': .*{reason}"
     async with serving(pipeline) as live:
         client = Client(live, kind, shared_memory=PREFIX)
         for _ in range(2):
-            with pytest.raises(
-                InvalidRequest, match=f"^shared_memory is '{PREFIX}': .*{expected_error}"
-            ):
+            with pytest.raises(InvalidRequest, match=message):
                 await client.embed({"user": [[1]]})
         assert files() == []
         await client.close()
@@ -393,6 +395,6 @@ async def test_full_region_registry_falls_back_to_plain_requests(
         client = Client(live, kind, shared_memory=PREFIX)
         held = [await client.embed(bags(number)) for number in range(6)]
         for number, result in enumerate(held):
-            assert np.array_equal(result.values, wide.expected(bags(number)))
+            assert np.array_equal(result.values, expected(number))
         assert client.paths.count(INFER) == 1
         await client.close()
