@@ -219,7 +219,8 @@ def test_number_of_series_does_not_grow_with_switched_versions() -> None:
             late.flush()
             metrics.flush()
         for metrics in workers:
-            samples = families_of(metrics)["embedserve_model_requests"].samples
+            families = {family.name: family for family in metrics.registry().collect()}
+            samples = families["embedserve_model_requests"].samples
             assert not any(sample.value for sample in samples)
             sizes.add(len(samples))
     assert timed_counts(workers[0]) == {"7": 0, str(number): 0}
