@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 TRUSTED = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables that name the trusted certificate authorities."""
 
+
+def check_descriptor(descriptor: int) -> None:
+    """Replaces ``os.fsync``, which waits some 5 ms for the disk, twelve times for each version.
+
+    Only a loss of power would show the difference. Processes that tests start flush their files.
+    """
+    os.fstat(descriptor)
+
+
+system: Any = os
+system.fsync = check_descriptor
+
 with suppress(ModuleNotFoundError):  # hosts of the GPU tests may lack it
     from hypothesis import HealthCheck, settings
 
