@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -342,6 +343,16 @@ class _End:
         os._exit(self.status)
 
 
+def _drop_finalizers() -> None:
+    """Keeps what was imported from being finalized at the exit of each forked process.
+
+    torch unregisters each of its operators then, which takes 40 ms and a tenth of the memory.
+    """
+    registry: Any = weakref.finalize
+    for finalizer in registry._registry:
+        finalizer.atexit = False
+
+
 def _collapse_memory() -> None:
     """Moves this process's memory to huge pages, which makes each fork four times cheaper.
 
@@ -371,6 +382,7 @@ def _main() -> None:
         traceback.print_exc()
     if os.listdir("/proc/self/task") != [str(os.getpid())]:
         raise RuntimeError("what forks has several threads: what is forked would lack them")
+    _drop_finalizers()
     gc.collect()
     gc.freeze()
     _collapse_memory()
