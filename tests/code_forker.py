@@ -15,19 +15,10 @@ from contextlib import contextmanager
 from server.python import environment
 
 FORKS = """
-import atexit, gc, json, os, sys
+import json, os, sys
+from quick_exit import QuickExit, keep_for_forks
 
-class End:
-    # Exits without tearing down inherited objects, which takes longer than most of the code
-    status = 0
-
-    def __call__(self):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(self.status)
-
-end = End()
-atexit.register(end)
+end = QuickExit()
 exec(sys.argv[1], {})
 if os.listdir("/proc/self/task") != [str(os.getpid())]:
     raise RuntimeError("the process that forks has several threads, which its forks would lack")
@@ -49,17 +40,10 @@ def requested():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     sys.exit()
 
-gc.collect()
-gc.freeze()
+keep_for_forks()
 code = requested()
-try:
+with end.status_of_block():
     exec(code, {"__name__": "__main__"})
-except SystemExit as error:
-    end.status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    raise
-except BaseException:
-    end.status = 1
-    raise
 """
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import importlib
 import json
 import logging
@@ -26,13 +25,13 @@ import sys
 import tempfile
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from quick_exit import QuickExit, keep_for_forks
 
 PYTHON = (sys.executable, "-W", "ignore")
 """The start of each command. "-m MODULE", "-c CODE" or a script follows, then arguments."""
@@ -328,31 +327,6 @@ def _build_parameters(command: Any) -> None:
         _build_parameters(one)
 
 
-class _End:
-    """Exits a forked process after its atexit functions, without tearing down inherited objects.
-
-    Tearing them down takes longer than most of the processes run. atexit calls this object last.
-    """
-
-    status = 0
-
-    def __call__(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(self.status)
-
-
-def _drop_finalizers() -> None:
-    """Keeps what was imported from being finalized at the exit of each forked process.
-
-    torch unregisters each of its operators then, which takes 40 ms and a tenth of the memory.
-    """
-    registry: Any = weakref.finalize
-    for finalizer in registry._registry:
-        finalizer.atexit = False
-
-
 def _collapse_memory() -> None:
     """Moves this process's memory to huge pages, which makes each fork four times cheaper.
 
@@ -371,8 +345,7 @@ def _collapse_memory() -> None:
 
 
 def _main() -> None:
-    end = _End()
-    atexit.register(end)
+    end = QuickExit()
     for name in IMPORTED:
         importlib.import_module(name)
     _build_command_line()
@@ -382,25 +355,14 @@ def _main() -> None:
         traceback.print_exc()
     if os.listdir("/proc/self/task") != [str(os.getpid())]:
         raise RuntimeError("what forks has several threads: what is forked would lack them")
-    _drop_finalizers()
-    gc.collect()
-    gc.freeze()
+    keep_for_forks()
     _collapse_memory()
     installed = sys.path[1:]
     fork_request = _fork_until_closed(socket.socket(fileno=int(sys.argv[1])))
     if fork_request.has_warm_children:
         fork_request = _fork_what_this_starts() or fork_request
-    try:
+    with end.status_of_block():
         _run(fork_request, installed)
-    except SystemExit as error:
-        end.status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        raise
-    except KeyboardInterrupt:
-        atexit.unregister(end)  # Python exits by the signal
-        raise
-    except BaseException:
-        end.status = 1
-        raise
 
 
 def _run(fork_request: ForkRequest, installed: list[str]) -> None:
