@@ -172,7 +172,7 @@ class LocalStore:
         check_model_name(model, str(self.path))
         folder = self.path / model
         if version is not None and os.path.isdir(folder / str(version)):
-            return version  # a thousand listings of a thousand take half a minute
+            return version  # without a listing, whose time grows with the number of versions
         versions = self.versions(model)
         if not versions:
             raise StoreError(f"{folder}: no version is published")
