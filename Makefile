@@ -15,7 +15,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest image image-test cluster-test test-gpu gpu-check hostile fuzz soak soak-deltas swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large bench-copy clean
+.PHONY: install serve test lint types contracts pytest properties image image-test cluster-test test-gpu gpu-check hostile fuzz soak soak-deltas swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large bench-copy clean
 
 install: $(INSTALLED)
 
@@ -65,6 +65,10 @@ contracts: install
 pytest: install
 	deploy/install-debian-packages.sh
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak and not image and not cluster" -n auto --dist loadfile --no-loadscope-reorder
+
+# The property tests alone, with other random inputs in each run: CHECK="--hypothesis-seed 7".
+properties: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "hypothesis and not soak" -n auto --hypothesis-profile random $(CHECK)
 
 # The server's image, from the locks. deploy/build-image.sh explains ENGINE, BASE, VARIANT and IMAGE;
 # BUILD is passed on to the engine.

@@ -37,8 +37,12 @@ with suppress(ModuleNotFoundError):  # hosts of the GPU tests may lack it
 
     # A busy machine makes examples slow, and that does not make a test fail.
     slow = [HealthCheck.too_slow]
-    settings.register_profile("any speed", deadline=None, suppress_health_check=slow)
-    settings.load_profile("any speed")
+    common = settings(deadline=None, suppress_health_check=slow)
+    # `make properties` looks for inputs that nobody tried. `make test` tries the same in each run,
+    # so that a change fails for what it did.
+    settings.register_profile("random", common, max_examples=1000)
+    settings.register_profile("repeatable", common, derandomize=True)
+    settings.load_profile("repeatable")
 
 with suppress(ModuleNotFoundError):
     import httpx._transports.default

@@ -273,7 +273,6 @@ def frames_sent_by(operations: Operations, faults: Faults) -> bytes:
 BOUNDED = settings(
     max_examples=EXAMPLES,
     database=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 many_operations = st.lists(scripts.operations, min_size=3, max_size=25)

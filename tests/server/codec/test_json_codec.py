@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from server.fake_engine import Bags, make_request
 from server.fake_models import ruled_info
@@ -357,6 +357,7 @@ OUTPUT_DTYPE = st.sampled_from(["float32", "float16"]) | JSON_VALUE
 
 
 @given(parsed=mutated_json(), output_dtype=st.none() | st.tuples(OUTPUT_DTYPE))
+@example(parsed={"features": {"user": [[1]]}}, output_dtype=(None,))
 def test_mutated_body_is_decoded_or_rejected(parsed: Any, output_dtype: tuple[Any] | None) -> None:
     if output_dtype is not None:
         parsed["output_dtype"] = output_dtype[0]
@@ -372,7 +373,7 @@ def test_mutated_body_is_decoded_or_rejected(parsed: Any, output_dtype: tuple[An
         assert request.lengths.size == len(request.features) * request.batch_size
         assert request.lengths.sum() == request.ids.size
         assert request.weights is None or request.weights.size == request.ids.size
-        assert request.output_dtype == parsed.get("output_dtype", "float32")
+        assert request.output_dtype == (parsed.get("output_dtype") or "float32")
 
 
 @given(body=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
