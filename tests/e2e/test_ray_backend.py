@@ -230,7 +230,9 @@ def cluster(
         )
     try:
         one = PlacedShards(process, log)
-        one.wait_for(lambda text: "ready after" in text and f"gRPC 127.0.0.1:{grpc}\n" in text)
+        ready = f"gRPC 127.0.0.1:{grpc}\n"
+        one.wait_for(lambda text: ready in text or process.poll() is not None)
+        assert ready in one.log(), one.log()
         yield one
     finally:
         process.terminate()

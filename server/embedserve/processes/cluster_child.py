@@ -11,13 +11,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import IO
 
 from embedserve.config import Limits, ServeSettings
 from embedserve.processes.forked import Restarts, end_with
-from embedserve.processes.startup.ports import bracketed
+from embedserve.processes.startup.ports import bracketed, claim_ports
 from embedserve_store.terminal.console import say
 
 HOST = "127.0.0.1"
@@ -125,6 +125,22 @@ class Child:
             self.process.send_signal(number)
 
 
+@contextlib.contextmanager
+def held_ports(host: str, http_port: int, grpc_port: int) -> Iterator[None]:
+    """Holds the ports of a process that starts later or again, so that no shard draws them.
+
+    Raises:
+        OSError: a port is in use.
+    """
+    held = claim_ports(host, http_port, grpc_port).share()
+    try:
+        for sock in held.reserved:
+            _let_bind(sock)
+        yield
+    finally:
+        held.close()
+
+
 def report(line: str) -> None:
     """Prints a line of the cluster. It is lost if the disk is full, and the cluster runs on."""
     with contextlib.suppress(OSError):
@@ -152,6 +168,10 @@ def _claim_free_port(host: str) -> tuple[socket.socket, int]:
             if error.errno == errno.EADDRINUSE:
                 continue
             raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
-        # `serve` sets the option, too, so it may bind the port and listen.
-        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _let_bind(claimed)
         return claimed, port
+
+
+def _let_bind(claimed: socket.socket) -> None:
+    """Lets `serve`, which sets the option, too, bind the port of ``claimed`` and listen."""
+    claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -27,7 +27,7 @@ from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings
 from embedserve.file_reloader import named_in_errors
 from embedserve.model_names import split_name
-from embedserve.processes.cluster_child import HOST, Child, report
+from embedserve.processes.cluster_child import HOST, Child, held_ports, report
 from embedserve.processes.forked import described
 from embedserve.processes.model_loading import check_names, load_named
 from embedserve.processes.ray_backend.connection import (
@@ -39,7 +39,6 @@ from embedserve.processes.ray_backend.connection import (
 )
 from embedserve.processes.ray_backend.placement import PlacementSettings
 from embedserve.processes.signals import wake_on_signals
-from embedserve.processes.startup.ports import claim_ports
 from embedserve.shard_client.discovery import write_shards
 from embedserve_store import StoreError
 from embedserve_store.parts.part import NO_ROWS
@@ -252,8 +251,10 @@ def run_cluster(settings: ClusterSettings) -> None:
             shard_config=_absolute(settings.shard_config),
         )
     parts = read_parts(settings)
-    claim_ports(HOST, settings.http_port, settings.grpc_port).close()  # reports a port in use now
-    with tempfile.TemporaryDirectory(prefix="embedserve-cluster-") as folder:
+    with (
+        held_ports(HOST, settings.http_port, settings.grpc_port),  # reports a port in use now
+        tempfile.TemporaryDirectory(prefix="embedserve-cluster-") as folder,
+    ):
         path = Path(folder) / "shards.json"
         router = Child("router", _router_arguments(settings, path))
         if settings.backend == RAY:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 from forkserver import PYTHON, WarmPopen
-from running_servers import is_running
+from running_servers import free_port, is_running
 from server.python import environment
 from waits import wait_until
 
-from embedserve.processes.cluster_child import SHARD_PORTS, Child
+from embedserve.processes.cluster_child import SHARD_PORTS, Child, held_ports
 from embedserve.processes.forked import QUICK_END_S
 from embedserve.processes.local_cluster import (
     ClusterSettings,
@@ -291,6 +291,21 @@ def test_ports_of_a_child_are_taken_before_it_listens() -> None:
     child.on_end(0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
+
+
+def test_shards_do_not_draw_the_ports_of_the_router() -> None:
+    ports = free_port(), free_port()
+    with held_ports("127.0.0.1", *ports):
+        for port in ports:
+            with socket.socket() as shard, pytest.raises(OSError, match="Address already in use"):
+                shard.bind(("127.0.0.1", port))
+        router = claim_ports("127.0.0.1", *ports).share()
+        worker = router.bind()
+        worker.listen(with_grpc=True)
+        worker.close()
+        router.close()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports[0]))
 
 
 def test_shards_hold_versions_and_the_router_follows_aliases() -> None:
