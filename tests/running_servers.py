@@ -23,10 +23,11 @@ READY_POLL_S = 0.03
 STOPPED_S_MAX = 60
 COMMAND_S_MAX = 600
 COMMANDS_AT_ONCE = 4
-PORTS = (10_000, 30_000)
-"""Range of ports for servers, below the ports that the kernel assigns to outgoing connections.
+PORTS = (10_000, 20_000)
+"""Range of ports for servers, below those that `embedserve cluster` draws for shards and those that
+the kernel assigns to outgoing connections.
 
-An outgoing connection could otherwise take a port before a server listens on it."""
+One of them could otherwise take a port before a server listens on it."""
 ANSWER_S_MAX = 60
 """Timeout in seconds for a response. The server may be loading, or waiting for a core."""
 WIDE = {"COLUMNS": "200"}
