@@ -45,16 +45,17 @@ def demo(
             checkpoint=checkpoint,
             progress=progress,
         )
-    for table in report.tables:
+    published, trained = report.published, report.trained
+    for table in published.manifest.tables:
         say(
             f"{table.name}: {table.num_embeddings:,} rows of {table.embedding_dim} {table.dtype}, "
             f"{table.pooling} of {', '.join(table.feature_names)}, {human_bytes(table.nbytes)}"
-            f"{describe_error(report.pooled_errors[table.name])}"
+            f"{describe_error(published.errors[table.name])}"
         )
     say(
-        f"trained on {report.train_ratings:,} ratings in {report.train_s:.1f} s; on the "
-        f"{report.held_out_ratings:,} held out RMSE {report.rmse:.3f}, where always predicting "
-        f"the mean has {report.constant_rmse:.3f}"
+        f"trained on {len(trained.train):,} ratings in {report.train_s:.1f} s; on the "
+        f"{len(trained.held_out):,} held out RMSE {trained.errors.rmse:.3f}, where always "
+        f"predicting the mean has {trained.constant_errors.rmse:.3f}"
     )
     write_labels(store, model)
-    say(f"published {model}: {report.path}; titles of movies: {labels_path(store, model)}")
+    say(f"published {model}: {published.path}; titles of movies: {labels_path(store, model)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from embedserve_store.demo.train import Trained
-    from embedserve_store.format.table_spec import TableSpec
-    from embedserve_store.publishing.pooled_error import PooledError
     from embedserve_store.publishing.publish_source import Choice
     from embedserve_store.publishing.version_writer import PublishedVersion
 
@@ -30,27 +28,11 @@ __all__ = ["DemoReport", "build_demo", "save_checkpoint"]
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Result of build_demo. Errors are in rating points (1 to 10), on the held-out ratings."""
+    """Result of build_demo."""
 
-    path: Path
-    """Folder of the published version."""
-    tables: tuple[TableSpec, ...]
-    """Tables as published: name, num_embeddings, embedding_dim, pooling, feature_names, dtype."""
-    train_ratings: int
-    held_out_ratings: int
-    """Number of held-out ratings, the last by time, which are not used in training."""
-    rmse: float
-    mae: float
-    constant_rmse: float
-    """RMSE of always predicting the mean of the training ratings."""
-    constant_mae: float
-    pooled_errors: Mapping[str, PooledError]
-    """Errors of the pooled vectors by table, for the dtype in which the table is stored."""
-    candidate_correlation: float
-    """Pearson correlation of the held-out ratings with the candidate vectors' scores."""
+    published: PublishedVersion
+    trained: Trained
     train_s: float
-    total_s: float
-    """Seconds for reading the data, training and publishing."""
 
 
 def build_demo(
@@ -82,7 +64,6 @@ def build_demo(
     from embedserve_store.publishing.publish import check_options, publish
     from embedserve_store.sources.live import describe
 
-    start = time.perf_counter()
     data = load()
     tables = describe(make_collection(data))
     check_options(
@@ -96,9 +77,9 @@ def build_demo(
     if checkpoint is not None:
         checkpoint = Path(checkpoint)
         check_checkpoint_path(checkpoint)
-    training_start = time.perf_counter()
+    start = time.perf_counter()
     trained = train(data, progress=progress)
-    train_s = time.perf_counter() - training_start
+    train_s = time.perf_counter() - start
     if checkpoint is not None:
         save_checkpoint(trained.model, checkpoint)
         write_description(data, tables, checkpoint.with_suffix(".yaml"))
@@ -112,26 +93,7 @@ def build_demo(
         sharding=sharding,
         world_size=world_size,
     )
-    return _report(trained, published, train_s, time.perf_counter() - start)
-
-
-def _report(
-    trained: Trained, published: PublishedVersion, train_s: float, total_s: float
-) -> DemoReport:
-    return DemoReport(
-        path=published.path,
-        tables=published.manifest.tables,
-        train_ratings=len(trained.train),
-        held_out_ratings=len(trained.held_out),
-        rmse=trained.errors.rmse,
-        mae=trained.errors.mae,
-        constant_rmse=trained.constant_errors.rmse,
-        constant_mae=trained.constant_errors.mae,
-        pooled_errors=published.errors,
-        candidate_correlation=trained.candidate_correlation,
-        train_s=train_s,
-        total_s=total_s,
-    )
+    return DemoReport(published, trained, train_s)
 
 
 def save_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:

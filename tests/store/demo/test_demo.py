@@ -173,14 +173,14 @@ def test_held_out_ratings_do_not_affect_the_tables(
 def test_model_beats_a_constant_prediction_on_held_out_ratings(
     built: Built, data: MovieTweetings
 ) -> None:
-    report = built.report
+    trained = built.report.trained
     rating = data.ratings.rating
     constant = errors(np.full(1080, rating[:6120].mean()), rating[6120:])
-    assert (report.train_ratings, report.held_out_ratings) == (6120, 1080)
-    assert report.constant_rmse == pytest.approx(constant.rmse)
-    assert report.constant_mae == pytest.approx(constant.mae)
-    assert report.rmse < 0.93 * report.constant_rmse
-    assert report.mae < 0.93 * report.constant_mae
+    assert (len(trained.train), len(trained.held_out)) == (6120, 1080)
+    assert trained.constant_errors.rmse == pytest.approx(constant.rmse)
+    assert trained.constant_errors.mae == pytest.approx(constant.mae)
+    assert trained.errors.rmse < 0.93 * constant.rmse
+    assert trained.errors.mae < 0.93 * constant.mae
 
 
 def test_reported_error_matches_the_checkpoint(built: Built, data: MovieTweetings) -> None:
@@ -188,11 +188,11 @@ def test_reported_error_matches_the_checkpoint(built: Built, data: MovieTweeting
     model.load_state_dict(torch.load(built.checkpoint, weights_only=True))
     _, held_out = split_by_time(make_examples(data), 0.15)
     measured = errors(predict(model, held_out), held_out.rating)
-    assert measured.rmse == pytest.approx(built.report.rmse, rel=1e-6)
+    assert measured.rmse == pytest.approx(built.report.trained.errors.rmse, rel=1e-6)
 
 
 def test_better_movies_have_higher_candidate_scores(built: Built) -> None:
-    assert built.report.candidate_correlation > 0.25
+    assert built.report.trained.candidate_correlation > 0.25
 
 
 def test_nearest_movies_share_genres(built: Built, data: MovieTweetings) -> None:
@@ -217,7 +217,8 @@ def test_progress_is_reported_at_every_step(built: Built) -> None:
 
 
 def test_report_describes_the_published_tables(built: Built) -> None:
-    tables = {table.name: table for table in built.report.tables}
+    published = built.report.published
+    tables = {table.name: table for table in published.manifest.tables}
     sizes = {name: (t.num_embeddings, t.embedding_dim, t.pooling) for name, t in tables.items()}
     assert sizes == {
         "movie": (31245, 32, "mean"),
@@ -225,15 +226,15 @@ def test_report_describes_the_published_tables(built: Built) -> None:
         "user": (3060, 64, "sum"),
     }
     assert tables["movie"].feature_names == ("history", "candidate")
-    assert (built.report.path / "manifest.json").is_file()
-    assert built.report.path.parts[-2:] == ("movies", "1")
+    assert (published.path / "manifest.json").is_file()
+    assert published.path.parts[-2:] == ("movies", "1")
 
 
 def test_checkpoint_holds_the_published_rows(built: Built) -> None:
     from embedserve_store import ModelStore
 
     state = torch.load(built.checkpoint, weights_only=True)
-    version = ModelStore(built.report.path.parents[1]).load("movies")
+    version = ModelStore(built.report.published.path.parents[1]).load("movies")
     for table in ("movie", "genre", "user"):
         weight = state[f"ebc.embedding_bags.{table}.weight"]
         stored = np.ascontiguousarray(version.tables.rows(table)).view(np.float32)
