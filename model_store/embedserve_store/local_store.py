@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from embedserve_store.errors import (
@@ -24,7 +24,7 @@ from embedserve_store.format.regular_file import stat_regular
 from embedserve_store.format.table_spec import NAME_PATTERN, check_model_name
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.format.version_folder import version_numbers
-from embedserve_store.ids.id_map import IdMap, IdMaps
+from embedserve_store.ids.id_map import open_id_maps
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.parts.local_tables import local_tables
 from embedserve_store.parts.part import LocalTables, Part, RowSelection, check_selection
@@ -205,7 +205,7 @@ def _load(path: Path, model: str, version: int, selection: RowSelection) -> Mode
         tables = _open_local(file, manifest, plan, selection)
     else:
         tables = TablesFile.open(file, manifest.tables)
-    id_maps = _open_id_maps(path, manifest)
+    id_maps = open_id_maps(path / "ids.safetensors", manifest.tables)
     loaded = ModelVersion(path, manifest, plan, tables, id_maps, lock, selection=selection)
     loaded.goldens()
     return loaded
@@ -256,12 +256,6 @@ def _read_manifest(path: Path, model: str, version: int) -> Manifest:
     manifest = parse_manifest(_read(path), str(path))
     manifest.check_place(model, version, str(path))
     return manifest
-
-
-def _open_id_maps(path: Path, manifest: Manifest) -> Mapping[str, IdMap]:
-    if not any(table.ids.rule == "map" for table in manifest.tables):
-        return {}
-    return IdMaps.open(path / "ids.safetensors", manifest.tables)
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

@@ -19,7 +19,7 @@ from embedserve_store.format.manifest_checksum import check_seal, check_sha256
 from embedserve_store.format.safetensors_file import LENGTH_BYTES, encode_header
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
-from embedserve_store.ids.id_map import IdMaps
+from embedserve_store.ids.id_map import verify_id_maps
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.host_plan import HostPlan
 
@@ -60,7 +60,7 @@ def _verify_id_maps(version: ModelVersion) -> None:
     if not version.id_maps:
         return
     path = version.path / "ids.safetensors"
-    IdMaps.open(path, version.manifest.tables).verify()
+    verify_id_maps(path, version.manifest.tables)
     # Opening has compared the parsed header. This compares its bytes, including the padding.
     data = _read_header(path)
     _check_header(path, encode_header(json.loads(data[LENGTH_BYTES:])))

@@ -28,7 +28,7 @@ from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFil
 from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.reference_pooling import pool_stored, row_numbers, stored_rows
-from embedserve_store.ids.id_map import IdMaps
+from embedserve_store.ids.id_map import open_id_maps
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
@@ -211,7 +211,7 @@ class _LaterUndos:
 
 
 def _write_goldens(base: ModelVersion, manifest: Manifest, tables: TablesFile, path: Path) -> None:
-    id_maps = IdMaps.open(path.parent / IDS, manifest.tables) if base.id_maps else {}
+    id_maps = open_id_maps(path.parent / IDS, manifest.tables)
     bags = golden_bags(base, manifest, id_maps)
     numbers = row_numbers(bags, IdTranslator(manifest, id_maps))
     answers = pool_stored(manifest, bags, numbers, tables)

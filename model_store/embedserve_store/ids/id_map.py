@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.safetensors_file import (
     consecutive,
     data_bytes,
@@ -148,49 +148,29 @@ def ids_file_bytes(entries: Mapping[str, int]) -> int:
     return len(encode_header(tensors)) + data_bytes(tensors) if tensors else 0
 
 
-class IdMaps(Mapping[str, IdMap]):
-    """Id maps of a version by table, in a mapped file whose header matches the manifest.
+def open_id_maps(path: Path, tables: tuple[TableSpec, ...]) -> dict[str, IdMap]:
+    """Maps ``path``, which has the id maps of the ``tables`` with the rule map, in order.
 
-    All maps share an index, so that a single lookup can serve the ids of all tables.
+    Returns them by table; without such a table opens nothing. All maps share an index, so that a
+    single lookup can serve the ids of all tables.
+
+    Raises:
+        StoreError: the file is missing or truncated, or does not match ``tables``.
     """
+    entries = {table.name: table.ids.entries for table in tables if table.ids.rule == "map"}
+    if not entries:
+        return {}
+    data = map_tensors(path, tensors_of(entries))
+    index = _index(data, sum(entries.values()) + WINDOW * len(entries))
+    return dict(zip(entries, _split(index, entries), strict=True))
 
-    def __init__(self, path: Path, tables: tuple[TableSpec, ...], maps: dict[str, IdMap]) -> None:
-        self.path = path
-        self._rules = {table.name: table.ids for table in tables}
-        self._maps = maps
 
-    @classmethod
-    def open(cls, path: Path, tables: tuple[TableSpec, ...]) -> IdMaps:
-        """Maps ``path``, which has the id maps of the ``tables`` with the rule map, in order.
-
-        Raises:
-            StoreError: the file is missing or truncated, or does not match ``tables``.
-        """
-        tables = tuple(table for table in tables if table.ids.rule == "map")
-        entries = {table.name: table.ids.entries for table in tables}
-        tensors = tensors_of(entries)
-        data = map_tensors(path, tensors)
-        index = _index(data, sum(entries.values()) + WINDOW * len(entries))
-        return cls(path, tables, dict(zip(entries, _split(index, entries), strict=True)))
-
-    def verify(self) -> None:
-        """Raises StoreError if a byte of a map has changed since publishing; names the table."""
-        for name, one in self.items():
-            found, expected = one.sha256(), self._rules[name].sha256
-            if found != expected:
-                raise StoreError(
-                    f"{self.path}: table {name!r}: sha256 is {found}, the manifest has {expected}: "
-                    "changed since it was published"
-                )
-
-    def __getitem__(self, name: str) -> IdMap:
-        return self._maps[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._maps)
-
-    def __len__(self) -> int:
-        return len(self._maps)
+def verify_id_maps(path: Path, tables: tuple[TableSpec, ...]) -> None:
+    """Reads the maps of ``open_id_maps``, and raises StoreError if a byte has changed since
+    publishing. The message names the table."""
+    checksums = {table.name: table.ids.sha256 for table in tables}
+    for name, one in open_id_maps(path, tables).items():
+        check_sha256(one.sha256(), checksums[name], f"{path}: table {name!r}")
 
 
 def _index(data: NDArray[np.uint8], slots: int) -> IdIndex:

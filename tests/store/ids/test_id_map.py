@@ -18,7 +18,14 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.safetensors_file import PAGE_BYTES, encode_header
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.ids.id_map import IdMap, IdMaps, ids_file_bytes, tensors_of, write_id_maps
+from embedserve_store.ids.id_map import (
+    IdMap,
+    ids_file_bytes,
+    open_id_maps,
+    tensors_of,
+    verify_id_maps,
+    write_id_maps,
+)
 
 ENTRIES = {"movie": 500, "empty": 0, "user": 33}
 
@@ -59,7 +66,7 @@ def tables(maps: dict[str, IdMap], path: Path) -> tuple[TableSpec, ...]:
 def test_id_maps_round_trip_through_a_file(
     maps: dict[str, IdMap], path: Path, tables: tuple[TableSpec, ...]
 ) -> None:
-    opened = IdMaps.open(path, tables)
+    opened = open_id_maps(path, tables)
     assert list(opened) == list(ENTRIES)
     assert len(opened) == 3
     for name, built in maps.items():
@@ -68,7 +75,7 @@ def test_id_maps_round_trip_through_a_file(
         assert opened[name].rows_of(built.ids).tolist() == built.rows.tolist()
         assert (opened[name].rows_of(built.ids + 10**12) == -1).all()
     assert (opened["user"].rows_of(maps["movie"].ids) == -1).all()
-    opened.verify()
+    verify_id_maps(path, tables)
 
 
 def test_ids_file_is_page_aligned_safetensors_mapped_read_only(
@@ -78,7 +85,7 @@ def test_ids_file_is_page_aligned_safetensors_mapped_read_only(
     for name, built in maps.items():
         for part, values in built.parts().items():
             np.testing.assert_array_equal(tensors[f"{name}.{part}"], values)
-    opened = IdMaps.open(path, tables)
+    opened = open_id_maps(path, tables)
     index = opened["user"].index
     assert index.ids.ctypes.data % PAGE_BYTES == 0
     assert not index.ids.flags.writeable
@@ -123,7 +130,7 @@ def test_verify_detects_a_flipped_bit_in_any_tensor(
             path.write_bytes(changed)
             name = tensor.rpartition(".")[0]
             with pytest.raises(StoreError, match=f"ids.safetensors: table '{name}': sha256 is"):
-                IdMaps.open(path, tables).verify()
+                verify_id_maps(path, tables)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ def test_damaged_ids_file_is_rejected(
 ) -> None:
     damage(path)
     with pytest.raises(StoreError, match=f"ids.safetensors: .*{message}"):
-        IdMaps.open(path, tables)
+        open_id_maps(path, tables)
 
 
 def test_ids_file_that_differs_from_the_manifest_is_rejected(
@@ -157,11 +164,11 @@ def test_ids_file_that_differs_from_the_manifest_is_rejected(
     with pytest.raises(
         StoreError, match=r"'movie\.ids' is .*\[504\].* the manifest means .*\[503\]"
     ):
-        IdMaps.open(path, fewer)
+        open_id_maps(path, fewer)
     with pytest.raises(StoreError, match=r"'movie\.ids' is not one of the manifest's"):
-        IdMaps.open(path, tables[1:])
+        open_id_maps(path, tables[1:])
     with pytest.raises(StoreError, match=r"'new\.ids' of the manifest is not in the file"):
-        IdMaps.open(path, (*tables, spec("new", IdRule("map", entries=1))))
+        open_id_maps(path, (*tables, spec("new", IdRule("map", entries=1))))
 
 
 def test_existing_ids_file_is_not_overwritten(maps: dict[str, IdMap], path: Path) -> None:
@@ -180,7 +187,7 @@ def test_opening_id_maps_does_not_read_the_entries(path: Path) -> None:
     path.write_bytes(header)
     os.truncate(path, len(header) + tensors["huge.starts"]["data_offsets"][1])
     before = resident_bytes()
-    huge = IdMaps.open(path, tables)["huge"]
+    huge = open_id_maps(path, tables)["huge"]
     assert len(huge) == 2**30
     assert huge.rows_of(np.array([5, -1])).tolist() == [-1, -1]
     assert resident_bytes() - before < 16 << 20

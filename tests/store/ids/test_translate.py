@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.ids.id_map import IdMap, IdMaps, write_id_maps
+from embedserve_store.ids.id_map import IdMap, open_id_maps, write_id_maps
 from embedserve_store.ids.translate import IdTranslator
 
 MAPPED = {"shop": {-5: 3, 0: 0, 2**63 - 1: 9}, "movie": {7: 1, -5: 2, 8: 1}, "void": {}}
@@ -51,7 +51,7 @@ def translators(tmp_path_factory: pytest.TempPathFactory) -> tuple[IdTranslator,
     as served."""
     path = tmp_path_factory.mktemp("maps") / "ids.safetensors"
     write_id_maps(path, built_maps())
-    return IdTranslator(MANIFEST, built_maps()), IdTranslator(MANIFEST, IdMaps.open(path, TABLES))
+    return IdTranslator(MANIFEST, built_maps()), IdTranslator(MANIFEST, open_id_maps(path, TABLES))
 
 
 def row_alone(feature: int, one: int) -> int | None:
