@@ -12,7 +12,7 @@ import numpy as np
 
 from embedserve_store.deltas.encode_changes import RowsOfIds
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens, answers_shape
+from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.parity import least_precise
@@ -64,9 +64,10 @@ def with_row_numbers(bags: Bags, base: Manifest, rows_of: Mapping[str, RowsOfIds
     """
     _check_sizes(bags, base)
     numbers = bags.ids.copy()
-    table_of = {columns.feature: columns.table.name for columns in base.columns}
-    for feature, name in enumerate(base.features):
-        if (find := rows_of.get(table_of[feature])) is None:
+    for feature, (name, table) in enumerate(
+        zip(base.features, base.table_per_feature, strict=True)
+    ):
+        if (find := rows_of.get(table.name)) is None:
             continue
         span = bags.span(feature)
         numbers[span] = find(bags.ids[span])
@@ -82,7 +83,7 @@ def check_bags(bags: Bags, base: Manifest) -> None:
     """Raises InvalidModelError unless ``bags`` of row numbers can be looked up in the version, and
     can be goldens with their results."""
     _check_sizes(bags, base)
-    shape = answers_shape(bags.lengths, base)
+    shape = base.answers_shape(bags.lengths)
     delta_goldens(bags, np.zeros(shape, np.float32), DTYPES[0], base)
 
 

@@ -90,7 +90,7 @@ class DeltaGoldens:
             raise StoreError(f"{where}: have {have} weights, the model {need} weights")
         if self.weights is not None:
             _check_shape(self.weights, self.numbers.shape, "weights", where)
-        _check_shape(self.answers, answers_shape(self.lengths, base), "answers", where)
+        _check_shape(self.answers, base.answers_shape(self.lengths), "answers", where)
         self._check_values(base, totals, where)
 
     def _check_size(self, where: str) -> None:
@@ -118,15 +118,6 @@ class DeltaGoldens:
             values = getattr(self, name)
             if values is not None and not np.isfinite(values).all():
                 raise StoreError(f"{where}: {name} has a value that is not finite")
-
-
-def answers_shape(lengths: NDArray[np.int32], base: Manifest) -> tuple[int, int]:
-    """Returns the shape of the results for bags of ``lengths`` [F, B]."""
-    if base.is_pooled:
-        return lengths.shape[1], sum(base.length_per_key)
-    totals = lengths.sum(axis=1, dtype=np.int64)
-    rows = sum(int(totals[columns.feature]) for columns in base.columns)
-    return rows, base.tables[0].embedding_dim
 
 
 def parse_goldens(data: Any, where: str) -> DeltaGoldens:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.id_rule import IdRule
@@ -26,6 +26,10 @@ from embedserve_store.format.table_spec import (
     check_tables,
     check_weighted,
 )
+
+if TYPE_CHECKING:  # commands that read no rows need no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 FORMAT_VERSION = 2
 FORMAT_VERSIONS = (1, 2)
@@ -102,13 +106,26 @@ class Manifest:
         """Returns False for an EmbeddingCollection, which returns one row per id, of one width."""
         return self.tables[0].pooling != "none"
 
+    def answers_shape(self, lengths: NDArray[np.int32]) -> tuple[int, int]:
+        """Returns the shape of the results for bags of ``lengths`` [F, B]."""
+        if self.is_pooled:
+            return lengths.shape[1], sum(self.length_per_key)
+        totals = lengths.sum(axis=1, dtype="int64")
+        return sum(int(totals[one.feature]) for one in self.columns), self.length_per_key[0]
+
     @cached_property
-    def rule_per_feature(self) -> tuple[IdRule, ...]:
-        """Returns the id rule of each feature. Tables that share a feature have the same rule."""
+    def table_per_feature(self) -> tuple[TableSpec, ...]:
+        """Returns the first table of each feature. Tables that share a feature have the same id
+        rule and equal vocabularies."""
         return tuple(
-            next(table.ids for table in self.tables if feature in table.feature_names)
+            next(table for table in self.tables if feature in table.feature_names)
             for feature in self.features
         )
+
+    @cached_property
+    def rule_per_feature(self) -> tuple[IdRule, ...]:
+        """Returns the id rule of each feature."""
+        return tuple(table.ids for table in self.table_per_feature)
 
     @cached_property
     def rows_per_feature(self) -> tuple[int, ...]:

@@ -115,11 +115,10 @@ def _check_tensors(tensors: dict[str, NDArray[Any]], manifest: Manifest, path: P
     ids, lengths = tensors["ids"], tensors["lengths"]
     examples = lengths.shape[-1] if lengths.ndim else 0
     lengths_shape = (len(manifest.features), examples)
-    answers_shape = (examples, sum(manifest.length_per_key))
-    if not manifest.is_pooled and lengths.shape == lengths_shape:
-        totals = lengths.sum(axis=1)
-        rows = sum(int(totals[columns.feature]) for columns in manifest.columns)
-        answers_shape = (rows, manifest.tables[0].embedding_dim)
+    is_shaped = lengths.shape == lengths_shape
+    answers_shape = manifest.answers_shape(
+        lengths if is_shaped else np.zeros(lengths_shape, np.int32)
+    )
     expected = {
         "ids": ("int64", (ids.size,)),
         "lengths": ("int32", lengths_shape),

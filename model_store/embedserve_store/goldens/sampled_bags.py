@@ -36,7 +36,7 @@ def sample_bags(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> Bags:
     lengths = random.integers(0, IDS_PER_BAG_MAX + 1, (features, EXAMPLES), dtype=np.int32)
     lengths[:, 0] = 2
     lengths[:, 1] = 0
-    maps = _map_per_feature(manifest, id_maps)
+    maps = [id_maps.get(table.name) for table in manifest.table_per_feature]
     lengths[[id_map is not None and not len(id_map) for id_map in maps]] = 0
     ids = [
         _sample_ids(random, int(length.sum()), rule, rows, id_map)
@@ -47,15 +47,6 @@ def sample_bags(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> Bags:
     flat = np.concatenate(ids)
     weights = random.uniform(-1, 2, len(flat)).astype(np.float32) if manifest.is_weighted else None
     return Bags(flat, lengths, weights)
-
-
-def _map_per_feature(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> list[IdMap | None]:
-    first = {
-        feature: table.name
-        for table in reversed(manifest.tables)
-        for feature in table.feature_names
-    }
-    return [id_maps.get(first[feature]) for feature in manifest.features]
 
 
 def _sample_ids(

@@ -126,7 +126,11 @@ class _MapGroup:
 
 
 def _group_maps(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> list[_MapGroup]:
-    maps = _map_per_feature(manifest, id_maps)
+    maps = {
+        feature: id_maps[table.name]
+        for feature, table in enumerate(manifest.table_per_feature)
+        if table.ids.rule == "map"
+    }
     indexes = {id(one.index): one.index for one in maps.values()}
     return [_group(index, maps, len(manifest.features)) for index in indexes.values()]
 
@@ -142,15 +146,3 @@ def _group(index: IdIndex, maps: dict[int, IdMap], feature_count: int) -> _MapGr
         buckets=np.array([members[feature].buckets for feature in features], np.uint64),
         first_slots=np.array([members[feature].first_slot for feature in features], np.int64),
     )
-
-
-def _map_per_feature(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> dict[int, IdMap]:
-    """Returns the id map of each feature with the rule map, by the feature's index.
-
-    Tables that share a feature have equal maps; the first table's map is used.
-    """
-    return {
-        column.feature: id_maps[column.table.name]
-        for column in reversed(manifest.columns)
-        if column.table.ids.rule == "map"
-    }
