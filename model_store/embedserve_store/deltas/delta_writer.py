@@ -20,12 +20,11 @@ from embedserve_store.deltas.encode_changes import (
     encode_changes,
     with_keys,
 )
-from embedserve_store.deltas.golden_bags import GoldenBags
+from embedserve_store.deltas.golden_bags import GoldenBags, PushedGoldens
 from embedserve_store.deltas.line_appender import LineAppender
 from embedserve_store.deltas.notify.channel_url import Notify
 from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.push_runner import PushRunner, evaluate
-from embedserve_store.deltas.pushed_goldens import PushedGoldens
 from embedserve_store.deltas.pushed_ids import PlacedIds, PushedIds, RemovedIds
 from embedserve_store.deltas.signing import KeyFile
 from embedserve_store.deltas.tracked_rows import TakenRows, TrackedRows, check_same_tables

@@ -5,24 +5,80 @@ Imports torch only when called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from embedserve_store.deltas.encode_changes import RowsOfIds
+from embedserve_store.deltas.encode_changes import RowsOfIds, copy_values
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.parity import least_precise
+from embedserve_store.publishing.rank_calls import RankCalls
+from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.sources import live, live_dmp
 
 GoldenBags = Any
 """Bags, or a KeyedJaggedTensor that has the features of the version."""
+GivenGoldens = tuple[GoldenBags, Any]
+"""Bags, and the results that they have."""
 
 
-def bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
+class PushedGoldens:
+    """Makes the goldens that come with a push: those of rank 0, the same on all ranks."""
+
+    def __init__(self, base: Manifest, ranks: Ranks) -> None:
+        self._base, self._ranks, self._calls = base, ranks, RankCalls(ranks)
+
+    def copied(self, goldens: GivenGoldens | None) -> GivenGoldens | None:
+        """Returns copies of bags and results on the CPU, those of rank 0 alone."""
+        if goldens is None or self._ranks.rank != 0:
+            return None
+        bags, answers = goldens
+        return _bags_of(bags, self._base), copy_values(answers)
+
+    def given(
+        self, goldens: Callable[[], GivenGoldens | None], rows_of: Mapping[str, RowsOfIds]
+    ) -> DeltaGoldens | None:
+        """Returns the given bags of callers' ids with their results; a collective.
+
+        Args:
+            goldens: returns bags and results, or raises.
+            rows_of: functions that return the rows of ids after the delta, by table.
+        """
+        return self._calls.on_first(lambda: self._given(goldens(), rows_of))
+
+    def looked_up(
+        self, goldens: GoldenBags | None, module: Any, prefix: str, dtype: str
+    ) -> DeltaGoldens | None:
+        """Returns bags of row numbers with the results of the model in training; a collective,
+        also over training's process group.
+
+        Args:
+            module: the sharded model.
+            dtype: least precise dtype of this rank's shards.
+        """
+        if not self._ranks.is_on_first(goldens is not None):
+            return None
+        base = self._base
+        bags = self._calls.on_first(lambda: _checked(_bags_of(goldens, base), base))
+        answers = self._calls.on_all(lambda: _trained_answers(module, prefix, base, bags))
+        least = least_precise(*self._ranks.from_all(dtype))
+        return self._calls.on_first(lambda: _delta_goldens(bags, answers, least, base))
+
+    def _given(
+        self, goldens: GivenGoldens | None, rows_of: Mapping[str, RowsOfIds]
+    ) -> DeltaGoldens | None:
+        if goldens is None:
+            return None
+        bags, answers = goldens
+        numbers = _with_row_numbers(_bags_of(bags, self._base), self._base, rows_of)
+        return _delta_goldens(numbers, answers, DTYPES[0], self._base)
+
+
+def _bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
     """Returns a copy of ``goldens`` as bags in the order of the version's features.
 
     Raises:
@@ -52,7 +108,7 @@ def bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
     )
 
 
-def with_row_numbers(bags: Bags, base: Manifest, rows_of: Mapping[str, RowsOfIds]) -> Bags:
+def _with_row_numbers(bags: Bags, base: Manifest, rows_of: Mapping[str, RowsOfIds]) -> Bags:
     """Returns ``bags`` with row numbers in place of ids of a vocabulary.
 
     Args:
@@ -79,12 +135,12 @@ def with_row_numbers(bags: Bags, base: Manifest, rows_of: Mapping[str, RowsOfIds
     return Bags(numbers, bags.lengths, bags.weights)
 
 
-def check_bags(bags: Bags, base: Manifest) -> None:
-    """Raises InvalidModelError unless ``bags`` of row numbers can be looked up in the version, and
-    can be goldens with their results."""
+def _checked(bags: Bags, base: Manifest) -> Bags:
+    """Returns ``bags`` of row numbers. Raises InvalidModelError unless they can be looked up in the
+    version, and can be goldens with their results."""
     _check_sizes(bags, base)
-    shape = base.answers_shape(bags.lengths)
-    delta_goldens(bags, np.zeros(shape, np.float32), DTYPES[0], base)
+    _delta_goldens(bags, np.zeros(base.answers_shape(bags.lengths), np.float32), DTYPES[0], base)
+    return bags
 
 
 def _check_sizes(bags: Bags, base: Manifest) -> None:
@@ -99,7 +155,7 @@ def _check_sizes(bags: Bags, base: Manifest) -> None:
         raise InvalidModelError(f"goldens: lengths do not add up to {len(bags.ids)} ids")
 
 
-def delta_goldens(bags: Bags, answers: Any, dtype: str, base: Manifest) -> DeltaGoldens:
+def _delta_goldens(bags: Bags, answers: Any, dtype: str, base: Manifest) -> DeltaGoldens:
     """Returns the goldens with ``answers``, the results for ``bags`` of row numbers.
 
     Args:
@@ -124,7 +180,7 @@ def delta_goldens(bags: Bags, answers: Any, dtype: str, base: Manifest) -> Delta
     return made
 
 
-def trained_answers(module: Any, prefix: str, base: Manifest, bags: Bags) -> Any:
+def _trained_answers(module: Any, prefix: str, base: Manifest, bags: Bags) -> Any:
     """Returns a sharded model's results for ``bags``.
 
     A collective of all ranks, which all have the same bags. Changes nothing in the model: neither
