@@ -9,7 +9,6 @@ compared with the training model's results alone. Never imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -37,27 +36,18 @@ _HALF_MIN = 2.0**-25
 _MARGIN = 1.5
 
 
-@dataclass(frozen=True)
-class _Rounding:
-    """Bound of the error of a stored value: relative * (largest magnitude of its row) + floor.
-
-    A quantized row spans at most twice its largest magnitude in ``codes`` steps. Rounding to a code
-    costs at most half a step. The step and the row's minimum are rounded to float16 in addition.
-    """
-
-    relative: float
-    floor: float
-
-    @classmethod
-    def of_codes(cls, codes: int) -> _Rounding:
-        return cls(2 * (0.5 / codes + _HALF) + _HALF, (codes + 1) * _HALF_MIN)
-
-
 _ROUNDING = {
-    "float32": _Rounding(0.0, 0.0),
-    "float16": _Rounding(_HALF, _HALF_MIN),
-    **{dtype: _Rounding.of_codes(codes) for dtype, codes in CODES_MAX.items()},
+    "float32": (0.0, 0.0),
+    "float16": (_HALF, _HALF_MIN),
+    **{
+        dtype: (2 * (0.5 / codes + _HALF) + _HALF, (codes + 1) * _HALF_MIN)
+        for dtype, codes in CODES_MAX.items()
+    },
 }
+"""Bounds of the error of a stored value by dtype: the first times the largest magnitude of its row,
+plus the second. A quantized row spans at most twice its largest magnitude in as many steps as there
+are codes. Rounding to a code costs at most half a step. The step and the row's minimum are rounded
+to float16 in addition."""
 
 
 def check_answers(
@@ -83,10 +73,11 @@ def check_answers(
         StoreError: a result differs from the published result, or differs from the source model's
             by more than its dtype explains. The message names the key.
     """
-    bags, bounds = goldens.bags, _sum_bounds(goldens, manifest)
-    if as_float16:
-        bounds = bounds + _added_up(bags, numbers, manifest, partial(_half_bounds, tables))
-    _compare_published(answers, goldens, bounds, manifest, where)
+    bags = goldens.bags
+    rounding = (
+        _added_up(bags, numbers, manifest, partial(_half_bounds, tables)) if as_float16 else 0.0
+    )
+    bounds = check_published(answers, goldens, manifest, where, rounding)
     _compare(
         answers,
         goldens.source_answers,
@@ -98,40 +89,30 @@ def check_answers(
 
 
 def check_published(
-    answers: NDArray[np.float32], goldens: Goldens, manifest: Manifest, where: str
-) -> None:
+    answers: NDArray[np.float32],
+    goldens: Goldens,
+    manifest: Manifest,
+    where: str,
+    rounding: NDArray[np.float32] | float = 0.0,
+) -> NDArray[np.float32]:
     """Compares ``answers``, results for the goldens' bags, with those from the stored rows. Needs
     no rows.
 
     Args:
         where: name of the version in errors.
+        rounding: how much the results may differ beyond the order of additions.
+
+    Returns:
+        Bounds of the allowed differences, in the shape of ``answers``.
 
     Raises:
         StoreError: a result differs from the published result. The message names the key.
     """
-    _compare_published(answers, goldens, _sum_bounds(goldens, manifest), manifest, where)
-
-
-def _sum_bounds(goldens: Goldens, manifest: Manifest) -> NDArray[np.float32]:
-    """Returns how much the order of additions may change the results of the goldens."""
-    return SUMS_TOLERANCE * largest_per_key(goldens.stored_answers, goldens.bags, manifest)
-
-
-def _compare_published(
-    answers: NDArray[np.float32],
-    goldens: Goldens,
-    bounds: NDArray[np.float32],
-    manifest: Manifest,
-    where: str,
-) -> None:
-    _compare(
-        answers,
-        goldens.stored_answers,
-        bounds,
-        manifest,
-        goldens.bags,
-        f"{where}: the vectors of {{}} are not the published ones",
-    )
+    stored, bags = goldens.stored_answers, goldens.bags
+    bounds = SUMS_TOLERANCE * largest_per_key(stored, bags, manifest) + rounding
+    problem = f"{where}: the vectors of {{}} are not the published ones"
+    _compare(answers, stored, bounds, manifest, bags, problem)
+    return bounds
 
 
 def least_precise(*dtypes: str) -> str:
@@ -225,10 +206,10 @@ def _row_bounds(
 
     The bounds [n, dim] follow from the rounding to the stored dtype.
     """
-    rounding = _ROUNDING[table.dtype]
+    relative, floor = _ROUNDING[table.dtype]
     rows = rows_of(table, wanted)
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-    bounds = np.float32(_MARGIN) * (largest * rounding.relative + rounding.floor)
+    bounds = np.float32(_MARGIN) * (largest * relative + floor)
     return np.broadcast_to(bounds, rows.shape).astype(np.float32)
 
 
