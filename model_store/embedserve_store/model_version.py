@@ -14,11 +14,12 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.goldens.goldens_file import Goldens, load_goldens
+from embedserve_store.goldens.reference_pooling import pool_stored
+from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.parts.local_tables import with_local_part
 from embedserve_store.parts.part import Part, RowSelection
-from embedserve_store.parts.part_goldens import part_goldens
 from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.part_plan import part_plan
 from embedserve_store.plans.plan import Plan
@@ -76,10 +77,15 @@ class ModelVersion:
     def goldens(self) -> Goldens:
         """Reads the goldens; raises StoreError if the file has changed since it was published.
 
-        Those of a part are not read but sampled from its rows.
+        Those of a version span all parts, so those of a part are sampled from its rows. Equal
+        manifests give equal bags, and each table has its first and its last row that requests can
+        reach in them. Both results are those of the stored rows: the source model's results for
+        these bags are unknown.
         """
         if self.published is not None:
-            return part_goldens(self.manifest, self.tables)
+            bags = sample_bags(self.manifest, {})
+            results = pool_stored(self.manifest, bags, bags.ids, self.tables)
+            return Goldens(bags, results, results)
         path = self.path / "goldens.safetensors"
         try:
             return load_goldens(path, self.manifest, self.translator)

@@ -6,6 +6,7 @@ Never imports torch. A source model computes its own outputs elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,11 +66,7 @@ def pool_stored(
     manifest: Manifest, bags: Bags, numbers: NDArray[np.int64], tables: TablesFile
 ) -> NDArray[np.float32]:
     """Returns the results from the stored rows, and reads only the rows with these numbers."""
-
-    def rows_of(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        return stored_rows(tables, table, wanted)
-
-    return pool(manifest, bags, numbers, rows_of)
+    return pool(manifest, bags, numbers, partial(stored_rows, tables))
 
 
 def stored_rows(
