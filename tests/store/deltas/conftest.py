@@ -1,10 +1,12 @@
-"""Fixtures: a published version to which deltas are appended."""
+"""Fixtures and helpers: a published version, deltas appended to it, and their line."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from delta_keys import KeyPair, key_pair
 from numpy.typing import NDArray
 from writable import writable
 
-from embedserve_store import DeltaWriter
+from embedserve_store import DeltaLine, DeltaWriter, ModelStore
+from embedserve_store.deltas.signing import trusted_keys
+from embedserve_store.errors import UnreachableError
+from embedserve_store.format.delta_manifest import DeltaManifest
 
 DIMS = {"user": 16, "item": 8, "tag": 4}
 
@@ -37,3 +42,47 @@ def key_files(tmp_path: Path) -> KeyPair:
 
 def rows(table: str, count: int, seed: int = 0) -> NDArray[np.float32]:
     return np.random.default_rng(seed).normal(size=(count, DIMS[table])).astype(np.float32)
+
+
+def tag_row(row: int, seed: int = 0) -> dict[str, Any]:
+    """Returns the changes of a push of one row of "tag"."""
+    return {"tag": ([row], rows("tag", 1, seed))}
+
+
+def push(writer: DeltaWriter, *numbers: int) -> int:
+    """Pushes rows of "tag", by default the one after the last seq; returns the seq."""
+    chosen = list(numbers) or [writer.seq % 16]
+    return writer.push_rows({"tag": (chosen, rows("tag", len(chosen), seed=writer.seq))})
+
+
+def line_of(store: Path, keys: Path | None = None, *, version: int = 1) -> DeltaLine:
+    """Returns the line of a version of "m", whose deltas are read with public keys if given."""
+    models = ModelStore(store)
+    manifest = models.manifest("m", version)
+    return DeltaLine(models, manifest, trusted_keys(keys) if keys else None)
+
+
+def deltas_in(store: Path) -> list[DeltaManifest]:
+    return [delta for delta, _ in line_of(store).deltas()]
+
+
+@contextmanager
+def failing_writes(
+    writer: DeltaWriter, ending: str = "", *, is_written: bool = False
+) -> Iterator[None]:
+    """Makes the writes of files with this ending fail; with ``is_written`` the store has the file,
+    and its response is lost."""
+    real = writer._line.write
+
+    def write(name: str, data: bytes) -> bool:
+        if not name.endswith(ending):
+            return real(name, data)
+        if is_written:
+            assert real(name, data)
+        raise UnreachableError("the store is away")
+
+    writer._line.write = write
+    try:
+        yield
+    finally:
+        writer._line.write = real

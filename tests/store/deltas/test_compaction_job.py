@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 from forkserver import PYTHON, run_warm
-from store.deltas.conftest import rows
+from store.deltas.conftest import line_of, tag_row
 
 from embedserve_store import DeltaWriter, ModelStore, set_alias, undo_deltas
-from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.errors import StoreError
 
 MANIFEST = Path(__file__).parents[3] / "deploy/kubernetes/compact/cronjob.yaml"
@@ -37,7 +36,7 @@ def run_program(store: Path, keep: int) -> subprocess.CompletedProcess[str]:
 
 def test_aliases_move_to_the_compacted_version(store: Path, writer: DeltaWriter) -> None:
     def push(row: int) -> None:
-        writer.push_rows({"tag": ([row], rows("tag", 1, seed=row))})
+        writer.push_rows(tag_row(row, seed=row))
 
     push(1)
     set_alias(store, "m", "stable", 1)
@@ -72,13 +71,12 @@ def test_compacted_deltas_are_undone_on_the_previous_version(
     """Follows the steps of docs/deltas.md."""
 
     def kept_seqs(version: int) -> list[int]:
-        models = ModelStore(store)
-        line = DeltaLine(models, models.manifest("m", version))
+        line = line_of(store, version=version)
         return [one.seq for one in line.kept(line.seqs()[-1])]
 
     set_alias(store, "m", "stable", 1)
     for row in (1, 2, 3):
-        writer.push_rows({"tag": ([row], rows("tag", 1, seed=row))})
+        writer.push_rows(tag_row(row, seed=row))
     run(store, keep=5)
     assert versions_of_aliases(store) == {"stable": 2}
     set_alias(store, "m", "stable", 1, at_seq=1)
@@ -93,6 +91,6 @@ def test_compacted_deltas_are_undone_on_the_previous_version(
     run(store, keep=5)
     assert versions_of_aliases(store) == {"stable": 3}
     with DeltaWriter(store, model="m") as another:
-        another.push_rows({"tag": ([1], rows("tag", 1))})
+        another.push_rows(tag_row(1))
     assert kept_seqs(3) == [5]
     assert writer.seq == 4

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store.deltas.conftest import rows
+from store.deltas.conftest import line_of, rows
 
-from embedserve_store import DeltaLine, DeltaWriter, ModelStore, StoreError
+from embedserve_store import DeltaWriter, StoreError
 from embedserve_store.deltas import delta_line, row_numbers
 from embedserve_store.format import delta_file
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, manifest_name
@@ -32,14 +32,9 @@ def folder(store: Path, writer: DeltaWriter) -> Path:
     return store / "m/deltas/1"
 
 
-def line_of(folder: Path) -> DeltaLine:
-    models = ModelStore(folder.parents[2])
-    return DeltaLine(models, models.manifest("m"))
-
-
 def read_all(folder: Path) -> list[int]:
     """Reads every byte of the line; returns the seqs."""
-    line = line_of(folder)
+    line = line_of(folder.parents[2])
     seqs = []
     for delta, position in line.deltas():
         for _ in line.rows(delta):
@@ -62,9 +57,9 @@ def edit_manifest(path: Path, change: Callable[[Any], None]) -> None:
 
 
 def test_deltas_are_read_in_order(folder: Path) -> None:
-    assert line_of(folder).seqs() == [1, 2, 3]
+    assert line_of(folder.parents[2]).seqs() == [1, 2, 3]
     assert read_all(folder) == [1, 2, 3]
-    line = line_of(folder)
+    line = line_of(folder.parents[2])
     assert [delta.step for delta, _ in line.deltas(last=2)] == [1, 2]
 
 
@@ -83,7 +78,7 @@ def test_missing_delta_in_the_middle_is_an_error(folder: Path) -> None:
 
 def test_delta_past_the_end_is_an_error(folder: Path) -> None:
     with pytest.raises(StoreError, match="delta 4 of line 1 does not exist"):
-        [*line_of(folder).deltas(last=4)]
+        [*line_of(folder.parents[2]).deltas(last=4)]
 
 
 def test_fork_of_the_line_is_detected(folder: Path) -> None:
@@ -152,13 +147,13 @@ def test_repeated_rows_are_searched_once_per_table(
         return delta_file.repeated_row(*numbers)
 
     monkeypatch.setattr(delta_line, "repeated_row", counted)
-    line = line_of(store / "m/deltas/1")
+    line = line_of(store)
     assert sum(len(changes) for changes in line.rows(line.manifest(1)[0])) == 11
     assert sorted(searched) == [2, 9]
 
 
 def test_row_numbers_of_a_delta_match_the_push(folder: Path) -> None:
-    line = line_of(folder)
+    line = line_of(folder.parents[2])
     delta, _ = line.manifest(2)
     ((tag,),) = line.rows(delta)
     np.testing.assert_array_equal(tag.numbers, [2, 9])
@@ -169,7 +164,7 @@ def test_rows_between_holds_only_row_numbers_in_memory(store: Path, writer: Delt
     numbers, values = np.arange(300), rows("user", 300)
     for _ in range(20):
         writer.push_rows({"user": (numbers, values)})
-    line = line_of(store / "m/deltas/1")
+    line = line_of(store)
     line.rows_between(0, 1)
     tracemalloc.start()
     try:
@@ -186,7 +181,7 @@ def test_rows_of_a_delta_are_held_in_memory_one_file_at_a_time(
 ) -> None:
     monkeypatch.setattr(delta_file, "PART_BYTES", 1024)
     writer.push_rows({"user": (np.arange(300), rows("user", 300))})
-    line = line_of(store / "m/deltas/1")
+    line = line_of(store)
     delta, _ = line.manifest(1)
     assert len(delta.files) > 10
     files = []
@@ -207,14 +202,14 @@ def test_collected_row_numbers_are_unique_and_ascending(monkeypatch: pytest.Monk
 
 def test_manifest_with_too_large_a_seq_is_ignored(folder: Path) -> None:
     (folder / manifest_name(DELTA_SEQ_MAX + 1)).write_bytes(b"{}")
-    assert line_of(folder).seqs() == [1, 2, 3]
+    assert line_of(folder.parents[2]).seqs() == [1, 2, 3]
 
 
 def test_next_delta_is_read_by_name_without_listing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that follows a line requests one manifest and never lists the folder."""
-    line = line_of(folder)
+    line = line_of(folder.parents[2])
     monkeypatch.setattr(line, "seqs", None)
     found = line.after(line.start)
     seqs = []
@@ -225,13 +220,13 @@ def test_next_delta_is_read_by_name_without_listing(
 
 
 def test_next_delta_is_none_at_the_end_of_the_line(store: Path, writer: DeltaWriter) -> None:
-    line = line_of(store / "m/deltas/1")
+    line = line_of(store)
     assert line.after(line.start) is None
     writer.push_rows({})
     assert line.after(line.start) is not None
 
 
 def test_next_delta_must_continue_the_previous_delta(folder: Path) -> None:
-    line = line_of(folder)
+    line = line_of(folder.parents[2])
     with pytest.raises(StoreError, match=r"0002\.json: does not continue delta 1: previous is"):
         line.after(replace(line.start, seq=1))

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 from server.python import run_warm_python
-from store.deltas.conftest import rows
+from store.deltas.conftest import deltas_in, failing_writes, line_of, rows, tag_row
 
 from embedserve_store import (
     Bags,
-    DeltaLine,
     DeltaWriter,
     IdRule,
     InvalidModelError,
@@ -31,21 +30,12 @@ from embedserve_store.deltas import append as append_module
 from embedserve_store.deltas import line_appender
 from embedserve_store.format import delta_file
 from embedserve_store.format.delta_file import ChangedRows, encoded_bytes
-from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, DeltaManifest, manifest_name
+from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, manifest_name
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.publishing.added_file import STALE_S
 from embedserve_store.writing import staging
 
 TIMEOUT_S = 300
-
-
-def line_of(store: Path) -> DeltaLine:
-    models = ModelStore(store)
-    return DeltaLine(models, models.manifest("m"))
-
-
-def deltas_in(store: Path) -> list[DeltaManifest]:
-    return [delta for delta, _ in line_of(store).deltas()]
 
 
 def files_in(store: Path) -> set[str]:
@@ -106,9 +96,9 @@ def test_invalid_rows_are_rejected_and_nothing_is_written(
     store: Path, writer: DeltaWriter, changes: Any, message: str
 ) -> None:
     with pytest.raises(InvalidModelError, match=message):
-        writer.push_rows({"tag": ([1], rows("tag", 1)), **changes})
+        writer.push_rows(tag_row(1) | changes)
     assert files_in(store) == set()
-    assert writer.push_rows({"tag": ([1], rows("tag", 1))}) == 1
+    assert writer.push_rows(tag_row(1)) == 1
 
 
 @pytest.mark.parametrize(("ids", "new"), [([10, -5, 1 << 62], 11), (["a", "b", "ü"], "c")])
@@ -137,16 +127,16 @@ def test_next_writer_continues_after_the_last_delta(store: Path) -> None:
     for seq in (1, 2, 3):
         with DeltaWriter(store, model="m") as writer:
             assert writer.seq == seq - 1
-            assert writer.push_rows({"tag": ([seq], rows("tag", 1))}) == seq
+            assert writer.push_rows(tag_row(seq)) == seq
     assert len({delta.token for delta in deltas_in(store)}) == 3
 
 
 def test_writer_is_fenced_once_another_writer_pushes(store: Path, writer: DeltaWriter) -> None:
     with DeltaWriter(store, model="m") as other:
-        assert other.push_rows({"tag": ([1], rows("tag", 1))}) == 1
+        assert other.push_rows(tag_row(1)) == 1
         for _ in range(2):
             with pytest.raises(WriterFencedError, match="stop"):
-                writer.push_rows({"tag": ([2], rows("tag", 1))})
+                writer.push_rows(tag_row(2))
         assert other.push_rows({}) == 2
     assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {}]
 
@@ -159,7 +149,7 @@ def test_exactly_one_of_concurrent_writers_gets_a_seq(store: Path) -> None:
     def push(writer: DeltaWriter, row: int) -> None:
         start.wait()
         try:
-            outcomes.append(writer.push_rows({"tag": ([row], rows("tag", 1))}))
+            outcomes.append(writer.push_rows(tag_row(row)))
         except WriterFencedError:
             outcomes.append("fenced")
 
@@ -172,28 +162,19 @@ def test_exactly_one_of_concurrent_writers_gets_a_seq(store: Path) -> None:
     assert len(deltas_in(store)) == 1
 
 
-def test_lost_response_does_not_fence_the_writer(
-    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_response_does_not_fence_the_writer(store: Path, writer: DeltaWriter) -> None:
     """The store writes the delta, but the writer gets an error. It continues after its own
     delta."""
-    real = writer._line.write
-
-    def write_and_lose_response(name: str, data: bytes) -> bool:
-        assert real(name, data)
-        if name.endswith(".json"):
-            raise StoreError("connection reset")
-        return True
-
-    monkeypatch.setattr(writer._line, "write", write_and_lose_response)
-    with pytest.raises(StoreError, match="connection reset"):
-        writer.push_rows({"tag": ([1], rows("tag", 1))})
-    monkeypatch.setattr(writer._line, "write", real)
-    assert writer.push_rows({"tag": ([2], rows("tag", 1))}) == 2
+    with (
+        failing_writes(writer, ".json", is_written=True),
+        pytest.raises(StoreError, match="the store is away"),
+    ):
+        writer.push_rows(tag_row(1))
+    assert writer.push_rows(tag_row(2)) == 2
     assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {"tag": 1}]
 
 
-@pytest.mark.parametrize("changes", [{"tag": ([1], rows("tag", 1))}, {}])
+@pytest.mark.parametrize("changes", [tag_row(1), {}])
 def test_push_retried_after_a_lost_response_is_written_once(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, changes: Any
 ) -> None:
@@ -239,26 +220,17 @@ def test_manifest_over_the_size_limit_is_not_written(
     assert deltas_in(store) == []
 
 
-def test_failed_push_leaves_no_delta(
-    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_push_leaves_no_delta(store: Path, writer: DeltaWriter) -> None:
     """Fails the write of each kind of file. No reader sees the push, and the same push succeeds
     later."""
-    real = writer._line.write
-    pushed = {"tag": ([1], rows("tag", 1))}
-    for failing in (".safetensors", ".json"):
-
-        def fail(name: str, data: bytes, failing: str = failing) -> bool:
-            if name.endswith(failing):
-                raise StoreError(f"{name}: disk is full")
-            return real(name, data)
-
-        monkeypatch.setattr(writer._line, "write", fail)
-        with pytest.raises(StoreError, match="disk is full"):
-            writer.push_rows(pushed)
+    for ending in (".safetensors", ".json"):
+        with (
+            failing_writes(writer, ending),
+            pytest.raises(StoreError, match="the store is away"),
+        ):
+            writer.push_rows(tag_row(1))
         assert deltas_in(store) == []
-    monkeypatch.setattr(writer._line, "write", real)
-    assert writer.push_rows(pushed) == 1
+    assert writer.push_rows(tag_row(1)) == 1
     assert len(deltas_in(store)) == 1
 
 
@@ -272,7 +244,7 @@ def test_store_without_hard_links_is_rejected_unless_is_alone(
     with pytest.raises(StoreError, match=r"two writers could overwrite .* is_alone=True"):
         DeltaWriter(store, model="m")
     with DeltaWriter(store, model="m", is_alone=True) as writer:
-        assert writer.push_rows({"tag": ([1], rows("tag", 1))}) == 1
+        assert writer.push_rows(tag_row(1)) == 1
     assert len(deltas_in(store)) == 1
 
 
@@ -291,7 +263,7 @@ def test_next_writer_removes_stale_files_of_a_killed_writer(store: Path) -> None
     old_s = stale_file.stat().st_mtime - STALE_S - 60
     os.utime(stale_file, (old_s, old_s))
     with DeltaWriter(store, model="m") as writer:
-        writer.push_rows({"tag": ([1], rows("tag", 1))})
+        writer.push_rows(tag_row(1))
     assert not stale_file.exists()
     assert len(files_in(store)) == 2
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from store.deltas.conftest import DIMS, rows
+from store.deltas.conftest import DIMS, line_of, rows
 from torchrec import KeyedJaggedTensor
 
 from embedserve_store import (
@@ -37,11 +37,6 @@ BAGS = Bags(
     np.array([[2, 1], [0, 1], [1, 2], [1, 1]], np.int32),
     None,
 )
-
-
-def line_of(store: Path) -> DeltaLine:
-    models = ModelStore(store)
-    return DeltaLine(models, models.manifest("m", 1))
 
 
 def pushed_goldens(store: Path, seq: int = 1) -> DeltaGoldens:

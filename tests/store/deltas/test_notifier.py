@@ -16,8 +16,7 @@ import pytest
 from brokers import KINDS, WAIT_S_MAX, Broker, running, tls_files
 from nats.errors import SecureConnRequiredError
 from server.python import environment
-from store.deltas.conftest import rows
-from store.deltas.test_delta_writer import deltas_in
+from store.deltas.conftest import deltas_in, tag_row
 from waits import wait_until
 
 from embedserve_store import DeltaWriter, StoreError, undo_deltas
@@ -79,10 +78,6 @@ async def _stored_nats_seqs(stream: Any) -> list[int]:
         raise
     count = consumer.delivered.consumer_seq + consumer.num_pending
     return [int((await subscription.next_msg(WAIT_S_MAX)).data) for _ in range(count)]
-
-
-def tag_row(row: int) -> dict[str, Any]:
-    return {"tag": ([row], rows("tag", 1))}
 
 
 def test_each_push_and_undo_publishes_its_seq(store: Path, broker: Broker) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.deltas.conftest import rows
+from store.deltas import conftest
+from store.deltas.conftest import failing_writes, line_of
 
 from embedserve_store import (
-    DeltaLine,
     DeltaWriter,
     ModelStore,
     StoreError,
@@ -33,7 +33,7 @@ from embedserve_store.format.delta_manifest import file_name, manifest_name
 
 def push(writer: DeltaWriter, count: int) -> None:
     for _ in range(count):
-        writer.push_rows({"tag": ([writer.seq % 16], rows("tag", 1))})
+        conftest.push(writer)
 
 
 def seqs(store: Path, line: int = 1) -> list[int]:
@@ -53,9 +53,7 @@ def test_deltas_needed_by_a_version_are_kept(store: Path, writer: DeltaWriter) -
     assert prune_deltas(store, "m", keep_s=0) == []
     (event,) = [one for one in ModelStore(store).history("m") if "deltas" in one.detail]
     assert (event.what, event.detail) == ("prune", "deltas 1 to 3 of line 1")
-    models = ModelStore(store)
-    line = DeltaLine(models, models.manifest("m"))
-    assert [delta.seq for delta, _ in line.deltas()] == [4, 5]
+    assert [delta.seq for delta, _ in line_of(store, version=2).deltas()] == [4, 5]
     push(writer, 1)  # a writer continues
     undo_deltas(store, "m", to=3, why="")
     with DeltaWriter(store, model="m") as other:
@@ -73,20 +71,9 @@ def test_writer_continues_after_all_deltas_were_pruned(store: Path, writer: Delt
         assert other.seq == 3
 
 
-def test_files_of_a_failed_push_are_pruned_with_their_seq(
-    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = writer._line.write
-
-    def fail_manifest(name: str, data: bytes) -> bool:
-        if name.endswith(".json"):
-            raise StoreError("away")
-        return real(name, data)
-
-    monkeypatch.setattr(writer._line, "write", fail_manifest)
-    with pytest.raises(StoreError, match="away"):
+def test_files_of_a_failed_push_are_pruned_with_their_seq(store: Path, writer: DeltaWriter) -> None:
+    with failing_writes(writer, ".json"), pytest.raises(StoreError, match="away"):
         push(writer, 1)
-    monkeypatch.setattr(writer._line, "write", real)
     push(writer, 2)
     compact_deltas(store, "m", seq=1)
     prune(store, "m", keep=1)

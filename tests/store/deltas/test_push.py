@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from server.python import run_warm_python
+from store.deltas.conftest import line_of
 from store.deltas.tracked_training import USER, batch, gathered, ranker, stepper
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
 from embedserve_store import (
     Bags,
-    DeltaLine,
     DeltaWriter,
     InvalidModelError,
     ModelStore,
@@ -51,7 +51,7 @@ def test_stored_rows_equal_trained_rows_after_each_push(tmp_path: Path, mode: st
     assert done.returncode == 0, done.stderr[-4000:]
     models = ModelStore(store)
     base = models.load("m", 1)
-    line = DeltaLine(models, base.manifest)
+    line = line_of(store)
     tables = {name: base.tables.rows(name).copy() for name in base.tables.tables}
     published = {name: table.copy() for name, table in tables.items()}
     push_count = 0
@@ -94,8 +94,7 @@ def rows_in(tables: dict[str, np.ndarray]) -> RowsOf:
 
 def row_numbers(store: Path, seq: int) -> dict[str, set[int]]:
     """Returns the row numbers in a delta, by table."""
-    models = ModelStore(store)
-    line = DeltaLine(models, models.manifest("m", 1))
+    line = line_of(store)
     files = line.rows(line.manifest(seq)[0])
     return {one.table.name: {*one.numbers.tolist()} for changes in files for one in changes}
 
@@ -145,8 +144,7 @@ def test_push_after_two_undos_has_the_rows_of_both_undos(tmp_path: Path, one_ran
     dmp = ranker(tables=USER)
     store = tmp_path / "store"
     publish_sharded(dmp, store, model="m")
-    models = ModelStore(store)
-    line = DeltaLine(models, models.manifest("m"))
+    line = line_of(store)
 
     def pushed_rows(delta: DeltaManifest) -> list[int]:
         return [int(row) for (change,) in line.rows(delta) for row in change.numbers]

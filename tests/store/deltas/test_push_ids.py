@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from server.python import run_warm_python
-from store.deltas.conftest import DIMS, rows
-from store.deltas.push_ids_helpers import ids_of, last_of, line_of, lose_responses, numbers_of
+from store.deltas.conftest import DIMS, failing_writes, line_of, rows
+from store.deltas.push_ids_helpers import ids_of, last_of, numbers_of
 
 from embedserve_store import (
     Bags,
@@ -112,16 +112,10 @@ def test_invalid_id_changes_are_rejected_and_nothing_is_pushed(
     assert ids_of(store) == {7: 3}
 
 
-def test_failed_push_assigns_no_row(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_push_assigns_no_row(store: Path) -> None:
     with DeltaWriter(store, model="m") as writer:
-        with monkeypatch.context() as failing:
-
-            def fail(*_: Any) -> None:
-                raise StoreError("the disk is full")
-
-            failing.setattr(line_appender, "append", fail)
-            with pytest.raises(StoreError, match="the disk is full"):
-                writer.push_rows({"user": ([7], rows("user", 1))}, removed={"user": [100]})
+        with failing_writes(writer, ".json"), pytest.raises(StoreError, match="is away"):
+            writer.push_rows({"user": ([7], rows("user", 1))}, removed={"user": [100]})
         writer.push_rows({"user": ([8, 100], rows("user", 2))})
         assert ids_of(store) == {8: 3}
 
@@ -171,15 +165,14 @@ def test_ids_in_several_files_are_checked_for_repeats_once(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_next_push_knows_the_ids_of_a_push_with_a_lost_response(
-    store: Path, monkeypatch: pytest.MonkeyPatch, again: bool
-) -> None:
+def test_next_push_knows_the_ids_of_a_push_with_a_lost_response(store: Path, again: bool) -> None:
     with DeltaWriter(store, model="m") as writer:
-        with monkeypatch.context() as losing:
-            lose_responses(losing)
-            lost: Any = {"user": ([7], rows("user", 1))}
-            with pytest.raises(UnreachableError, match="timed out"):
-                writer.push_rows(lost, removed={"user": [100]})
+        lost: Any = {"user": ([7], rows("user", 1))}
+        with (
+            failing_writes(writer, ".json", is_written=True),
+            pytest.raises(StoreError, match="the store is away"),
+        ):
+            writer.push_rows(lost, removed={"user": [100]})
         if again:
             assert writer.push_rows(lost, removed={"user": [100]}) == 2
             assert not last_of(store).ids

@@ -16,8 +16,7 @@ import pytest
 import torch
 from forkserver import PYTHON, WarmPopen
 from server.python import environment
-from store.deltas.conftest import rows
-from store.deltas.test_delta_writer import deltas_in, line_of
+from store.deltas.conftest import deltas_in, failing_writes, line_of, rows, tag_row
 from store.deltas.test_goldens import BAGS, pushed_goldens, version_results
 from store.deltas.tracked_training import USER, gathered, ranker, stepper
 
@@ -58,24 +57,6 @@ class WriteGate:
 
     def open(self) -> None:
         self._opened.set()
-
-
-def fail_writes(writer: DeltaWriter) -> Callable[[], None]:
-    """Makes the store fail; returns the function that repairs it."""
-    real = writer._line.write
-
-    def fail(name: str, data: bytes) -> bool:
-        raise StoreError("the store is away")
-
-    def restore_writes() -> None:
-        writer._line.write = real
-
-    writer._line.write = fail
-    return restore_writes
-
-
-def tag_row(row: int) -> dict[str, Any]:
-    return {"tag": ([row], rows("tag", 1))}
 
 
 def user_rows(store: Path, seq: int) -> dict[int, list[float]]:
@@ -137,13 +118,12 @@ def test_next_push_has_the_rows_of_a_failed_push(tmp_path: Path, one_rank: None)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
         step, published = stepper(dmp), gathered(dmp)
-        restore_writes = fail_writes(writer)
         step(user_batch(1, 2))
-        future = writer.push(wait=False)
-        for _ in range(2):  # a future raises on this rank only
-            with pytest.raises(StoreError, match="the store is away"):
-                future.result(WAIT_S_MAX)
-        restore_writes()
+        with failing_writes(writer):
+            future = writer.push(wait=False)
+            for _ in range(2):  # a future raises on this rank only
+                with pytest.raises(StoreError, match="the store is away"):
+                    future.result(WAIT_S_MAX)
         step(user_batch(2, 3))
         with pytest.raises(StoreError, match="the store is away"):
             writer.push()
@@ -171,9 +151,8 @@ def test_caller_writes_the_push_if_no_thread_starts(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fail_to_start)
         assert writer.push_rows(tag_row(1), wait=False).result(0) == 1
-        restore_writes = fail_writes(writer)
-        assert isinstance(writer.push_rows(tag_row(2), wait=False).exception(0), StoreError)
-        restore_writes()
+        with failing_writes(writer):
+            assert isinstance(writer.push_rows(tag_row(2), wait=False).exception(0), StoreError)
     with pytest.raises(StoreError, match="the store is away"):
         writer.wait()
     assert "no thread for a push: can't start new thread" in caplog.text
@@ -292,11 +271,10 @@ def test_undo_during_a_push_raises_in_push_and_is_cleared_by_resume(
 
 
 def test_resume_raises_push_errors_other_than_an_undo(store: Path, writer: DeltaWriter) -> None:
-    restore_writes = fail_writes(writer)
-    writer.push_rows(tag_row(1), wait=False)
-    with pytest.raises(StoreError, match="the store is away"):
-        writer.resume()
-    restore_writes()
+    with failing_writes(writer):
+        writer.push_rows(tag_row(1), wait=False)
+        with pytest.raises(StoreError, match="the store is away"):
+            writer.resume()
     writer.resume()
 
 
@@ -310,10 +288,10 @@ def test_close_waits_for_the_push_and_raises_its_error(
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path / "own", model="m")
     writer = DeltaWriter(tmp_path / "own", model="m", module=dmp)
-    fail_writes(writer)
-    writer.push(wait=False)
-    with pytest.raises(StoreError, match="the store is away"):
-        writer.close()
+    with failing_writes(writer):
+        writer.push(wait=False)
+        with pytest.raises(StoreError, match="the store is away"):
+            writer.close()
     assert dmp.get_delta_tracker() is None
     writer.close()
 

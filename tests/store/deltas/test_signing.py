@@ -13,10 +13,9 @@ from delta_keys import KeyPair, key_pair, replace_file, resealed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store.conftest import small_collection
-from store.deltas.signing_helpers import line_of, push
+from store.deltas.conftest import line_of, push
 
 from embedserve_store import (
-    DeltaLine,
     DeltaWriter,
     ModelStore,
     StoreError,
@@ -185,9 +184,8 @@ def test_malformed_signature_is_rejected(
     changed = resealed(path.read_bytes(), lambda data: data.update(signature=signature))
     replace_file(path, changed)
     assert ": signature is " in rejection(signed, key_files.public, 2)
-    models = ModelStore(signed)
     with pytest.raises(StoreError, match=r"signature is .*, expected"):  # without a key, too
-        DeltaLine(models, models.manifest("m")).manifest(2)
+        line_of(signed).manifest(2)
 
 
 def test_signature_elsewhere_in_the_file_is_ignored(signed: Path, key_files: KeyPair) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from delta_keys import KeyPair, private_pem, public_pem
-from store.deltas.signing_helpers import line_of, push
+from store.deltas.conftest import line_of, push
 
 import embedserve_store
 from embedserve_store import DeltaWriter, StoreError, undo_deltas

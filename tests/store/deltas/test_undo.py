@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store.deltas.conftest import rows
+from store.deltas.conftest import failing_writes, line_of, push
 
 from embedserve_store import (
     DeltaLine,
@@ -29,15 +29,6 @@ from embedserve_store.errors import UnreachableError
 from embedserve_store.format.delta_manifest import DeltaManifest, manifest_name
 from embedserve_store.publishing.added_file import Write
 from embedserve_store.writing import staging
-
-
-def push(writer: DeltaWriter, *numbers: int) -> int:
-    return writer.push_rows({"tag": (list(numbers), rows("tag", len(numbers), seed=writer.seq))})
-
-
-def line_of(store: Path) -> DeltaLine:
-    models = ModelStore(store)
-    return DeltaLine(models, models.manifest("m", 1))
 
 
 def undo(store: Path, to: int, why: str = "CTR fell") -> int:
@@ -262,8 +253,7 @@ def test_undo_reverts_any_version_to_its_own_rows(
     assert compact_deltas(store, "m", seq=4).version == 2
     push(writer, 5)
     assert undo_deltas(store, "m", to=4, why="").seq == 6  # undo of version 2
-    models = ModelStore(store)
-    two = DeltaLine(models, models.manifest("m", 2))
+    two = line_of(store, version=2)
     assert ([delta.seq for delta, _ in two.deltas()], [*two.kept(6)]) == ([5, 6], [])
     publish(make_ebc(), store, model="m")
     with DeltaWriter(store, model="m") as other:
@@ -317,22 +307,15 @@ def test_push_after_an_undo_raises_until_resume(store: Path, writer: DeltaWriter
 
 
 def test_resume_skips_the_writers_own_delta_with_a_lost_response(
-    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+    store: Path, writer: DeltaWriter
 ) -> None:
     """The delta is the writer's own, although the writer does not know that it was written."""
     push(writer, 1)
-    real = writer._line.write
-
-    def write_and_lose_response(name: str, data: bytes) -> bool:
-        is_new = real(name, data)
-        if name.endswith(".json"):
-            raise StoreError("connection reset")
-        return is_new
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer._line, "write", write_and_lose_response)
-        with pytest.raises(StoreError, match="connection reset"):
-            push(writer, 2)
+    with (
+        failing_writes(writer, ".json", is_written=True),
+        pytest.raises(StoreError, match="the store is away"),
+    ):
+        push(writer, 2)
     assert writer.seq == 1
     undo(store, 0)
     writer.resume()

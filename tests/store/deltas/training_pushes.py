@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
+from store.deltas.conftest import failing_writes
 from store.deltas.tracked_training import batch, gathered, ranker, stepper
 from torchrec import KeyedJaggedTensor
 
@@ -137,16 +138,8 @@ def undo_all(pushes: Pushes, store: str, rank: int, step: Callable[[], None]) ->
 
 def fail_once(writer: DeltaWriter, pushes: Pushes) -> None:
     """Makes a push fail at its manifest: all ranks raise, and the next push has its rows."""
-    real = writer._line.write
-
-    def fail_manifest(name: str, data: bytes) -> bool:
-        if name.endswith(".json"):
-            raise StoreError("the store is away")
-        return real(name, data)
-
-    writer._line.write = fail_manifest
-    pushes.fail(StoreError, "the store is away")
-    writer._line.write = real
+    with failing_writes(writer, ".json"):
+        pushes.fail(StoreError, "the store is away")
 
 
 if __name__ == "__main__":
