@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from embedserve_store.deltas.compact_ids import golden_bags, write_vocabularies
-from embedserve_store.deltas.delta_line import DeltaLine, joined_ids, kept
+from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.deltas.signing import KeyFile, trusted_keys
 from embedserve_store.errors import StoreError, UnreachableError
-from embedserve_store.format.changed_ids import ChangedIds
+from embedserve_store.format.changed_ids import ChangedIds, joined_ids
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import FOLDER, LINE_SEQ, LinePosition, check_seq

@@ -6,7 +6,7 @@ Never imports torch, never writes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from embedserve_store.format.changed_ids import (
     ChangedIds,
     check_same_ids,
     decode_ids,
+    joined_ids,
     no_ids,
     united_ids,
 )
@@ -60,15 +61,6 @@ def kept(
             seq = delta.seq - 1
         else:
             seq = delta.reverts_to
-
-
-def joined_ids(changes: Iterable[Mapping[str, ChangedIds]]) -> dict[str, ChangedIds]:
-    """Returns the changed ids of several deltas, one after the other, by table."""
-    joined: dict[str, ChangedIds] = {}
-    for one in changes:
-        for name, change in one.items():
-            joined[name] = joined[name].then(change) if name in joined else change
-    return joined
 
 
 def stored_seqs(models: ModelStore, model: str, line: int) -> NDArray[np.int64]:

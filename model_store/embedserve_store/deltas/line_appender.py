@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.deltas.append import append, check_no_overwrites
-from embedserve_store.deltas.delta_line import DeltaLine, joined_ids
+from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.signing import KeyFile, SigningKey, check_stays_signed, signing_key
 from embedserve_store.errors import (
     InvalidModelError,
@@ -28,6 +28,7 @@ from embedserve_store.format.changed_ids import (
     ChangedIds,
     encode_ids,
     encoded_id_bytes,
+    joined_ids,
     split_ids,
 )
 from embedserve_store.format.delta_file import ChangedRows, encode, encoded_bytes, split

@@ -13,7 +13,7 @@ from embedserve_store.deltas.encode_changes import Ids, KeyedChanges, RowsOfIds,
 from embedserve_store.deltas.line_appender import LineAppender
 from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds, named_changes
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.changed_ids import REMOVED, ChangedIds
+from embedserve_store.format.changed_ids import REMOVED, ChangedIds, joined_ids
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.rank_calls import RankCalls
 from embedserve_store.publishing.ranks import Ranks
@@ -36,6 +36,7 @@ class PushedIds:
         self._has_any = any(table.ids.rule == "map" for table in line.base.tables)
         self._opened: Vocabularies | None = None
         self._kept: dict[str, ChangedIds] = {}
+        """Changes by table until a delta with them is written."""
 
     def of_rows(
         self, changes: KeyedChanges, removed: Callable[[], RemovedIds]
@@ -70,10 +71,10 @@ class PushedIds:
         try:
             self._open()
         except StoreError:
-            self._keep(named)
+            self._kept = joined_ids([self._kept, named])
             raise
         changes = self._find(every)
-        self._keep(named)
+        self._kept = joined_ids([self._kept, named])
         return changes
 
     def keep(self, own: Callable[[], tuple[PlacedIds, RemovedIds]]) -> None:
@@ -83,7 +84,7 @@ class PushedIds:
             InvalidModelError: on all ranks, as ``placed``. The ids are not kept.
         """
         every = self._gathered(lambda: self._placed(*own()))
-        self._keep(named_changes(self._line.base, every))
+        self._kept = joined_ids([self._kept, named_changes(self._line.base, every)])
 
     def after(self, changes: Mapping[str, ChangedIds]) -> dict[str, RowsOfIds]:
         """Returns functions by table that return the rows of ids after ``changes``; -1 for an id
@@ -112,18 +113,7 @@ class PushedIds:
             undone: ids that the undo changed, by table, with the rows that they had before it.
         """
         self._opened = None
-        self._keep_again(undone)
-
-    def _keep_again(self, older: Mapping[str, ChangedIds]) -> None:
-        """Keeps changes as ``_keep``, but those that are kept already win."""
-        newer, self._kept = self._kept, dict(older)
-        self._keep(newer)
-
-    def _keep(self, changes: Mapping[str, ChangedIds]) -> None:
-        """Keeps changes, by table, until a delta with them is written."""
-        for name, change in changes.items():
-            before = self._kept.get(name)
-            self._kept[name] = change if before is None else before.then(change)
+        self._kept = joined_ids([undone, self._kept])
 
     def _gathered(self, wanted: Callable[[], WantedIds]) -> list[WantedIds]:
         """Returns what each rank wants, nothing if the version has no vocabularies; a collective.
@@ -151,7 +141,7 @@ class PushedIds:
             id_maps = self._calls.on_all(self._line.id_maps)
             self._opened = Vocabularies(self._line.base, id_maps, changed)
             self._kept = {name: self._published(change) for name, change in self._kept.items()}
-        self._keep_again(passed)
+        self._kept = joined_ids([passed, self._kept])
         return self._opened
 
     @property

@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.format.changed_ids import REMOVED, ChangedIds, no_ids
+from embedserve_store.format.changed_ids import (
+    REMOVED,
+    ChangedIds,
+    joined_ids,
+    removed_ids,
+    united_ids,
+)
 from embedserve_store.format.delta_file import repeated_row
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
@@ -117,8 +123,7 @@ class Vocabularies:
         for name, change in changes.items():
             if (free := self._free.get(name)) is not None:
                 free.advance(self.rows_of(name, change.ids), change.rows)
-        for name, change in changes.items():
-            self._changed[name] = self._changed.get(name, no_ids(change.table)).then(change)
+        self._changed = joined_ids([self._changed, changes])
 
     def _of_group(
         self,
@@ -145,9 +150,7 @@ class Vocabularies:
         new_rows = np.zeros(0, np.int64)
         if len(new):
             new_rows = self._free_rows(group).find(len(new), before[before >= 0], rows)
-        all_ids = np.concatenate([ids, new])
-        order = np.argsort(all_ids, kind="stable")
-        return ChangedIds(first, all_ids[order], np.concatenate([rows, new_rows])[order])
+        return united_ids([ChangedIds(first, ids, rows), ChangedIds(first, new, new_rows)])
 
     def _free_rows(self, group: tuple[TableSpec, ...]) -> _FreeRows:
         name = group[0].name
@@ -249,10 +252,7 @@ def _named(group: tuple[TableSpec, ...], wanted: Sequence[WantedIds]) -> Changed
         raise InvalidModelError(
             f"{where}: id {twice} is given twice: an id has one row, or is removed once"
         )
-    all_ids = np.concatenate([ids, removed])
-    all_rows = np.concatenate([rows, np.full(len(removed), REMOVED, np.int64)])
-    order = np.argsort(all_ids, kind="stable")
-    return ChangedIds(group[0], all_ids[order], all_rows[order])
+    return united_ids([ChangedIds(group[0], ids, rows), removed_ids(group[0], removed)])
 
 
 def _ids_of(

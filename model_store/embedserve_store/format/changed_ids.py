@@ -9,7 +9,7 @@ changes nothing. Never imports torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,8 +69,23 @@ def no_ids(table: TableSpec) -> ChangedIds:
     return ChangedIds(table, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
+def removed_ids(table: TableSpec, ids: NDArray[np.int64]) -> ChangedIds:
+    """Returns changes of ``table`` that remove ``ids`` [n]."""
+    return ChangedIds(table, ids, np.full(len(ids), REMOVED, np.int64))
+
+
+def joined_ids(changes: Iterable[Mapping[str, ChangedIds]]) -> dict[str, ChangedIds]:
+    """Returns the changed ids of several deltas, one after the other, by table."""
+    joined: dict[str, ChangedIds] = {}
+    for one in changes:
+        for name, change in one.items():
+            joined[name] = joined[name].then(change) if name in joined else change
+    return joined
+
+
 def united_ids(changes: Sequence[ChangedIds]) -> ChangedIds:
-    """Returns changes of one table, which have no id in common, as one."""
+    """Returns changes of one table, which have no id in common, as one. The ids of each may be in
+    any order."""
     ids = np.concatenate([change.ids for change in changes])
     order = np.argsort(ids)
     rows = np.concatenate([change.rows for change in changes])
@@ -138,7 +153,8 @@ def decode_ids(
             )
         )
         check_ids(tables[name], ids, rows, removed, where)
-        changes.append(_joined(tables[name], ids, rows, removed))
+        there = ChangedIds(tables[name], ids, rows)
+        changes.append(united_ids([there, removed_ids(tables[name], removed)]))
     return changes
 
 
@@ -187,18 +203,6 @@ def check_same_ids(changes: Mapping[str, ChangedIds], base: Manifest, where: str
                     f"{where}: tables {first.table.name!r} and {other.table.name!r} share "
                     "features, but their ids change differently"
                 )
-
-
-def _joined(
-    table: TableSpec,
-    ids: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    removed: NDArray[np.int64],
-) -> ChangedIds:
-    both = np.concatenate([ids, removed])
-    order = np.argsort(both, kind="stable")
-    all_rows = np.concatenate([rows, np.full(len(removed), REMOVED, np.int64)])
-    return ChangedIds(table, both[order], all_rows[order])
 
 
 def _counts(part: Sequence[ChangedIds]) -> dict[str, IdCounts]:
