@@ -24,7 +24,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_goldens import GOLDENS, DeltaGoldens, parse_goldens
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
+from embedserve_store.format.manifest_checksum import SHA256_PATTERN, parse_sealed, sealed_json
 from embedserve_store.format.signature import SIGNATURE
 from embedserve_store.format.text_limit import short_text
 from embedserve_store.format.version_folder import to_json_bytes
@@ -46,7 +46,6 @@ FILE_BYTES_MAX = 128 << 20
 DELTA_BYTES_MAX = 4 << 30
 _MANIFEST_PATTERN = re.compile(r"([0-9]{20})\.json")
 _FILE_PATTERN = re.compile(r"([0-9]{20})\.[0-9a-f]{16}\.[0-9]{1,6}\.[0-9]{1,6}\.safetensors")
-_SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 _TOKEN_PATTERN = re.compile(r"[0-9a-f]{16}")
 _SIGNATURE_PATTERN = re.compile(r"[0-9a-f]{128}")
 
@@ -365,7 +364,7 @@ def _signature(data: dict[str, Any], where: str) -> str:
 
 
 def _sha256(data: dict[str, Any], key: str, where: str) -> str:
-    return _matching(_SHA256_PATTERN, data, key, "64", where)
+    return _matching(SHA256_PATTERN, data, key, "64", where)
 
 
 def _matching(

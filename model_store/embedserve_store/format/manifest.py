@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from embedserve_store.errors import StoreError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.json_fields import parse_json, typed
-from embedserve_store.format.manifest_checksum import check_seal
+from embedserve_store.format.manifest_checksum import SHA256_PATTERN, check_seal
 from embedserve_store.format.table_groups import table_groups
 from embedserve_store.format.table_spec import (
     TableSpec,
@@ -238,7 +237,7 @@ def _parts_from_json(data: Any, where: str) -> dict[str, tuple[str, ...]]:
 
 
 def _is_sha256(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+    return isinstance(value, str) and SHA256_PATTERN.fullmatch(value) is not None
 
 
 def _check_parts(manifest: Manifest, where: str) -> None:

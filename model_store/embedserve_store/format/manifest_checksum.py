@@ -19,6 +19,7 @@ from embedserve_store.format.version_folder import to_json_bytes
 SEAL = "sha256"
 """Name of the manifest's last field: the sha256 of the file's bytes with BLANK in this field."""
 BLANK = "0" * 64
+SHA256_PATTERN = re.compile("[0-9a-f]{64}")
 UNSEALED_FORMAT_VERSION = 1
 """Format version of manifests without a seal."""
 
@@ -70,7 +71,7 @@ def check_seal(text: bytes, where: str) -> None:
     if not is_sealed(text):
         return
     digest = json.loads(text).get(SEAL)
-    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+    if not isinstance(digest, str) or not SHA256_PATTERN.fullmatch(digest):
         raise StoreError(f"{where}: {SEAL} is {digest!r}, expected 64 hexadecimal digits")
     blank = text.replace(digest.encode(), BLANK.encode())
     check_sha256(hashlib.sha256(blank).hexdigest(), digest, where)
