@@ -300,10 +300,10 @@ class DeltaWriter:
         """
         with suppress(RevertedError):
             self.wait()
-        undone = self._line.advance_past_undos(is_tracked=self._tracked is not None)
-        self._ids.take_again(undone.ids)
+        rows, ids = self._line.advance_past_undos(is_tracked=self._tracked is not None)
+        self._ids.take_again(ids)
         if self._tracked is not None:
-            self._tracked.take_again(undone.rows)
+            self._tracked.take_again(rows)
 
     def close(self) -> None:
         """Ends the writer and the tracking; a collective of all ranks.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -59,17 +58,9 @@ EncodeFile = Callable[[str], tuple[DeltaFile, bytes]]
 """Encodes a file of a delta. The argument is its name."""
 
 
-@dataclass(frozen=True)
-class UndoneChanges:
-    """Changes that undos took back, by table.
-
-    Attributes:
-        rows: row numbers, int64 [n].
-        ids: ids, with the rows that they had before the undo.
-    """
-
-    rows: Mapping[str, NDArray[np.int64]]
-    ids: Mapping[str, ChangedIds]
+UndoneChanges = tuple[Mapping[str, "NDArray[np.int64]"], Mapping[str, ChangedIds]]
+"""Changes that undos took back, by table: row numbers [n], and ids with the rows that they had
+before the undo."""
 
 
 class LineAppender:
@@ -79,6 +70,8 @@ class LineAppender:
         models: the store.
         base: manifest of the version that the deltas change.
         position: end of the line, as far as this job knows.
+        is_fenced: whether another writer has appended to the line, so that this job appends no
+            more.
         write: writes a new file into the store.
     """
 
@@ -95,7 +88,7 @@ class LineAppender:
         """Finds the end of the line; a collective. The arguments and errors are DeltaWriter's."""
         self.models = ModelStore(store)
         self._ranks, self._calls = ranks, RankCalls(ranks)
-        self._is_fenced = False
+        self.is_fenced = False
         self._may_have_unseen_delta = False  # of this job, in the store after ``position``
         # Its arguments alone: the error would keep the frames of each push that raised it.
         self._reverted: tuple[Any, ...] | None = None
@@ -154,7 +147,7 @@ class LineAppender:
         try:
             self.position = self._calls.on_first(call)
         except WriterFencedError:
-            self._is_fenced = True
+            self.is_fenced = True
             raise
         except RevertedError as error:
             self._reverted = error.args
@@ -208,22 +201,17 @@ class LineAppender:
         try:
             self.position, undone = self._calls.on_first(lambda: self._find_undone(is_tracked))
         except WriterFencedError:
-            self._is_fenced = True
+            self.is_fenced = True
             raise
         self._reverted, self._may_have_unseen_delta = None, False
         return undone
-
-    @property
-    def is_fenced(self) -> bool:
-        """Whether another writer has appended to the line, so that this job appends no more."""
-        return self._is_fenced
 
     @property
     def _where(self) -> str:
         return f"{self.models.where}/{self._folder}"
 
     def _check_not_fenced(self) -> None:
-        if self._is_fenced:
+        if self.is_fenced:
             raise WriterFencedError(f"{self._where}: this writer was fenced off and has stopped")
 
     def _open(self, model: str, version: int | None) -> None:
@@ -267,10 +255,10 @@ class LineAppender:
             self._check_own(found[0])
             end = found[1]
         if not is_tracked:
-            return end, UndoneChanges({}, {})
+            return end, ({}, {})
         before = self.position.seq
         rows = self._line.rows_between(before, end.seq)
-        return end, UndoneChanges(rows, self._line.ids_between(end.seq, before))
+        return end, (rows, self._line.ids_between(end.seq, before))
 
     def _written(self, own_files: Sequence[EncodeFile]) -> tuple[DeltaFile, ...]:
         """Writes the files of this rank, and returns those of all ranks; a collective."""

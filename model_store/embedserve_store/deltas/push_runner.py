@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import TypeVar
 
 logger = logging.getLogger(__name__)
@@ -14,12 +13,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 PushCall = Callable[[], int]
 """Writes a delta and returns its seq; a collective of all ranks, over the writer's own group."""
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    future: Future[int]
-    on_failure: Callable[[], None]
 
 
 class PushRunner:
@@ -32,7 +25,8 @@ class PushRunner:
     """
 
     def __init__(self) -> None:
-        self._in_flight: _InFlight | None = None
+        self._in_flight: tuple[Future[int], Callable[[], None]] | None = None
+        """The push, and the function to call if it raises."""
 
     def run(self, push: PushCall, on_failure: Callable[[], None]) -> int:
         """Runs ``push``, and returns its result. If it raises, calls ``on_failure`` and raises."""
@@ -53,7 +47,7 @@ class PushRunner:
         """
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: other ranks would wait
-        self._in_flight = _InFlight(future, on_failure)
+        self._in_flight = future, on_failure
         thread = threading.Thread(target=_run, args=(push, future), name="delta-push")
         try:
             thread.start()
@@ -66,14 +60,15 @@ class PushRunner:
         """Waits for the push in flight, if there is one, and raises its error once."""
         if self._in_flight is None:
             return
-        wait([self._in_flight.future])
-        ended, self._in_flight = self._in_flight, None
-        self.run(ended.future.result, ended.on_failure)
+        future, on_failure = self._in_flight
+        wait([future])
+        self._in_flight = None
+        self.run(future.result, on_failure)
 
     def leave(self) -> None:
         """Leaves the push in flight to itself: it ends by itself, and an error is logged."""
         if self._in_flight is not None:
-            self._in_flight.future.add_done_callback(_log_failure)
+            self._in_flight[0].add_done_callback(_log_failure)
 
 
 def evaluate(call: Callable[[], Result]) -> Callable[[], Result]:

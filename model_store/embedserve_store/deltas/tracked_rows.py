@@ -17,7 +17,6 @@ from embedserve_store.deltas.column_exchange import ColumnExchange, Piece
 from embedserve_store.deltas.touched_ids import TouchedIds
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.parity import least_precise
 from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.sources.checkpoint import table_keys
@@ -59,6 +58,9 @@ class TrackedRows:
     ``overlap_steps`` steps are kept until the take after. If the tracker has other consumers or
     ``auto_compact``, those of the whole last interval are kept and taken once more instead. A model
     whose rows are no longer taken must be closed, else its ids accumulate.
+
+    Attributes:
+        dtype: least precise dtype of this rank's shards; float32 if it has none.
     """
 
     def __init__(
@@ -108,16 +110,6 @@ class TrackedRows:
             self._ids.close()
             raise
         self._exchange = ColumnExchange({t.name: plan[t.name] for t in self._tables}, ranks)
-
-    @property
-    def tables(self) -> tuple[TableSpec, ...]:
-        """Tables of the collection, in its order, as float32."""
-        return self._tables
-
-    @property
-    def dtype(self) -> str:
-        """Least precise dtype of this rank's shards; float32 if it has none."""
-        return self._dtype
 
     def take(self) -> TakenRows:
         """Copies the touched rows of this rank's shards to the CPU. Not a collective.
@@ -251,7 +243,7 @@ class TrackedRows:
     def _check_shards(self) -> None:
         import torch
 
-        self._dtype = SOURCE_DTYPES[0]
+        self.dtype = SOURCE_DTYPES[0]
         for table, shards in self._shards().items():
             for _, _, shard in shards:
                 dtype = str(shard.dtype).removeprefix("torch.")
@@ -260,7 +252,7 @@ class TrackedRows:
                         f"table {table!r} has a {type(shard).__name__} of {dtype}: expected a "
                         f"tensor of {', '.join(SOURCE_DTYPES)}"
                     )
-                self._dtype = least_precise(self._dtype, dtype)
+                self.dtype = least_precise(self.dtype, dtype)
 
     def _untracked(self, plan: Any) -> frozenset[str]:
         """Returns the tables that are taken whole each time.
