@@ -32,7 +32,6 @@ from embedserve_store.errors import InvalidModelError, RevertedError, StoreError
 from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_file import ChangedRows, repeated_row
 from embedserve_store.format.delta_goldens import DeltaGoldens
-from embedserve_store.publishing.rank_calls import RankCalls
 from embedserve_store.publishing.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -102,17 +101,16 @@ class DeltaWriter:
         self._tracked: TrackedRows | None = None
         self._pushes = PushRunner()
         self._ranks = Ranks()
-        self._calls = RankCalls(self._ranks)
         self._line = LineAppender(store, model, version, self._ranks, is_alone=is_alone, key=key)
         base = self._line.base
         self._tables = {table.name: table for table in base.tables}
         self._ids = PushedIds(self._line, self._ranks)
         self._goldens = PushedGoldens(base, self._ranks)
         self._notifier: DeltaNotifier | None = None
-        self._calls.on_first(lambda: self._make_notifier(notify))
+        self._ranks.on_first(lambda: self._make_notifier(notify))
         self._module, self._prefix = module, prefix
         if module is not None:
-            self._calls.on_all(lambda: check_same_tables(module, prefix, base))
+            self._ranks.on_all(lambda: check_same_tables(module, prefix, base))
             self._tracked = TrackedRows(module, self._ranks, prefix, overlap_steps)
 
     @property
@@ -199,7 +197,7 @@ class DeltaWriter:
         def write() -> int:
             ids = self._ids.placed(own_ids)  # first: it keeps them if anything else fails
             rows = tracked.whole_rows(taken)
-            encoded = self._calls.on_all(lambda: encode_changes(rows, self._tables, {}))
+            encoded = self._ranks.on_all(lambda: encode_changes(rows, self._tables, {}))
             return self._append(encoded, ids, answered, step, as_of)
 
         run = self._pushes.run if wait else self._pushes.start
@@ -266,10 +264,10 @@ class DeltaWriter:
         own_removed = evaluate(lambda: copy_removed(removed))
 
         def write() -> int:
-            keyed = self._calls.on_all(lambda: with_keys(own_changes(), self._tables))
+            keyed = self._ranks.on_all(lambda: with_keys(own_changes(), self._tables))
             ids = self._ids.of_rows(keyed, own_removed)
             rows_of = self._ids.after(ids)
-            encoded = self._calls.on_all(lambda: encode_changes(keyed, self._tables, rows_of))
+            encoded = self._ranks.on_all(lambda: encode_changes(keyed, self._tables, rows_of))
             self._check_apart(encoded)
             given = self._goldens.given(own_goldens, rows_of)
             return self._append(encoded, ids, given, step, as_of)

@@ -16,7 +16,6 @@ from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.parity import least_precise
-from embedserve_store.publishing.rank_calls import RankCalls
 from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.sources import live, live_dmp
 
@@ -30,7 +29,7 @@ class PushedGoldens:
     """Makes the goldens that come with a push: those of rank 0, the same on all ranks."""
 
     def __init__(self, base: Manifest, ranks: Ranks) -> None:
-        self._base, self._ranks, self._calls = base, ranks, RankCalls(ranks)
+        self._base, self._ranks = base, ranks
 
     def copied(self, goldens: GivenGoldens | None) -> GivenGoldens | None:
         """Returns copies of bags and results on the CPU, those of rank 0 alone."""
@@ -48,7 +47,7 @@ class PushedGoldens:
             goldens: returns bags and results, or raises.
             rows_of: functions that return the rows of ids after the delta, by table.
         """
-        return self._calls.on_first(lambda: self._given(goldens(), rows_of))
+        return self._ranks.on_first(lambda: self._given(goldens(), rows_of))
 
     def looked_up(
         self, goldens: GoldenBags | None, module: Any, prefix: str, dtype: str
@@ -63,10 +62,10 @@ class PushedGoldens:
         if not self._ranks.is_on_first(goldens is not None):
             return None
         base = self._base
-        bags = self._calls.on_first(lambda: _checked(_bags_of(goldens, base), base))
-        answers = self._calls.on_all(lambda: _trained_answers(module, prefix, base, bags))
+        bags = self._ranks.on_first(lambda: _checked(_bags_of(goldens, base), base))
+        answers = self._ranks.on_all(lambda: _trained_answers(module, prefix, base, bags))
         least = least_precise(*self._ranks.from_all(dtype))
-        return self._calls.on_first(lambda: _delta_goldens(bags, answers, least, base))
+        return self._ranks.on_first(lambda: _delta_goldens(bags, answers, least, base))
 
     def _given(
         self, goldens: GivenGoldens | None, rows_of: Mapping[str, RowsOfIds]

@@ -47,7 +47,6 @@ from embedserve_store.format.text_limit import check_texts
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import user, writer
-from embedserve_store.publishing.rank_calls import RankCalls
 from embedserve_store.publishing.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -87,16 +86,16 @@ class LineAppender:
     ) -> None:
         """Finds the end of the line; a collective. The arguments and errors are DeltaWriter's."""
         self.models = ModelStore(store)
-        self._ranks, self._calls = ranks, RankCalls(ranks)
+        self._ranks = ranks
         self.is_fenced = False
         self._may_have_unseen_delta = False  # of this job, in the store after ``position``
         # Its arguments alone: the error would keep the frames of each push that raised it.
         self._reverted: tuple[Any, ...] | None = None
         self._key: SigningKey | None = None
         self._token: str = ranks.from_first(secrets.token_hex(8))
-        self._calls.on_all(lambda: self._open(model, version))
-        self._calls.on_first(lambda: self._read_key(key))
-        self.position = self._calls.on_first(lambda: self._find_end(is_alone))
+        self._ranks.on_all(lambda: self._open(model, version))
+        self._ranks.on_first(lambda: self._read_key(key))
+        self.position = self._ranks.on_first(lambda: self._find_end(is_alone))
 
     def append(
         self,
@@ -145,7 +144,7 @@ class LineAppender:
         call = partial(self._append_manifest, files, goldens, step, as_of)
         self._may_have_unseen_delta = True  # if the store's response is lost
         try:
-            self.position = self._calls.on_first(call)
+            self.position = self._ranks.on_first(call)
         except WriterFencedError:
             self.is_fenced = True
             raise
@@ -166,7 +165,7 @@ class LineAppender:
         """
         if not self._may_have_unseen_delta:
             return {}
-        self.position, ids = self._calls.on_first(self._find_own)
+        self.position, ids = self._ranks.on_first(self._find_own)
         self._may_have_unseen_delta = False
         return ids
 
@@ -199,7 +198,7 @@ class LineAppender:
         """
         self._check_not_fenced()
         try:
-            self.position, undone = self._calls.on_first(lambda: self._find_undone(is_tracked))
+            self.position, undone = self._ranks.on_first(lambda: self._find_undone(is_tracked))
         except WriterFencedError:
             self.is_fenced = True
             raise
@@ -262,7 +261,7 @@ class LineAppender:
 
     def _written(self, own_files: Sequence[EncodeFile]) -> tuple[DeltaFile, ...]:
         """Writes the files of this rank, and returns those of all ranks; a collective."""
-        own = self._calls.on_all(lambda: self._write_files(own_files))
+        own = self._ranks.on_all(lambda: self._write_files(own_files))
         return tuple(file for files in self._ranks.from_all(own) for file in files)
 
     def _write_files(self, own_files: Sequence[EncodeFile]) -> list[DeltaFile]:

@@ -15,7 +15,6 @@ from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds, named_
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.changed_ids import REMOVED, ChangedIds, joined_ids
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.publishing.rank_calls import RankCalls
 from embedserve_store.publishing.ranks import Ranks
 
 PlacedIds = Mapping[str, tuple[Ids, Any]]
@@ -31,7 +30,7 @@ class PushedIds:
     """
 
     def __init__(self, line: LineAppender, ranks: Ranks) -> None:
-        self._line, self._ranks, self._calls = line, ranks, RankCalls(ranks)
+        self._line, self._ranks = line, ranks
         self._tables = {table.name: table for table in line.base.tables}
         self._has_any = any(table.ids.rule == "map" for table in line.base.tables)
         self._opened: Vocabularies | None = None
@@ -120,14 +119,14 @@ class PushedIds:
 
         It raises for ids of a table without a vocabulary.
         """
-        own = self._calls.on_all(wanted)
+        own = self._ranks.on_all(wanted)
         return self._ranks.from_all(own) if self._has_any else []
 
     def _find(self, every: list[WantedIds]) -> dict[str, ChangedIds]:
         if not any(every) and not self._kept:
             return {}
         kept = self._kept
-        return self._calls.on_first(lambda: self._vocabularies.find_changes(every, kept))
+        return self._ranks.on_first(lambda: self._vocabularies.find_changes(every, kept))
 
     def _open(self) -> Vocabularies | None:
         """Returns the vocabularies, None if the version has none; a collective."""
@@ -137,8 +136,8 @@ class PushedIds:
         if self._opened is not None:
             self._opened.advance(passed)
         else:
-            changed = self._calls.on_first(self._line.changed_ids)
-            id_maps = self._calls.on_all(self._line.id_maps)
+            changed = self._ranks.on_first(self._line.changed_ids)
+            id_maps = self._ranks.on_all(self._line.id_maps)
             self._opened = Vocabularies(self._line.base, id_maps, changed)
             self._kept = {name: self._published(change) for name, change in self._kept.items()}
         self._kept = joined_ids([passed, self._kept])

@@ -4,7 +4,7 @@ publish.py checks the model and plans its shards. publish_source.py reads any ki
 resolve_ids.py resolves how ids become rows, and previous_version.py compares the version before.
 version_writer.py writes the files, with tables_writer.py for the rows, and pooled_error.py measures
 the loss of precision. publish_sharded.py publishes from all ranks of a training job, which ranks.py
-and rank_calls.py keep in step. write_expected.py writes the outputs of a training model, and
-expected_answers.py checks a description against them. set_alias.py changes aliases, add_note.py
-adds notes, and remove_versions.py removes versions.
+keeps in step. write_expected.py writes the outputs of a training model, and expected_answers.py
+checks a description against them. set_alias.py changes aliases, add_note.py adds notes, and
+remove_versions.py removes versions.
 """

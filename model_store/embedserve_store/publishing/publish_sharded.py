@@ -21,7 +21,6 @@ from embedserve_store.publishing.expected_answers import check_expected
 from embedserve_store.publishing.options import PublishOptions, check_option_names
 from embedserve_store.publishing.publish import as_store_error, check_options, publish
 from embedserve_store.publishing.publish_source import Choice
-from embedserve_store.publishing.rank_calls import RankCalls
 from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.publishing.write_expected import expected_of
@@ -69,12 +68,11 @@ def publish_sharded(
     with ExitStack() as stack:
         ranks = Ranks()
         stack.callback(ranks.close)
-        calls = RankCalls(ranks)
         # A store may be writable on some ranks only.
-        description, options = calls.on_all(lambda: _checked(module, store, model, options))
-        shards = _shared_folder(stack, calls, Path(store) / model)
+        description, options = ranks.on_all(lambda: _checked(module, store, model, options))
+        shards = _shared_folder(stack, ranks, Path(store) / model)
         save = partial(_save_and_publish, module, shards, store, model, description, options, ranks)
-        return calls.on_all(save)
+        return ranks.on_all(save)
 
 
 def _checked(
@@ -101,7 +99,7 @@ def _checked(
     return Description(tables, is_weighted), {**options, "prefix": prefix, "sharding": sharding}
 
 
-def _shared_folder(stack: ExitStack, calls: RankCalls, folder: Path) -> Path:
+def _shared_folder(stack: ExitStack, ranks: Ranks, folder: Path) -> Path:
     """Returns, on all ranks, a new folder for the shards, which rank 0 removes at the end.
 
     It is locked and hidden. If this publisher dies, the next publisher removes it.
@@ -111,7 +109,7 @@ def _shared_folder(stack: ExitStack, calls: RankCalls, folder: Path) -> Path:
         with as_store_error(folder):
             return stack.enter_context(staging_folder(folder)).name
 
-    return folder / calls.on_first(make)
+    return folder / ranks.on_first(make)
 
 
 def _save_and_publish(

@@ -1,13 +1,18 @@
-"""Exchanges objects and bytes between the ranks of a training job. Imports torch when called."""
+"""Exchanges objects and bytes between the ranks of a training job, and calls functions on them so
+that all have the same outcome. Imports torch when called."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from embedserve_store.errors import StoreError
 
 if TYPE_CHECKING:
     import torch
+
+Result = TypeVar("Result")
 
 WAIT_MAX = timedelta(days=7)
 """Limit of a wait for another rank, which may publish terabytes or pull a version meanwhile. The
@@ -55,6 +60,20 @@ class Ranks:
         distributed.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
+    def on_all(self, call: Callable[[], Result]) -> Result:
+        """Calls ``call`` on every rank, and returns its result; a collective.
+
+        If it raises on a rank, all ranks raise: their own error, else that of the first rank.
+        """
+        result, error = _outcome(call)
+        errors = [one for one in self.from_all(error) if one is not None]
+        return _checked(result, error or next(iter(errors), None))
+
+    def on_first(self, call: Callable[[], Result]) -> Result:
+        """Calls ``call`` on rank 0, and returns or raises its outcome on all; a collective."""
+        first = self.from_first(_outcome(call) if self.rank == 0 else None)
+        return cast(Result, _checked(*first))
+
     def is_on_first(self, flag: bool) -> bool:
         """Returns the ``flag`` of rank 0, on every rank; a collective of one message.
 
@@ -97,3 +116,21 @@ class Ranks:
         if self.group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self.group)
         self.group = None
+
+
+def _outcome(call: Callable[[], Result]) -> tuple[Result | None, StoreError | None]:
+    """Returns the result of ``call``, or its error, which other ranks can receive."""
+    try:
+        return call(), None
+    except StoreError as error:
+        return None, error
+    except Exception as error:
+        other = StoreError(f"{type(error).__name__}: {error}")
+        other.__cause__ = error
+        return None, other
+
+
+def _checked(result: Result | None, error: StoreError | None) -> Result:
+    if error is not None:
+        raise error
+    return cast(Result, result)
