@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,26 +78,18 @@ class Plan:
         A data_parallel table counts on every rank. Each column shard of an int8 or int4 table has
         its own scale and bias for each row.
         """
-        return self._bytes_per_rank(tables, device_type, lambda plan: plan.shards)
+        result = [0] * self.world_size
+        for table in tables:
+            for shard in self.tables[table.name].shards:
+                result[shard.rank] += shard_bytes(shard, table, device_type)
+        return result
 
     def served_bytes_per_rank(
         self, tables: Sequence[TableSpec], device_type: str = "cpu"
     ) -> list[int]:
         """Returns the bytes of ``tables`` that a server holds on each rank (served_shards)."""
-        return self._bytes_per_rank(tables, device_type, lambda plan: plan.served_shards)
-
-    def _bytes_per_rank(
-        self,
-        tables: Sequence[TableSpec],
-        device_type: str,
-        shards_of: Callable[[TablePlan], Sequence[Shard]],
-    ) -> list[int]:
-        """Returns the bytes on each rank of the tables' shards that ``shards_of`` returns."""
-        result = [0] * self.world_size
-        for table in tables:
-            for shard in shards_of(self.tables[table.name]):
-                result[shard.rank] += shard_bytes(shard, table, device_type)
-        return result
+        served = {name: replace(one, shards=one.served_shards) for name, one in self.tables.items()}
+        return replace(self, tables=served).bytes_per_rank(tables, device_type)
 
     def column_shard_bytes(self, tables: Sequence[TableSpec]) -> int:
         """Returns the stored bytes of shards that have only some of their table's columns.

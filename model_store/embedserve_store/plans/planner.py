@@ -33,17 +33,6 @@ from embedserve_store.plans.planner_request import (
 from embedserve_store.plans.planner_search import RANK_MEMORY_BYTES, ShardCosts, search
 from embedserve_store.plans.sharding_types import why_not
 
-__all__ = [
-    "Constraints",
-    "Sharding",
-    "check_table_names",
-    "draft_plan",
-    "from_torchrec",
-    "make_plan",
-    "plan_under",
-    "to_torchrec",
-]
-
 Sharding = str | Mapping[str, str] | Plan
 """Sharding type or "auto", for all tables or by table; or a whole plan."""
 
@@ -305,7 +294,8 @@ def to_torchrec(plan: Plan, device_type: str) -> EmbeddingModuleShardingPlan:
     because the lookup is then faster.
     """
     result = EmbeddingModuleShardingPlan()
-    for name, table in map(_as_served, plan.tables.items()):
+    for name, stored in plan.tables.items():
+        table = _as_served(stored)
         result[name] = ParameterSharding(
             sharding_type=table.sharding_type,
             compute_kernel="quant",
@@ -324,14 +314,10 @@ def to_torchrec(plan: Plan, device_type: str) -> EmbeddingModuleShardingPlan:
     return result
 
 
-def _as_served(item: tuple[str, TablePlan]) -> tuple[str, TablePlan]:
-    name, table = item
-    if table.sharding_type == "data_parallel":
-        on_rank_0 = tuple(shard for shard in table.shards if shard.rank == 0)
-        return name, TablePlan("table_wise", on_rank_0)
-    if table.sharding_type in ("column_wise", "row_wise") and len(table.shards) == 1:
-        return name, TablePlan("table_wise", table.shards)
-    return item
+def _as_served(table: TablePlan) -> TablePlan:
+    if table.sharding_type == "data_parallel" or len(table.shards) == 1:
+        return TablePlan("table_wise", table.served_shards)
+    return table
 
 
 def _device(device_type: str, rank: int) -> str:

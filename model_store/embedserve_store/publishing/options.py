@@ -15,7 +15,7 @@ from embedserve_store.publishing.resolve_ids import Vocabularies
 from embedserve_store.transfer.receive import TransferProgress
 
 if TYPE_CHECKING:
-    from embedserve_store.plans.planner import Constraints
+    from embedserve_store.plans.planner_request import Constraints
 
 
 class PublishOptions(TypedDict, total=False):
