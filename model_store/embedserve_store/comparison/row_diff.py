@@ -61,14 +61,14 @@ class RowComparison:
         """Adds the next stored rows of both tables, contiguous uint8 [n, row_bytes] each."""
         changed = self._changed_rows(before, after)
         old, new = self._values(0, before[changed]), self._values(1, after[changed])
-        old_norm, new_norm = np.linalg.norm(old, axis=1), np.linalg.norm(new, axis=1)
+        old_norm = np.linalg.norm(old, axis=1)
         moved = np.linalg.norm(new - old, axis=1)
         measurable = (old_norm > 0) | (moved == 0)
         self._from_zero += len(changed) - int(measurable.sum())
         self._add_drift(
             numbers=self._rows + changed[measurable],
-            distance=_divide(moved, old_norm, 0)[measurable],
-            cosine=_cosine(old, new, old_norm * new_norm, moved)[measurable],
+            distance=moved[measurable] / np.where(old_norm, old_norm, 1.0)[measurable],
+            cosine=cosines(old, new)[measurable],
         )
         self._rows += len(before)
         self._changed += len(changed)
@@ -115,23 +115,14 @@ class RowComparison:
         )
 
 
-def _divide(
-    above: NDArray[np.float64], below: NDArray[np.float64], where_zero: float
-) -> NDArray[np.float64]:
-    result = np.full_like(above, where_zero)
-    return np.divide(above, below, out=result, where=below > 0)
+def cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the cosines of the rows of ``a`` and ``b`` [n, dim].
 
-
-def _cosine(
-    old: NDArray[np.float64],
-    new: NDArray[np.float64],
-    norms: NDArray[np.float64],
-    moved: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Returns the cosine of each pair of rows.
-
-    Rows with equal values have 1, also if both are zero. A pair with a single zero row has 0.
+    The cosine is 1 for two rows of zeros, and 0 where only one of the two is zeros.
     """
-    cosine = _divide(np.einsum("ij,ij->i", old, new), norms, 0)
-    cosine[moved == 0] = 1
-    return cosine
+    lengths_a, lengths_b = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+    products = lengths_a * lengths_b
+    both_zero = (lengths_a == 0) & (lengths_b == 0)
+    result: NDArray[np.float64] = np.einsum("nd,nd->n", a, b) / np.where(products, products, 1.0)
+    result[both_zero] = 1.0
+    return result

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve_store.comparison.row_diff import cosines
 from embedserve_store.format.table_spec import TableSpec, row_bytes
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.goldens.reference_pooling import pool_rows, stored_rows
@@ -72,16 +73,3 @@ def _compared(
         max_abs=float(np.abs(difference).max()),
         bytes_saved=bytes_saved,
     )
-
-
-def cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the cosines of the rows of ``a`` and ``b`` [n, dim].
-
-    The cosine is 1 for two rows of zeros, and 0 where only one of the two is zeros.
-    """
-    lengths_a, lengths_b = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
-    products = lengths_a * lengths_b
-    both_zero = (lengths_a == 0) & (lengths_b == 0)
-    result: NDArray[np.float64] = np.einsum("nd,nd->n", a, b) / np.where(products, products, 1.0)
-    result[both_zero] = 1.0
-    return result

@@ -9,6 +9,7 @@ import torch
 from store.comparison.rows import BASE, Publish, row_diff_of, with_rows
 
 from embedserve_store.comparison import row_diff
+from embedserve_store.comparison.row_diff import cosines
 from embedserve_store.comparison.version_diff import compare
 
 
@@ -45,6 +46,12 @@ def test_drift_is_computed_for_rows_whose_squares_overflow_float32(publish_table
     rows = row_diff_of(compare(publish_tables({"t": before}), publish_tables({"t": after})))
     assert rows.relative_l2_max == pytest.approx(2)
     assert rows.cosine_mean == pytest.approx(-1)
+
+
+def test_cosine_of_zero_vectors_is_one_and_of_one_zero_vector_zero() -> None:
+    a = np.array([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
+    b = np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
+    assert cosines(a, b).tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])

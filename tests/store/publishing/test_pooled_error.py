@@ -15,7 +15,7 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.row_layout import encode_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import TablesFile
-from embedserve_store.publishing.pooled_error import PooledError, cosines, pooled_error
+from embedserve_store.publishing.pooled_error import PooledError, pooled_error
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.publishing.version_writer import check_errors
@@ -77,12 +77,6 @@ def test_bytes_saved_are_relative_to_float32(tmp_path: Path) -> None:
     rows = torch.rand(10, 64)
     assert error_of(table_of(rows, dtype="int8"), rows, rows, tmp_path / "a").bytes_saved == 1880
     assert error_of(table_of(rows, dtype="int4"), rows, rows, tmp_path / "b").bytes_saved == 2200
-
-
-def test_cosine_of_zero_vectors_is_one_and_of_one_zero_vector_zero() -> None:
-    a = np.array([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
-    b = np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
-    assert cosines(a, b).tolist() == [1.0, 0.0, 0.0]
 
 
 def test_error_above_max_error_is_not_published(
