@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve_store import ModelVersion, StoreError
@@ -17,14 +16,8 @@ NUMBERS = ("rows", "changed", "share", "drift mean", "drift max", "at row", "cos
 distance, |after - before| / |before|."""
 
 
-@dataclass(frozen=True)
-class VersionName:
-    """Location of a version, as given on the command line."""
-
-    store: str
-    model: str
-    version: str
-    """A number or an alias."""
+VersionName = tuple[str, str, str]
+"""Store, model and version of a version, which is a number or an alias."""
 
 
 def diff(names: Sequence[str], cache: Path | None) -> bool:
@@ -38,7 +31,7 @@ def diff(names: Sequence[str], cache: Path | None) -> bool:
         StoreError: a name is malformed, or its version does not exist or is damaged.
     """
     before, after = (
-        load_version(name.store, cache, name.model, name.version) for name in parse(names)
+        load_version(store, cache, model, version) for store, model, version in parse(names)
     )
     with table_progress() as progress:
         found = compare(before, after, progress)
@@ -50,17 +43,17 @@ def parse(names: Sequence[str]) -> tuple[VersionName, VersionName]:
     """Parses the two version names given on the command line.
 
     >>> parse(["store", "m", "1", "2"])[1]
-    VersionName(store='store', model='m', version='2')
+    ('store', 'm', '2')
     >>> parse(["s3://bucket/store/m/1", "store/m/2/"])[0]
-    VersionName(store='s3://bucket/store', model='m', version='1')
+    ('s3://bucket/store', 'm', '1')
     """
     if len(names) == 4:
         store, model, a, b = names
-        return VersionName(store, model, a), VersionName(store, model, b)
+        return (store, model, a), (store, model, b)
     if len(names) == 2:
-        first, second = (name.rstrip("/").rsplit("/", 2) for name in names)
+        first, second = (tuple(name.rstrip("/").rsplit("/", 2)) for name in names)
         if len(first) == len(second) == 3:
-            return VersionName(*first), VersionName(*second)
+            return first, second
     raise StoreError(
         f"{' '.join(names)}: expected STORE MODEL A B, or two times STORE/MODEL/VERSION"
     )

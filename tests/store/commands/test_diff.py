@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from writable import writable
 
 from embedserve.commands.cli import app
-from embedserve_store.commands.diff import VersionName, parse
+from embedserve_store.commands.diff import parse
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.local_store import LocalStore
@@ -67,10 +67,10 @@ def test_version_does_not_differ_from_itself(two_versions: Path) -> None:
 
 
 def test_versions_are_named_by_arguments_or_by_paths() -> None:
-    assert parse(["s", "m", "1", "a"]) == (VersionName("s", "m", "1"), VersionName("s", "m", "a"))
+    assert parse(["s", "m", "1", "a"]) == (("s", "m", "1"), ("s", "m", "a"))
     assert parse(["s3://b/s/m/1", "/x/n/stable/"]) == (
-        VersionName("s3://b/s", "m", "1"),
-        VersionName("/x", "n", "stable"),
+        ("s3://b/s", "m", "1"),
+        ("/x", "n", "stable"),
     )
 
 
