@@ -39,7 +39,6 @@ def upload_version(
     url: str,
     number: int | None = None,
     progress: TransferProgress | None = None,
-    check: Callable[[], None] | None = None,
 ) -> str:
     """Uploads STORE/MODEL/VERSION to URL/MODEL/NUMBER, and returns the URL of the version.
 
@@ -48,13 +47,12 @@ def upload_version(
         url: URL of the store, such as s3://bucket/folder. The bucket must exist.
         number: version number in the remote store; upload_next chooses a free one. Default: the
             folder's number.
-        check: is called directly before the manifest is written; no version appears if it raises.
 
     Raises:
         StoreError: ``folder`` is not a version or is damaged, or the number is taken.
         UnreachableError: the store cannot be written.
     """
-    return send(_local(folder), RemoteFolder(url), number, progress, check)
+    return send(_local(folder), RemoteFolder(url), number, progress)
 
 
 def upload_next(
@@ -71,7 +69,8 @@ def upload_next(
 
     Args:
         first: lowest number to try, as RemoteStore.next_version returns it.
-        folder, url, progress, check: as upload_version.
+        folder, url, progress: as upload_version.
+        check: is called directly before the manifest is written; no version appears if it raises.
 
     Raises:
         StoreError, UnreachableError: as upload_version.
