@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from store.commands.conftest import run
+from store.one_table import publish_versions
 
 from embedserve.config import ServeSettings
 from embedserve.processes.startup.loading import open_versions
-from embedserve_store import DeltaWriter, publish
+from embedserve_store import DeltaWriter
 from embedserve_store.errors import StoreError
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 
 
@@ -95,10 +95,7 @@ def test_markup_and_escapes_in_a_reason_are_printed_literally(own_store: Path) -
 def two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a store with versions 1 and 2 of "m"."""
     monkeypatch.setenv("COLUMNS", "200")
-    tables = [TableSpec("t", 4, 4, ("t",), "sum", "float32")]
-    for _ in range(2):
-        state = {"embedding_bags.t.weight": torch.ones(4, 4)}
-        publish(state, tmp_path / "two", model="m", tables=tables)
+    publish_versions(tmp_path / "two", 2)
     return tmp_path / "two"
 
 

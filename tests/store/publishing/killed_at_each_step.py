@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from store.one_table import publish_versions
 
-from embedserve_store import ModelStore, TableSpec, publish, set_alias, verify
-
-STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
-TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
+from embedserve_store import ModelStore, set_alias, verify
 
 
 def kill_at(step: int, folder: Path) -> None:
@@ -67,10 +65,6 @@ def steps(act: Callable[[Path], object], check: Callable[[Path], None], begin: P
             return step - 1
 
 
-def publish_next(store: Path) -> object:
-    return publish(STATE, store, model="m", tables=TABLES)
-
-
 def move(store: Path) -> object:
     return set_alias(store, "m", "stable", max(ModelStore(store).versions("m")))
 
@@ -90,10 +84,10 @@ def check_alias(store: Path) -> None:
 def main() -> None:
     begin = Path(sys.argv[1]) / "begin"
     torch.set_num_threads(1)
-    publish_next(begin)  # also imports everything before the forks
-    print("publish", steps(publish_next, check_versions, begin))
+    publish_versions(begin)  # also imports everything before the forks
+    print("publish", steps(publish_versions, check_versions, begin))
     set_alias(begin, "m", "stable", 1)
-    publish_next(begin)
+    publish_versions(begin)
     print("alias", steps(move, check_alias, begin))
 
 

@@ -8,26 +8,20 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-import torch
 from store.listing import everything_under
+from store.one_table import publish_versions
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
-from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import set_alias
-
-STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
-TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Returns a store with versions 1 and 2 of "m"."""
-    for _ in range(2):
-        publish(STATE, tmp_path / "store", model="m", tables=TABLES)
+    publish_versions(tmp_path / "store", 2)
     return tmp_path / "store"
 
 

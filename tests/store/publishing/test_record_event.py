@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from store.one_table import STATE, TABLES, publish_versions
 
 from embedserve_store.copying.copy_versions import copy_versions
 from embedserve_store.errors import StoreError
 from embedserve_store.format import event
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.added_file import user
@@ -22,14 +22,6 @@ from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.remove_versions import prune, remove_version
 from embedserve_store.publishing.set_alias import roll_back, set_alias
-
-STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
-TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
-
-
-def publish_versions(store: Path | str, count: int) -> None:
-    for _ in range(count):
-        publish(STATE, store, model="m", tables=TABLES)
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -67,7 +59,7 @@ def test_every_store_change_is_recorded_in_the_history(tmp_path: Path, scheme: s
 
 
 def test_store_without_a_history_has_no_events(tmp_path: Path) -> None:
-    publish_versions(tmp_path, 1)
+    publish_versions(tmp_path)
     (tmp_path / event.FOLDER).rename(tmp_path.with_name("away"))
     assert ModelStore(tmp_path).history() == ModelStore(tmp_path).history("m") == []
     with pytest.raises(StoreError, match="none: the store cannot be read"):
@@ -81,7 +73,7 @@ def test_failed_event_write_is_logged_and_the_change_is_kept(
 ) -> None:
     (tmp_path / event.FOLDER).write_text("in the way")
     with caplog.at_level(logging.WARNING, "embedserve_store"):
-        publish_versions(tmp_path, 1)
+        publish_versions(tmp_path)
     assert ModelStore(tmp_path).versions("m") == [1]
     (line,) = [one for one in caplog.messages if "history" in one]
     assert line.startswith("publish of m is done, but missing in the history: ")
@@ -91,12 +83,12 @@ def test_event_author_is_taken_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBEDSERVE_BY", "nightly training")
-    publish_versions(tmp_path, 1)
+    publish_versions(tmp_path)
     assert [one.who for one in ModelStore(tmp_path).history()] == ["nightly training"]
 
 
 def test_damaged_event_is_rejected_with_its_file_name(tmp_path: Path) -> None:
-    publish_versions(tmp_path, 1)
+    publish_versions(tmp_path)
     (path,) = tmp_path.glob(".history/m/*/*.json")
     path.write_bytes(path.read_bytes().replace(b'"publish"', b'"perhaps"'))
     with pytest.raises(StoreError, match=rf"{path.name}: sha256 is"):
@@ -106,7 +98,7 @@ def test_damaged_event_is_rejected_with_its_file_name(tmp_path: Path) -> None:
 def test_history_limit_reads_only_the_newest_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_versions(tmp_path, 1)
+    publish_versions(tmp_path)
     folder = next(tmp_path.glob(".history/m/*"))
     older = folder.with_name("2020-01-31")
     older.mkdir()

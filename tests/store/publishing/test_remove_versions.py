@@ -10,35 +10,24 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from store.listing import everything_under
+from store.one_table import publish_versions
 
 from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.alias import Alias
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
-from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import prune, remove_version
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 from embedserve_store.verification import verify
 
-TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
-VERSIONS = 5
-
-
-def publish_one(store: str | Path, value: int = 1) -> None:
-    rows = torch.full((10, 4), float(value))
-    publish({"embedding_bags.t.weight": rows}, store, model="m", tables=TABLES)
-
 
 @pytest.fixture(params=["folder", "URL"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Returns a store with versions 1 to 5 of "m", whose rows are their numbers."""
+    """Returns a store with versions 1 to 5 of "m"."""
     where = f"{tmp_path}/store"
-    for number in range(1, VERSIONS + 1):
-        publish_one(where, number)
+    publish_versions(where, 5)
     return where if request.param == "folder" else f"file://{where}"
 
 
@@ -62,7 +51,7 @@ def test_prune_keeps_newest_and_aliased_versions(store: str) -> None:
 
 def test_pruned_version_numbers_are_not_reused(store: str) -> None:
     assert prune(store, "m", 1) == [1, 2, 3, 4]
-    publish_one(store, 6)
+    publish_versions(store)
     assert remaining_versions(store) == [5, 6]
 
 
@@ -85,7 +74,7 @@ def test_newest_and_aliased_versions_cannot_be_removed(store: str) -> None:
 
 def test_version_in_use_is_not_removed(tmp_path: Path) -> None:
     for number in (1, 2, 3):
-        publish_one(tmp_path, number)
+        publish_versions(tmp_path, value=number)
     opened = ModelStore(tmp_path).load("m", 1)
     before = everything_under(tmp_path)
     with pytest.raises(StoreError, match="m/1: is in use: a server or another process"):
@@ -103,8 +92,7 @@ def test_version_in_use_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_version_without_a_manifest_is_removed(tmp_path: Path) -> None:
-    for number in (1, 2):
-        publish_one(tmp_path, number)
+    publish_versions(tmp_path, 2)
     (tmp_path / "m" / "1" / "manifest.json").unlink()
     remove_version(tmp_path, "m", 1)
     assert remaining_versions(str(tmp_path)) == [2]
@@ -138,8 +126,7 @@ def test_version_that_readers_reject_for_its_size_is_removed_unread(
 def test_failed_removal_leaves_the_version_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in (1, 2):
-        publish_one(tmp_path, number)
+    publish_versions(tmp_path, 2)
     before = everything_under(tmp_path)
     monkeypatch.setattr(os, "rename", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(StoreError, match=r"m/1: cannot be removed: Permission denied"):
@@ -150,8 +137,7 @@ def test_failed_removal_leaves_the_version_unchanged(
 def test_version_aliased_during_removal_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in (1, 2):
-        publish_one(tmp_path, number)
+    publish_versions(tmp_path, 2)
     rename = os.rename
     named: list[int] = []
 
@@ -189,8 +175,7 @@ def removals(url: str) -> list[tuple[str, Sequence[int], str]]:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     """Returns the URL of a store with versions 1 to 3 of "m"."""
-    for number in (1, 2, 3):
-        publish_one(tmp_path, number)
+    publish_versions(tmp_path, 3)
     return f"file://{tmp_path}"
 
 
@@ -228,8 +213,7 @@ def test_interrupted_remote_prune_records_the_removed_versions(
 def test_interrupted_prune_of_a_folder_records_the_removed_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in (1, 2, 3):
-        publish_one(tmp_path, number)
+    publish_versions(tmp_path, 3)
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -14,29 +14,25 @@ import pytest
 import torch
 from server.python import run_warm_python
 from store.listing import everything_under
+from store.one_table import publish_versions
 
 from embedserve_store import DeltaWriter, compact_deltas
 from embedserve_store.copying.copy_versions import copy_versions
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
-from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import roll_back, set_alias
 from embedserve_store.writing import staging
 
-STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
-TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 KILLED_TIMEOUT_S = 900
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Returns a store with versions 1 and 2 of "m"."""
-    for _ in range(2):
-        publish(STATE, tmp_path / "store", model="m", tables=TABLES)
+    publish_versions(tmp_path / "store", 2)
     return tmp_path / "store"
 
 
@@ -291,8 +287,7 @@ def test_store_is_consistent_when_publish_or_set_alias_is_killed(
 
 def test_rollback_restores_previous_version_and_removes_traffic_aliases(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    for _ in range(4):
-        publish(STATE, store, model="m", tables=TABLES)
+    publish_versions(store, 4)
     for version in (1, 2, 3, 4):
         set_alias(store, "m", "stable", version)
     set_alias(store, "m", "canary", 4, share=10.0)

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 import s3fs
-import torch
 from fsspec.implementations.local import LocalFileSystem
+from store.one_table import STATE, TABLES, publish_versions
 from writable import writable
 
 from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.publish import publish
@@ -28,8 +27,6 @@ from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify
 
 Publish = Callable[..., Path]
-STATE = {"ebc.embedding_bags.user.weight": torch.ones(10, 4)}
-TABLES = [TableSpec("user", 10, 4, ("user",), "sum", "float32")]
 TIMEOUT_S = 300
 
 
@@ -173,12 +170,8 @@ def test_publishing_to_a_url_uploads_the_next_version(
     where = url if scheme == "s3" else f"file://{tmp_path}/far"
     reported_files: list[str] = []
     for number in (1, 2):
-        published = publish(
-            STATE,
-            where,
-            model="m",
-            tables=TABLES,
-            upload_progress=lambda file, *_: reported_files.append(file),
+        published = publish_versions(
+            where, upload_progress=lambda file, *_: reported_files.append(file)
         )
         assert (published.version, published.manifest.version) == (number, number)
         assert published.where == f"{where}/m/{number}"
@@ -195,16 +188,10 @@ def test_publishing_to_a_url_uploads_the_next_version(
     assert [path.name for path in tmp_path.iterdir() if ":" in path.name] == []
 
 
-def publish_value(url: str, value: float, **options: Any) -> int:
-    """Publishes a version of "m" whose rows are ``value``; returns its number."""
-    state = {name: weight * value for name, weight in STATE.items()}
-    return publish(state, url, model="m", tables=TABLES, **options).version
-
-
 def value_of(url: str, cache: Path, version: int) -> float:
     loaded = RemoteStore(url, cache).load("m", version)
     verify(loaded)
-    return float(loaded.tables.rows("user")[0].view("<f4")[0])
+    return float(loaded.tables.rows("t")[0].view("<f4")[0])
 
 
 @pytest.mark.parametrize("moment", ["progress", "upload_progress"])
@@ -218,9 +205,10 @@ def test_concurrent_publisher_gets_another_number(
     def publish_another(*_: Any) -> None:
         if not others:
             others.append(0)
-            others.append(publish_value(where, 2))
+            others.append(publish_versions(where, value=2).version)
 
-    number = publish_value(where, 1, **{moment: publish_another})
+    options: dict[str, Any] = {moment: publish_another}
+    number = publish_versions(where, **options).version
     assert sorted([number, others[-1]]) == [1, 2] == ModelStore(where).versions("m")
     values = {number: 1, others[-1]: 2}
     assert {n: value_of(where, tmp_path / "cache", n) for n in values} == values
@@ -249,7 +237,7 @@ def test_concurrent_publishers_get_distinct_numbers(
     monkeypatch.setattr(RemoteFolder, "write_new", write_new)
 
     def run(value: float) -> None:
-        numbers[value] = publish_value(where, value)
+        numbers[value] = publish_versions(where, value=value).version
 
     threads = [threading.Thread(target=run, args=(value,)) for value in range(1, count + 1)]
     for thread in threads:
@@ -308,24 +296,24 @@ def test_claim_of_a_killed_publisher_is_continued_only_with_the_same_rows(
         with monkeypatch.context() as killed:
             killed.setattr(RemoteFolder, "remove", remove)
             with pytest.raises(KeyboardInterrupt):
-                publish_value(url, value, upload_progress=interrupt)
+                publish_versions(url, value=value, upload_progress=interrupt)
 
     models = ModelStore(url)
     publish_and_die(1)
     assert models.files_beside("m", ".uploads") == ["1"]
     assert (models.versions("m"), models.models()) == ([], [])
-    assert publish_value(url, 1) == 1
+    assert publish_versions(url).version == 1
     assert models.files_beside("m", ".uploads") == []
     publish_and_die(2)
-    assert publish_value(url, 3) == 3
+    assert publish_versions(url, value=3).version == 3
     assert models.versions("m") == [1, 3]
     assert models.files_beside("m", ".uploads") == ["2"]
 
 
 def test_other_layout_is_rejected_before_the_upload(url: str) -> None:
-    publish(STATE, url, model="m", tables=TABLES)
+    publish_versions(url)
     mean = [replace(table, pooling="mean") for table in TABLES]
-    with pytest.raises(InvalidModelError, match=r"than version 1: key 'user': pooling sum to mean"):
+    with pytest.raises(InvalidModelError, match=r"than version 1: key 't': pooling sum to mean"):
         publish(STATE, url, model="m", tables=mean)
     assert ModelStore(url).versions("m") == [1]
     assert publish(STATE, url, model="m", tables=mean, layout_changed=True).version == 2
@@ -336,8 +324,7 @@ def test_alias_in_a_remote_store_is_changed_and_followed(
     scheme: str, url: str, tmp_path: Path
 ) -> None:
     where = url if scheme == "s3" else f"file://{tmp_path}/far"
-    for _ in range(2):
-        publish(STATE, where, model="m", tables=TABLES)
+    publish_versions(where, 2)
     store = ModelStore(where, tmp_path / "cache")
     assert store.aliases("m") == {}
     set_alias(where, "m", "stable", 1, why="first")
@@ -352,8 +339,7 @@ def test_alias_in_a_remote_store_is_changed_and_followed(
 
 
 def test_notes_are_kept_in_a_remote_store(url: str, tmp_path: Path) -> None:
-    for _ in range(2):
-        publish(STATE, url, model="m", tables=TABLES)
+    publish_versions(url, 2)
     store = ModelStore(url, tmp_path / "cache")
     assert store.notes("m", 1) == []
     notes = [add_note(url, "m", 1, text) for text in ("recall is up", "and down")]
@@ -369,7 +355,7 @@ def test_alias_change_is_retried_after_a_failed_precondition(
 ) -> None:
     """Raises s3fs's error for a failed precondition, because this server has no conditional
     writes."""
-    publish(STATE, url, model="m", tables=TABLES)
+    publish_versions(url)
     files = RemoteFolder(url)._files  # shared by all that open this URL
     write = files.pipe_file
     others: list[str] = []

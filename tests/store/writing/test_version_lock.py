@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from open_files import open_below
+from store.one_table import publish_versions
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.local_store import LocalStore
 from embedserve_store.memory.resident_tables import make_resident
-from embedserve_store.publishing.publish import publish
 from embedserve_store.writing import version_lock
 from embedserve_store.writing.version_lock import (
     VersionInUseError,
@@ -26,13 +24,10 @@ from embedserve_store.writing.version_lock import (
     remove_unused,
 )
 
-TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    rows = torch.ones(10, 4)
-    return publish({"embedding_bags.t.weight": rows}, tmp_path, model="m", tables=TABLES).path
+    return publish_versions(tmp_path).path
 
 
 def is_locked(folder: Path) -> bool:
