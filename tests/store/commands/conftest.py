@@ -28,3 +28,11 @@ def run(*arguments: str | Path | int) -> tuple[int, str, str]:
     """Runs `embedserve`; returns the exit status, stdout and stderr."""
     result = CliRunner().invoke(app, [*map(str, arguments)])
     return result.exit_code, result.stdout, result.stderr
+
+
+def error_of(*arguments: str | Path | int) -> str:
+    """Runs `embedserve`, which must fail with status 1 and one line on stderr; returns that
+    line."""
+    code, out, stderr = run(*arguments)
+    assert (code, out, stderr.count("\n")) == (1, "", 1), stderr
+    return stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store.commands.conftest import run
+from store.commands.conftest import error_of, run
 from store.one_table import publish_versions
 
 from embedserve.config import ServeSettings
@@ -63,10 +63,7 @@ def test_alias_is_accepted_in_place_of_a_version(own_store: Path) -> None:
 def test_invalid_alias_change_is_a_one_line_error(
     own_store: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    code, out, stderr = run("alias", own_store, *arguments)
-    assert (code, out) == (1, "")
-    (line,) = stderr.splitlines()
-    assert message in line
+    assert message in error_of("alias", own_store, *arguments)
 
 
 def test_server_serves_the_version_of_an_alias(own_store: Path) -> None:
@@ -102,9 +99,7 @@ def two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_alias_name_similar_to_another_requires_the_new_option(two_versions: Path) -> None:
     run("alias", two_versions, "m", "stable", "1")
     run("alias", two_versions, "m", "canary", "2")
-    code, out, stderr = run("alias", two_versions, "m", "stble", "2")
-    assert (code, out) == (1, "")
-    assert stderr == (
+    assert error_of("alias", two_versions, "m", "stble", "2") == (
         "embedserve: m has no alias 'stble', did you mean 'stable'? Aliases are canary, stable; "
         "--new makes another\n"
     )
@@ -140,14 +135,12 @@ def test_alias_shows_its_delta(two_versions: Path) -> None:
         run("rollback", two_versions, "m")[2]
         == "m: stable is version 1 at delta 1: it was version 2\n"
     )
-    assert run(*stable, "1", "--at-seq", "2")[::2] == (
-        1,
+    assert error_of(*stable, "1", "--at-seq", "2") == (
         f"embedserve: {two_versions}/m: at_seq is 2, and line 1 has no such delta "
-        "(embedserve deltas)\n",
+        "(embedserve deltas)\n"
     )
-    assert run(*stable, "--at-seq", "0")[::2] == (
-        1,
-        "embedserve: --at-seq is of a change: say the version that the alias moves to\n",
+    assert error_of(*stable, "--at-seq", "0") == (
+        "embedserve: --at-seq is of a change: say the version that the alias moves to\n"
     )
 
 
@@ -166,13 +159,11 @@ def test_rollback_reports_the_changed_aliases(two_versions: Path) -> None:
         run("rollback", two_versions, "m", "--to", "2")[2]
         == "m: stable is version 2: it was version 1\n"
     )
-    code, _, stderr = run("rollback", two_versions, "m", "--to", "")
-    assert code == 1
-    assert "/m: '' is no version and no alias" in stderr
-    code, _, stderr = run("rollback", two_versions, "m", "--alias", "stble")
-    assert (code, stderr) == (
-        1,
-        f"embedserve: {two_versions}/m: no alias 'stble', aliases are stable\n",
+    assert "/m: '' is no version and no alias" in error_of(
+        "rollback", two_versions, "m", "--to", ""
+    )
+    assert error_of("rollback", two_versions, "m", "--alias", "stble") == (
+        f"embedserve: {two_versions}/m: no alias 'stble', aliases are stable\n"
     )
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from store.commands import conftest
+from store.commands.conftest import error_of
 
-from embedserve.commands.cli import app
 from embedserve_store import DeltaWriter
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
+    code, _, stderr = conftest.run(*arguments)
     # Keeps the messages: lines of progress bars begin otherwise.
-    lines = [line for line in result.stderr.splitlines(True) if line.startswith(("shop", "emb"))]
-    return result.exit_code, "".join(lines)
+    return code, "".join(line for line in stderr.splitlines(True) if line.startswith("shop"))
 
 
 def test_copy_reports_copied_versions_notes_and_aliases(own_store: Path, tmp_path: Path) -> None:
@@ -52,8 +51,9 @@ def test_link_without_a_target_is_no_file_of_a_version(own_store: Path, tmp_path
     plan = own_store / "shop" / "1" / "plan.json"
     plan.unlink()
     plan.symlink_to("nowhere")
-    message = f"embedserve: {plan}: does not exist\n"
-    assert run("copy", own_store, tmp_path / "other") == (1, message)
+    assert error_of("copy", own_store, tmp_path / "other") == (
+        f"embedserve: {plan}: does not exist\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,12 @@ def test_link_without_a_target_is_no_file_of_a_version(own_store: Path, tmp_path
 def test_unknown_or_malformed_model_is_a_one_line_error(
     store: Path, tmp_path: Path, model: str, message: str
 ) -> None:
-    code, stderr = run("copy", store, tmp_path / "t", model)
-    assert code == 1
-    (line,) = stderr.splitlines()
-    assert message in line
+    assert message in error_of("copy", store, tmp_path / "t", model)
     assert not (tmp_path / "t").exists()
 
 
 def test_a_source_without_models_is_an_error(tmp_path: Path) -> None:
     source, target = tmp_path / "s", tmp_path / "t"
     source.mkdir()
-    assert run("copy", source, target) == (1, f"embedserve: no models in {source}\n")
+    assert error_of("copy", source, target) == f"embedserve: no models in {source}\n"
     assert not target.exists()

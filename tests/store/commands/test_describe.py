@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from store.commands.conftest import run
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from pooled import collection
+from store.commands.conftest import error_of, run
+from torchrec import PoolingType
 
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.write_expected import write_expected
@@ -52,17 +53,14 @@ def test_draft_file_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> No
     assert (code, out) == (0, "")
     assert read_description(output).tables == (USER,)
     output.write_text("mine")
-    code, _, error = run("describe", checkpoint, "--prefix", "model", "--output", output)
-    assert code == 1
-    assert "is there already" in error
+    assert "is there already" in error_of(
+        "describe", checkpoint, "--prefix", "model", "--output", output
+    )
     assert output.read_text() == "mine"
 
 
 def test_expected_results_leave_nothing_to_check(tmp_path: Path) -> None:
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=30, embedding_dim=4, feature_names=["a", "b"]
-    )
-    ebc = EmbeddingBagCollection(tables=[config])
+    ebc = collection([("t", 30, 4, ["a", "b"], PoolingType.SUM)])
     torch.save(ebc.state_dict(), tmp_path / "c.pt")
     write_expected(ebc, tmp_path / "e.safetensors")
     output = tmp_path / "d.yaml"
@@ -84,13 +82,8 @@ def test_expected_results_leave_nothing_to_check(tmp_path: Path) -> None:
 def test_ambiguous_or_unknown_prefix_is_a_one_line_error(
     checkpoint: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    code, out, error = run("describe", checkpoint, *arguments)
-    assert (code, out) == (1, "")
-    (line,) = error.splitlines()
-    assert message in line
+    assert message in error_of("describe", checkpoint, *arguments)
 
 
 def test_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
-    code, _, error = run("describe", tmp_path / "none")
-    assert code == 1
-    assert "none: cannot be read: No such file" in error
+    assert "none: cannot be read: No such file" in error_of("describe", tmp_path / "none")

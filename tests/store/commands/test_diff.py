@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from store.commands import conftest
+from store.commands.conftest import error_of
 from writable import writable
 
-from embedserve.commands.cli import app
 from embedserve_store.commands.diff import parse
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest_checksum import sealed_json
@@ -41,9 +41,8 @@ def change_row_3(folder: Path) -> None:
 
 def run(*arguments: str | Path) -> tuple[int, list[list[str]], list[str]]:
     """Returns the exit status, the words of each line of stdout, and the lines of stderr."""
-    result = CliRunner().invoke(app, ["diff", *map(str, arguments)])
-    stdout = [line.split() for line in result.stdout.splitlines()]
-    return result.exit_code, stdout, result.stderr.splitlines()
+    code, stdout, stderr = conftest.run("diff", *arguments)
+    return code, [line.split() for line in stdout.splitlines()], stderr.splitlines()
 
 
 def test_a_changed_row_is_counted_with_its_drift(two_versions: Path) -> None:
@@ -78,16 +77,13 @@ def test_versions_are_named_by_arguments_or_by_paths() -> None:
 def test_incomplete_version_names_are_a_one_line_error(names: list[str]) -> None:
     with pytest.raises(StoreError, match="expected STORE MODEL A B"):
         parse(names)
-    status, _, errors = run(*names)
-    assert (status, len(errors)) == (1, 1)
+    error_of("diff", *names)
 
 
 def test_missing_version_is_a_one_line_error(two_versions: Path) -> None:
-    status, lines, errors = run(two_versions, "shop", "1", "3")
-    assert (status, lines) == (1, [])
-    assert errors == [
-        f"embedserve: {two_versions}/shop: version 3 does not exist; versions are 1, 2"
-    ]
+    assert error_of("diff", two_versions, "shop", "1", "3") == (
+        f"embedserve: {two_versions}/shop: version 3 does not exist; versions are 1, 2\n"
+    )
 
 
 def test_changed_layout_exits_with_status_1(two_versions: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from store.commands.conftest import run
+from store.commands.conftest import error_of, run
 
 from embedserve_store import IdRule, StoreError
 from embedserve_store.commands.inspect import compared_lines, describe_ids
@@ -79,8 +79,7 @@ def test_damaged_version_is_named_in_the_error(store: Path, tmp_path: Path) -> N
         ("1", "manifest.json: cannot be read: No such file or directory"),
         ("2", f"manifest.json: {place}"),
     ):
-        code, out, error = run("inspect", copied.parent, "shop", version)
-        assert (code, out) == (1, "")
+        error = error_of("inspect", copied.parent, "shop", version)
         assert f"{copied}/{version}/{message}" in error
 
 
@@ -91,10 +90,7 @@ def test_damaged_version_is_named_in_the_error(store: Path, tmp_path: Path) -> N
 def test_missing_model_or_version_is_a_one_line_error(
     store: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    code, out, error = run("inspect", store, *arguments)
-    assert (code, out) == (1, "")
-    (line,) = error.splitlines()
-    assert message in line
+    assert message in error_of("inspect", store, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +122,7 @@ def test_version_shows_its_checkpoint_and_metadata(store: Path, tmp_path: Path) 
         (("--meta", "run"), "--meta is 'run', expected KEY=VALUE"),
         (("--meta", "a=1", "--meta", "a=2"), "--meta says 'a' twice"),
     ):
-        code, _, error = run("publish", *files, "--model", "shop", *wrong)
-        assert (code, message in error) == (1, True), error
+        assert message in error_of("publish", *files, "--model", "shop", *wrong)
 
 
 def test_escapes_and_markup_in_names_are_printed_literally(store: Path, tmp_path: Path) -> None:
@@ -185,6 +180,4 @@ def test_prune_reports_the_removed_versions(own_store: Path) -> None:
         (("--keep", "1"), "shop: removed versions: none\n"),
     ):
         assert run("prune", own_store, "shop", *arguments) == (0, "", expected)
-    code, _, error = run("prune", own_store, "shoes", "--keep", "1")
-    assert code == 1
-    assert "there is no model 'shoes'" in error
+    assert "there is no model 'shoes'" in error_of("prune", own_store, "shoes", "--keep", "1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store.commands.conftest import run
+from store.commands.conftest import error_of, run
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -29,7 +29,5 @@ def test_inspect_shows_notes(own_store: Path, scheme: str) -> None:
 
 
 def test_note_on_a_missing_version_is_a_one_line_error(own_store: Path) -> None:
-    code, out, stderr = run("note", own_store, "shop", "2", "x")
-    assert (code, out) == (1, "")
-    (line,) = stderr.splitlines()
-    assert "shop: version 2 does not exist; versions are 1" in line
+    error = error_of("note", own_store, "shop", "2", "x")
+    assert "shop: version 2 does not exist; versions are 1" in error

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from pooled import collection
+from store.commands.conftest import error_of, run
 from torchrec import PoolingType
-from typer.testing import CliRunner
 
-from embedserve.commands.cli import app
 from embedserve_store import IdRule, ModelStore, publish, verify
 from embedserve_store.commands.publish import report
 from embedserve_store.parts.part import Part
@@ -50,19 +49,19 @@ def test_if_changed_reports_and_skips_an_unchanged_version(
         "tables: [{name: t, num_embeddings: 10, embedding_dim: 4, feature_names: [t], "
         "pooling: sum}]\nis_weighted: false\n"
     )
-    command = ["publish", tmp_path / "c.pt", tmp_path / "t.yaml", tmp_path / "s", "--model", "m"]
+    command = ("publish", tmp_path / "c.pt", tmp_path / "t.yaml", tmp_path / "s", "--model", "m")
 
-    def run(*more: str) -> str:
-        result = CliRunner().invoke(app, [*map(str, command), "--if-changed", *more])
-        assert result.exit_code == 0, result.stderr
-        return result.stderr.splitlines()[-1]
+    def last_line(*more: str) -> str:
+        code, _, stderr = run(*command, "--if-changed", *more)
+        assert code == 0, stderr
+        return stderr.splitlines()[-1]
 
-    assert run().startswith("published m version 1")
-    assert run("--meta", "run=2") == (
+    assert last_line().startswith("published m version 1")
+    assert last_line("--meta", "run=2") == (
         "m version 1 has the same rows, tables, id rules and plan: nothing was published; it is "
         f"{tmp_path}/s/m/1"
     )
-    assert run("--dtype", "int8").startswith("published m version 2")
+    assert last_line("--dtype", "int8").startswith("published m version 2")
 
 
 def test_a_model_is_published_for_several_hosts(
@@ -75,14 +74,14 @@ def test_a_model_is_published_for_several_hosts(
         "pooling: sum}]\nis_weighted: false\n"
     )
     store = tmp_path / "s"
-    command = ["publish", tmp_path / "c.pt", tmp_path / "t.yaml", store, "--model", "m"]
+    command = ("publish", tmp_path / "c.pt", tmp_path / "t.yaml", store, "--model", "m")
 
-    def run(*more: str) -> list[str]:
-        result = CliRunner().invoke(app, [*map(str, command), *more])
-        assert result.exit_code == 0, result.stderr
-        return result.stderr.splitlines()[-4:]
+    def last_lines(*more: str) -> list[str]:
+        code, _, stderr = run(*command, *more)
+        assert code == 0, stderr
+        return stderr.splitlines()[-4:]
 
-    assert run("--hosts", "3") == [
+    assert last_lines("--hosts", "3") == [
         "part 0 of 3: 5.2 KiB",
         "part 1 of 3: 5.2 KiB",
         "part 2 of 3: 5.2 KiB",
@@ -92,8 +91,7 @@ def test_a_model_is_published_for_several_hosts(
     assert whole.plan.hosts is not None
     assert whole.plan.hosts.rows == {"t": (0, 333, 666, 1000)}
     verify(ModelStore(store, selection=Part(2, 3)).load("m"))
-    assert "over 1 rank," in run("--hosts", "1")[-1]
+    assert "over 1 rank," in last_lines("--hosts", "1")[-1]
     assert ModelStore(store).load("m").plan.hosts is None
-    result = CliRunner().invoke(app, [*map(str, command), "--hosts", "3", "--sharding=table_wise"])
-    assert result.exit_code == 1
-    assert "hosts is 3, but part 1 would have no rows: use fewer hosts" in result.stderr
+    error = error_of(*command, "--hosts", "3", "--sharding=table_wise")
+    assert "hosts is 3, but part 1 would have no rows: use fewer hosts" in error

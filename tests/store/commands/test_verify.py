@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from store.commands import conftest
+from store.commands.conftest import error_of
 from writable import writable
 
-from embedserve.commands.cli import app
 from embedserve_store import ModelStore, TableSpec, publish
 from embedserve_store.format.tables_file import header_bytes
 from embedserve_store.parts.part import Part
@@ -28,8 +28,8 @@ def own_store(store: Path, tmp_path: Path) -> Path:
 
 def run(*arguments: str | Path) -> tuple[int, str, list[str]]:
     """Returns the exit status, stdout and the lines of stderr."""
-    result = CliRunner().invoke(app, ["verify", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr.splitlines()
+    code, stdout, stderr = conftest.run("verify", *arguments)
+    return code, stdout, stderr.splitlines()
 
 
 def test_intact_version_is_verified(own_store: Path) -> None:
@@ -155,14 +155,9 @@ def test_only_the_requested_part_is_downloaded_from_a_url(
 def test_unknown_or_malformed_part_is_a_one_line_error(
     parts_store: Path, part: str, words: str
 ) -> None:
-    status, stdout, lines = run(parts_store, "m", "--part", part)
-    assert (status, stdout) == (1, "")
-    (line,) = lines
-    assert words in line
+    assert words in error_of("verify", parts_store, "m", "--part", part)
 
 
 def test_part_of_a_version_without_parts_is_a_one_line_error(store: Path) -> None:
-    status, stdout, lines = run(store, "shop", "--part", "0/2")
-    assert (status, stdout) == (1, "")
-    (line,) = lines
-    assert "was published without --hosts, so it has no parts" in line
+    error = error_of("verify", store, "shop", "--part", "0/2")
+    assert "was published without --hosts, so it has no parts" in error
