@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from store.comparison.rows import BASE, Publish, row_diff_of, single_table, with_rows
-from torchrec import PoolingType
 
 from embedserve_store.comparison import row_diff
 from embedserve_store.comparison.row_diff import RowDiff
@@ -83,8 +82,8 @@ def test_changed_pooling_features_ids_and_weights_are_reported(publish_tables: P
         publish_tables({"t": BASE}),
         publish_tables(
             {"t": BASE},
-            pooling=PoolingType.MEAN,
-            features={"t": ["t", "u"]},
+            pooling="mean",
+            features=("t", "u"),
             ids={"t": IdRule("modulo", modulus=30, offset=2)},
             is_weighted=True,
         ),

@@ -9,17 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from pooled import collection
 from store.listing import everything_under
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, PoolingType
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.format.manifest import (
-    Manifest,
-)
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
@@ -30,18 +25,7 @@ from embedserve_store.sources import live
 def twins() -> EmbeddingBagCollection:
     """Returns a collection of two tables with the same shape."""
     torch.manual_seed(3)
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=40,
-                embedding_dim=8,
-                feature_names=[name],
-                pooling=PoolingType.SUM,
-            )
-            for name in ("a", "b")
-        ]
-    )
+    return collection([(name, 40, 8, [name], PoolingType.SUM) for name in "ab"])
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Any]:

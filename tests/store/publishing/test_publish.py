@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pooled import collection
 from safetensors.torch import load_file
 from store.conftest import MakeEbc
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, PoolingType
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.row_layout import dequantize_rows
@@ -67,11 +68,8 @@ def test_every_dtype_is_published_and_loaded(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tables_of_any_width_are_published(tmp_path: Path, dtype: str) -> None:
     torch.manual_seed(9)
-    tables = [
-        EmbeddingBagConfig(name=f"t{dim}", num_embeddings=20, embedding_dim=dim, feature_names=[f])
-        for dim, f in ((10, "a"), (3, "b"), (8, "c"))
-    ]
-    source = EmbeddingBagCollection(tables=tables)
+    widths = {"a": 10, "b": 3, "c": 8}
+    source = collection([(f"t{w}", 20, w, [f], PoolingType.SUM) for f, w in widths.items()])
     write_expected(source, tmp_path / "expected.safetensors")
     path = tmp_path / "a.pt"
     torch.save(source.state_dict(), path)

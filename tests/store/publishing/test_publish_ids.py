@@ -9,19 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from pooled import collection
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from unpooled import unpooled_collection
 
 from embedserve_store import IdRule, ModelStore, ModelVersion, publish, verify
 from embedserve_store.errors import InvalidModelError
@@ -43,18 +39,11 @@ def load(store: Path) -> ModelVersion:
 @pytest.fixture
 def ebc() -> EmbeddingBagCollection:
     """Returns a collection like that of make_ebc, in which no feature has two tables."""
-    torch.manual_seed(7)
-    described = [
-        ("user", 300, 16, ["user", "friend"]),
-        ("item", 77, 8, ["item"]),
-        ("tag", 16, 4, ["tag"]),
-    ]
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features
-            )
-            for name, rows, dim, features in described
+    return collection(
+        [
+            ("user", 300, 16, ["user", "friend"], PoolingType.SUM),
+            ("item", 77, 8, ["item"], PoolingType.SUM),
+            ("tag", 16, 4, ["tag"], PoolingType.SUM),
         ]
     )
 
@@ -161,28 +150,17 @@ def test_tables_of_a_shared_feature_need_the_same_id_rule(make_ebc: Any, tmp_pat
     load(tmp_path)
 
 
-def make_collection(*dims: int) -> EmbeddingCollection:
-    return EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=f"t{i}", num_embeddings=20 + i, embedding_dim=dim, feature_names=[f"f{i}"]
-            )
-            for i, dim in enumerate(dims)
-        ]
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_embedding_collection_is_published_unpooled(tmp_path: Path, dtype: str) -> None:
-    collection = make_collection(8, 8)
-    publish(collection, tmp_path, model="m", dtype=dtype, vocabularies={"t1": [5]})
+    ec = unpooled_collection([("t0", 20, ["f0"]), ("t1", 21, ["f1"])])
+    publish(ec, tmp_path, model="m", dtype=dtype, vocabularies={"t1": [5]})
     version = load(tmp_path)
     assert not version.manifest.is_pooled
     goldens = version.goldens()
     numbers = row_numbers(goldens.bags, version.translator)
     first = int(goldens.bags.lengths[0].sum())
     assert set(goldens.bags.ids[first:].tolist()) == {5}
-    rows = [collection.embeddings[name].weight.detach().numpy() for name in ("t0", "t1")]
+    rows = [ec.embeddings[name].weight.detach().numpy() for name in ("t0", "t1")]
     expected = np.concatenate([rows[0][numbers[:first]], rows[1][numbers[first:]]])
     np.testing.assert_array_equal(goldens.source_answers, expected)
     tolerance = 0 if dtype == "float32" else 0.1
@@ -190,10 +168,10 @@ def test_embedding_collection_is_published_unpooled(tmp_path: Path, dtype: str) 
 
 
 def test_state_dict_of_an_embedding_collection_is_published(tmp_path: Path) -> None:
-    collection = make_collection(8)
-    published = publish(collection, tmp_path, model="a")
+    ec = unpooled_collection([("t0", 20, ["f0"])])
+    published = publish(ec, tmp_path, model="a")
     again = publish(
-        {f"seq.{key}": value for key, value in collection.state_dict().items()},
+        {f"seq.{key}": value for key, value in ec.state_dict().items()},
         tmp_path,
         model="m",
         tables=published.manifest.tables,

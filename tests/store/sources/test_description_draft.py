@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from pooled import collection
 from store.conftest import small_collection
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-)
+from torchrec import PoolingType
 from unpooled import unpooled_collection
 
 from embedserve_store.errors import InvalidModelError
@@ -103,10 +101,7 @@ def test_ambiguous_yaml_table_names_are_quoted(tmp_path: Path, name: str) -> Non
     ],
 )
 def test_ambiguous_yaml_feature_names_are_quoted(tmp_path: Path, name: str) -> None:
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=20, embedding_dim=4, feature_names=[name, "other"]
-    )
-    ebc = EmbeddingBagCollection(tables=[config])
+    ebc = collection([("t", 20, 4, [name, "other"], PoolingType.SUM)])
     text = draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc))
     assert read_back(text, tmp_path).tables == live.describe(ebc)
 
@@ -244,11 +239,7 @@ def test_expected_outputs_of_many_tables_need_few_reads_of_each(
         return gather(rows, numbers)
 
     monkeypatch.setattr(TensorRows, "gather", counted)
-    configs = [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=9, embedding_dim=4, feature_names=[f"f{i}"])
-        for i in range(12)
-    ]
-    ebc = EmbeddingBagCollection(tables=configs)
+    ebc = collection([(f"t{i}", 9, 4, [f"f{i}"], PoolingType.SUM) for i in range(12)])
     text = draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc))
     assert "check" not in text
     assert sorted(reads.values()) == [2] * 12

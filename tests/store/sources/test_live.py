@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 import torch
 from store.conftest import MakeEbc
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
+from unpooled import unpooled_collection
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import FROM_TRAINING, Manifest
@@ -40,21 +36,15 @@ def test_tables_are_described_in_order(ebc: EmbeddingBagCollection) -> None:
 
 @pytest.fixture
 def ec() -> EmbeddingCollection:
-    rows = {"word": 12, "place": 5}
-    return EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=name, num_embeddings=count, embedding_dim=8, feature_names=[name, f"{name}_2"]
-            )
-            for name, count in rows.items()
-        ]
+    return unpooled_collection(
+        [("word", 12, ["word", "word_2"]), ("place", 5, ["place", "place_2"])]
     )
 
 
 def test_embedding_collection_tables_are_unpooled(ec: EmbeddingCollection) -> None:
     assert live.describe(ec) == (
-        TableSpec("word", 12, 8, ("word", "word_2"), "none", "float32"),
-        TableSpec("place", 5, 8, ("place", "place_2"), "none", "float32"),
+        TableSpec("word", 12, 32, ("word", "word_2"), "none", "float32"),
+        TableSpec("place", 5, 32, ("place", "place_2"), "none", "float32"),
     )
 
 

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 import trainer
+from pooled import collection
 from server.python import run_warm_python
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import (
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from unpooled import unpooled_collection
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.manifest import FROM_TRAINING, Manifest
@@ -45,31 +45,24 @@ from embedserve_store.verification import verify
 
 USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
 ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")
-WORD = TableSpec("word", 12, 4, ("word",), "none", "float32")
+WORD = TableSpec("word", 12, 32, ("word",), "none", "float32")
 TIMEOUT_S = 300
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def bags(*, is_weighted: bool = False) -> EmbeddingBagCollection:
-    tables = [
-        EmbeddingBagConfig(
-            name=table.name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            feature_names=list(table.feature_names),
-            pooling=PoolingType[table.pooling.upper()],
-        )
-        for table in (USER, ITEM)
-    ]
-    return EmbeddingBagCollection(tables=tables, is_weighted=is_weighted)
+    made = collection(
+        [
+            ("user", 30, 8, ["user", "friend"], PoolingType.SUM),
+            ("item", 20, 4, ["item"], PoolingType.MEAN),
+        ]
+    )
+    return EmbeddingBagCollection(made.embedding_bag_configs(), is_weighted)
 
 
 def words() -> EmbeddingCollection:
-    config = EmbeddingConfig(
-        name="word", num_embeddings=12, embedding_dim=4, feature_names=["word"]
-    )
-    return EmbeddingCollection(tables=[config])
+    return unpooled_collection([("word", 12, ["word"])])
 
 
 def sharded(module: nn.Module) -> DistributedModelParallel:
@@ -200,10 +193,7 @@ def check_expected(folder: Path, tables: list[TableSpec]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_dim_that_only_the_dense_kernel_supports_is_published(tmp_path: Path, dtype: str) -> None:
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=30, embedding_dim=10, feature_names=["f"], pooling=PoolingType.SUM
-    )
-    dmp = sharded(nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config])}))
+    dmp = sharded(nn.ModuleDict({"ebc": collection([("t", 30, 10, ["f"], PoolingType.SUM)])}))
     publish_sharded(dmp, tmp_path, model="m", dtype=dtype)
     version = LocalStore(tmp_path).load("m")
     verify(version)
@@ -215,10 +205,7 @@ def test_dim_that_only_the_dense_kernel_supports_is_published(tmp_path: Path, dt
 
 
 def test_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=30, embedding_dim=8, feature_names=["f"], pooling=PoolingType.SUM
-    )
-    dmp = sharded(nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config])}))
+    dmp = sharded(nn.ModuleDict({"ebc": collection([("t", 30, 8, ["f"], PoolingType.SUM)])}))
     publish_sharded(dmp, tmp_path, model="m", sharding="row_wise", hosts=4)
     for number, rows in enumerate((7, 8, 7, 8)):
         version = LocalStore(tmp_path, Part(number, 4)).load("m")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pooled
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, PoolingType
 from torchrec.distributed import DistributedModelParallel
 
 from embedserve_store.errors import InvalidModelError
@@ -29,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def collection(value: float) -> EmbeddingBagCollection:
-    config = EmbeddingBagConfig(name="t", num_embeddings=6, embedding_dim=4, feature_names=["f"])
-    made = EmbeddingBagCollection(tables=[config])
+    made = pooled.collection([("t", 6, 4, ["f"], PoolingType.SUM)])
     with torch.no_grad():
         made.embedding_bags["t"].weight.fill_(value)
     return made
