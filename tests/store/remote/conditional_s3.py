@@ -6,8 +6,7 @@ All writes must pass through it: it knows only the keys that it has written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from urllib.parse import urlsplit
 
 from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
@@ -17,15 +16,9 @@ PRECONDITION_FAILED = (
 )
 
 
-@contextmanager
-def serve_conditional(endpoint: str) -> Iterator[str]:
+def serve_conditional(endpoint: str) -> AbstractContextManager[str]:
     """Yields the URL of a proxy of ``endpoint``. It rejects a PUT with ``If-None-Match: *`` for a
     key that exists."""
-    with serve_proxy(_handler(), endpoint) as url:
-        yield url
-
-
-def _handler() -> type[S3Proxy]:
     written: set[str] = set()
     lock = threading.Lock()
 
@@ -41,4 +34,4 @@ def _handler() -> type[S3Proxy]:
                     (written.add if self.command == "PUT" else written.discard)(key)
             return status, headers, answer
 
-    return Conditional
+    return serve_proxy(Conditional, endpoint)

@@ -15,9 +15,9 @@ import torch
 from botocore_models import cache_models
 from code_forker import CodeForker, start_code_forker
 from store.remote.s3_server import environment, serve_s3
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from writable import writable
 
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.publish import publish
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.remote_store import RemoteStore
@@ -73,6 +73,12 @@ def connections() -> Iterator[None]:
     would take longer than most of the tests."""
     s3fs.S3FileSystem.clear_instance_cache()
     yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def use_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Sends the requests of this test to another S3 server."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -145,17 +151,9 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def publish_rows(store: Path, value: float, rows: int, **options: Any) -> Path:
     """Publishes "m" with row i equal to i * ``value``; returns the version's folder."""
-    config = EmbeddingBagConfig(
-        name="t",
-        num_embeddings=rows,
-        embedding_dim=16,
-        feature_names=["t"],
-        pooling=PoolingType.SUM,
-    )
-    ebc = EmbeddingBagCollection(tables=[config])
-    with torch.no_grad():
-        ebc.embedding_bags["t"].weight.copy_(torch.arange(rows)[:, None] * value)
-    return publish(ebc, store, model="m", **options).path
+    state = {"embedding_bags.t.weight": torch.arange(rows)[:, None].expand(-1, 16).float() * value}
+    tables = [TableSpec("t", rows, 16, ("t",), "sum", "float32")]
+    return publish(state, store, model="m", tables=tables, **options).path
 
 
 @pytest.fixture(scope="session")
@@ -197,6 +195,12 @@ def put(buckets: Path, root: str) -> Callable[[Path], None]:
         writable(shutil.copytree(folder, buckets / root / folder.parent.name / folder.name))
 
     return put
+
+
+def pulled_files(cache: Path) -> list[str]:
+    """Returns the names of all files in the cache except locks and records of damage."""
+    beside = (".lock", ".damaged")
+    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix not in beside)
 
 
 @pytest.fixture

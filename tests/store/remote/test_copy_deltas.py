@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from code_forker import CodeForker
 from store.listing import everything_under
-from store.remote.conftest import KINDS, Place
+from store.remote.conftest import KINDS, Place, Publish
 from writable import writable
 
 from embedserve_store import (
@@ -28,7 +28,6 @@ from embedserve_store.format import delta_file
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.publishing.added_file import Write, writer
 
-Publish = Callable[..., Path]
 DELTAS = 3
 
 

@@ -8,7 +8,6 @@ import io
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import s3fs
 from code_forker import CodeForker
 from store.listing import everything_under
-from store.remote.conftest import KINDS, Place
+from store.remote.conftest import KINDS, Place, Publish, publish_rows
 from writable import writable
 
 from embedserve_store.copying import copy_versions as copying
@@ -31,7 +30,6 @@ from embedserve_store.transfer import stored_version
 from embedserve_store.verification import verify
 from embedserve_store.writing import direct_file, staging
 
-Publish = Callable[..., Path]
 ROWS = 25_000
 """Rows of a table of 1.6 MB: several parts of PART_BYTES, each with several blocks of
 BLOCK_BYTES."""
@@ -97,19 +95,12 @@ def test_other_version_under_the_same_number_is_rejected(
     tmp_path: Path,
 ) -> None:
     target = place(kind, "target")
-    other = publish_other(tmp_path / "other")
-    copy_versions(other, target, "m")
+    publish_rows(tmp_path / "other", 9.0, 2000)
+    copy_versions(tmp_path / "other", target, "m")
     message = f"target/m/1: is another version than {local}/m/1: published .*, not .*; versions"
     with pytest.raises(StoreError, match=message):
         copy_versions(local, target, "m", 1)
     assert ModelStore(target, tmp_path / "c").load("m", 1).tables.rows("t")[1].view("<f4")[0] == 9
-
-
-def publish_other(store: Path) -> Path:
-    from store.remote.conftest import publish_rows
-
-    publish_rows(store, 9.0, 2000)
-    return store
 
 
 def test_alias_changed_in_both_stores_is_rejected(local: Path, tmp_path: Path) -> None:
@@ -356,8 +347,6 @@ def test_uploaded_parts_with_other_bytes_are_not_reused(
     source = new_version(1.0, ROWS).parent.parent
     killed_copy(forking, source, url, 13)
     other = tmp_path / "other"
-    from store.remote.conftest import publish_rows
-
     publish_rows(other, 5.0, ROWS)
     monkeypatch.setattr(remote_files, "PART_BYTES", PART_BYTES)
     copy_versions(other, url, "m")
@@ -378,8 +367,6 @@ def test_abandoned_copy_is_removed(
 
 def publish_as(store: Path, number: int) -> Path:
     """Returns a folder with one version of "m", which has this number."""
-    from store.remote.conftest import publish_rows
-
     for _ in range(number):
         publish_rows(store, 1.0, 20)
     for one in range(1, number):

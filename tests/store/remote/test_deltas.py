@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import s3fs
 from store.remote.conditional_s3 import serve_conditional
+from store.remote.conftest import use_endpoint
 
 from embedserve_store import (
     DeltaLine,
@@ -36,10 +37,8 @@ CHANGE = {"t": ([3, 5], np.ones((2, 16), np.float32))}
 def conditional(uploaded: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sends requests through a proxy with conditional writes."""
     with serve_conditional(endpoint) as url:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        s3fs.S3FileSystem.clear_instance_cache()
+        use_endpoint(monkeypatch, url)
         yield
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_delta_line_works_in_an_object_store(conditional: None, url: str, tmp_path: Path) -> None:

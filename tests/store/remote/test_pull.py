@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 import s3fs
 from code_forker import CodeForker
+from server.python import environment
+from store.remote.conftest import pulled_files as files
 
-import embedserve_store
 from embedserve_store.errors import StoreError, UnreachableError
+from embedserve_store.model_store import ModelStore
 from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.transfer import receive
@@ -47,20 +49,13 @@ print(loaded.path, calls.count("tables.safetensors"), flush=True)
 
 
 def start_pull(url: str, cache: Path) -> subprocess.Popen[str]:
-    root = str(Path(embedserve_store.__file__).parent.parent)
     return subprocess.Popen(
         [sys.executable, "-c", PULL, url, str(cache), "live"],
-        env=os.environ | {"PYTHONPATH": root},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def files(cache: Path) -> list[str]:
-    """Returns the names of all files in the cache except locks and records of damage."""
-    beside = (".lock", ".damaged")
-    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix not in beside)
 
 
 def test_killed_pull_leaves_nothing_visible_and_continues(
@@ -70,7 +65,7 @@ def test_killed_pull_leaves_nothing_visible_and_continues(
     assert forking.run(PULL, url, cache, "die") == -signal.SIGKILL
     assert "tables.safetensors" in files(cache)
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
-    assert embedserve_store.ModelStore(folder).models() == []
+    assert ModelStore(folder).models() == []
     loaded = RemoteStore(url, cache).load("m")
     assert files(cache) == files(loaded.path) == files(uploaded)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 import s3fs
 import torch
 from code_forker import CodeForker
+from pooled import collection
 from store.remote.conftest import Place
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from store.remote.conftest import pulled_files as files
+from torchrec import PoolingType
 from writable import writable
 
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish, verify
@@ -49,12 +52,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a store with version 1 of "m" in PARTS parts, with a vocabulary; not to be
     changed."""
     store = tmp_path_factory.mktemp("parts")
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=64, feature_names=[name])
-        for name, rows in ROWS.items()
-    ]
     torch.manual_seed(0)
-    ebc = EmbeddingBagCollection(tables=tables)
+    ebc = collection([(name, rows, 64, [name], PoolingType.SUM) for name, rows in ROWS.items()])
     publish(ebc, store, model="m", hosts=PARTS, vocabularies={"b": range(ROWS["b"])})
     return store
 
@@ -68,11 +67,6 @@ def source(published: Path, tmp_path: Path) -> Path:
 def pull(where: str | Path, cache: Path, selection: RowSelection = PART) -> ModelVersion:
     url = f"file://{where}" if isinstance(where, Path) else where
     return ModelStore(url, cache, selection=selection).load("m")
-
-
-def files(cache: Path) -> list[str]:
-    beside = (".lock", ".damaged")
-    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix not in beside)
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
@@ -99,12 +93,7 @@ def test_only_row_ranges_of_the_part_are_read(
         np.testing.assert_array_equal(version.tables.rows(name), own.tables.rows(name))
     verify(version)
     assert version.whole.fingerprint == own.whole.fingerprint
-    assert files(version.path) == [
-        "goldens.safetensors",
-        "manifest.json",
-        "plan.json",
-        TABLES,
-    ]
+    assert files(version.path) == ["goldens.safetensors", "manifest.json", "plan.json", TABLES]
 
 
 def test_each_part_is_cached_in_its_own_folder(source: Path, tmp_path: Path) -> None:
@@ -148,18 +137,19 @@ def test_no_row_is_read_without_rows(
         pull(source, tmp_path / "cache")
 
 
-def flip(source: Path, table: str, number: int) -> None:
-    """Flips a bit of the last row of a table on a part."""
-    part = ModelStore(source, selection=Part(number, PARTS)).load("m")
+def flip(path: Path, table: str, part: ModelVersion) -> None:
+    """Flips a bit of the first row of a table of a part, in a file of rows."""
     assert part.tables.file_offsets is not None
-    path = source / "m" / "1" / TABLES
-    data = bytearray(path.read_bytes())
-    data[part.tables.file_offsets[table] + part.tables.tables[table].nbytes - 1] ^= 1
-    path.write_bytes(data)
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(part.tables.file_offsets[table])
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
 
 
 def test_flipped_bit_is_detected_only_by_its_part(source: Path, tmp_path: Path) -> None:
-    flip(source, "a", 1)
+    flip(source / "m" / "1" / TABLES, "a", ModelStore(source, selection=PART).load("m"))
     with pytest.raises(StoreError, match=f"m/1/{TABLES}: table 'a': sha256 is "):
         pull(source, tmp_path / "cache")
     assert files(tmp_path / "cache") == []
@@ -168,14 +158,7 @@ def test_flipped_bit_is_detected_only_by_its_part(source: Path, tmp_path: Path) 
 
 def test_flipped_bit_in_the_cache_is_detected_by_verify(source: Path, tmp_path: Path) -> None:
     version = pull(source, tmp_path / "cache")
-    path = version.path / TABLES
-    assert version.tables.file_offsets is not None
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(version.tables.file_offsets["b"])
-        byte = file.read(1)[0]
-        file.seek(version.tables.file_offsets["b"])
-        file.write(bytes([byte ^ 1]))
+    flip(version.path / TABLES, "b", version)
     with pytest.raises(StoreError, match="table 'b': sha256 is "):
         verify(version)
 
@@ -247,12 +230,7 @@ def test_leftovers_of_a_killed_pull_are_verified(
     cache = tmp_path / "cache"
     left = killed_pull(forking, url, cache, 1)
     own = ModelStore(published, selection=PART).load("m")
-    assert own.tables.file_offsets is not None
-    with left.open("r+b") as file:
-        file.seek(own.tables.file_offsets["a"])
-        byte = file.read(1)[0]
-        file.seek(own.tables.file_offsets["a"])
-        file.write(bytes([byte ^ 1]))
+    flip(left, "a", own)
     read_bytes.clear()
     version = pull(url, cache)
     assert 0 < read_bytes[TABLES] < own.tables.nbytes
@@ -331,8 +309,6 @@ def test_cached_part_is_opened_without_the_store(source: Path, tmp_path: Path) -
 def test_pulled_large_part_leaves_no_pages_in_memory(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from embedserve_store.transfer import sparse_file
-
     monkeypatch.setattr(sparse_file, "DIRECT_BYTES_MIN", 1)
     monkeypatch.setattr(sparse_file, "SYNC_BYTES", 100_000)
     verify(pull(source, tmp_path / "cache"))

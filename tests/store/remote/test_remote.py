@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import s3fs
+from store.remote.conftest import Publish, use_endpoint
 
 from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.model_store import ModelStore
 from embedserve_store.remote.remote_store import RemoteStore, default_cache
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify
-
-Publish = Callable[..., Path]
 
 
 def names(folder: Path) -> list[str]:
@@ -137,10 +136,9 @@ def invalidate_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    s3fs.S3FileSystem.clear_instance_cache()
+    use_endpoint(monkeypatch, "http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("cut", [invalidate_credentials, break_connection])

@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import s3fs
 from code_forker import CodeForker
+from store.remote.conftest import use_endpoint
 
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote import store_errors
@@ -27,14 +27,9 @@ EMPTY = (
 )
 
 
-def use(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    s3fs.S3FileSystem.clear_instance_cache()
-
-
 @contextlib.contextmanager
-def serve_statuses(next_status: Callable[[], int]) -> Iterator[int]:
-    """Serves an empty S3 bucket whose HTTP statuses ``next_status`` returns; yields its port."""
+def serve_statuses(next_status: Callable[[], int]) -> Iterator[str]:
+    """Serves an empty S3 bucket whose HTTP statuses ``next_status`` returns; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -54,7 +49,7 @@ def serve_statuses(next_status: Callable[[], int]) -> Iterator[int]:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield server.server_address[1]
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
@@ -62,7 +57,7 @@ def serve_statuses(next_status: Callable[[], int]) -> Iterator[int]:
 
 def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        use(monkeypatch, silent.getsockname()[1])
+        use_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         folder = RemoteFolder("s3://bucket/store")
         with pytest.raises(UnreachableError, match=r"store/m: .*: no answer within 2 s$"):
             folder._call(f"{folder.url}/m", "find", "bucket/store/m", detail=True, max_s=2)
@@ -82,8 +77,8 @@ def test_wait_is_logged_at_doubling_intervals(
     def waits() -> list[str]:
         return [line for line in caplog.messages if "has not answered for" in line]
 
-    with serve_statuses(status_after_three_lines) as port:
-        use(monkeypatch, port)
+    with serve_statuses(status_after_three_lines) as url:
+        use_endpoint(monkeypatch, url)
         with caplog.at_level(logging.WARNING, "embedserve_store"):
             assert RemoteFolder("s3://bucket/store").sizes("m") == {}
     assert waits()[:3] == [
@@ -139,22 +134,21 @@ def test_retried_failure_is_logged(
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)
     statuses = iter([503])
-    with serve_statuses(lambda: next(statuses, 200)) as port:
-        use(monkeypatch, port)
+    with serve_statuses(lambda: next(statuses, 200)) as url:
+        use_endpoint(monkeypatch, url)
         folder = RemoteFolder("s3://bucket/store")
         with caplog.at_level(logging.WARNING, "embedserve_store"):
             assert folder.sizes("m") == {}
             assert folder.sizes("m") == {}
-    url = f"http://127.0.0.1:{port}/bucket"
-    assert caplog.messages == [f"{url}: attempt 1 failed: HTTP status 503"]
+    assert caplog.messages == [f"{url}/bucket: attempt 1 failed: HTTP status 503"]
 
 
 def test_responsive_store_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)
-    with serve_statuses(lambda: 200) as port:
-        use(monkeypatch, port)
+    with serve_statuses(lambda: 200) as url:
+        use_endpoint(monkeypatch, url)
         with caplog.at_level(logging.DEBUG, "embedserve_store"):
             assert RemoteFolder("s3://bucket/store").sizes("m") == {}
     assert caplog.messages == []

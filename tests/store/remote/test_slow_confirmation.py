@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import s3fs
+from store.remote.conftest import Publish, use_endpoint
 from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 
 from embedserve_store import ModelStore, copy_versions
@@ -17,7 +18,6 @@ from embedserve_store.errors import UnreachableError
 from embedserve_store.remote import remote_files, store_errors
 from embedserve_store.remote.remote_files import RemoteFolder
 
-Publish = Callable[..., Path]
 ROWS = 250_000
 """Rows of a table of 16 MB, which is sent in parts."""
 HELD_S_MAX = 60.0
@@ -69,8 +69,7 @@ def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
     store = SlowStore()
     logger = logging.getLogger("embedserve_store")
     with serve_proxy(store.handler(), endpoint) as store.url:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
-        s3fs.S3FileSystem.clear_instance_cache()
+        use_endpoint(monkeypatch, store.url)
         logger.addHandler(store)
         yield store
         logger.removeHandler(store)
@@ -107,8 +106,7 @@ def test_existing_versions_are_not_listed_for_the_next_number(
     copy_versions(local, url, "m")
     new_version(2.0)
     with serve_proxy(Listing, endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy)
-        s3fs.S3FileSystem.clear_instance_cache()
+        use_endpoint(monkeypatch, proxy)
         assert copy_versions(local, url, "m").copied == [2]
     assert not [path for path in listed if "prefix=stores%2Fa%2Fm%2F&" in path], listed
     assert not [path for path in listed if "prefix=stores%2Fa%2Fm%2F2%2F&" in path], listed

@@ -3,13 +3,14 @@ for byte."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
-import s3fs
 import torch
+from store.remote.conftest import use_endpoint
 from store.remote.copying_s3 import CopyingStore
 from store.remote.s3_proxy import serve_proxy
 
@@ -36,13 +37,20 @@ def publish_tables(store: Path | str, **values: float) -> None:
     publish(state, store, model="m", tables=tables, layout_changed=True)
 
 
-@contextmanager
-def before(store: CopyingStore, endpoint: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sends requests through the proxy."""
-    with serve_proxy(store.handler(), endpoint) as url:
-        patch.setenv("AWS_ENDPOINT_URL", url)
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield
+Serve = Callable[..., CopyingStore]
+
+
+@pytest.fixture
+def serve(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Yields a function that puts a CopyingStore with these options before the S3 server."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> CopyingStore:
+            store = CopyingStore(endpoint, **options)
+            use_endpoint(monkeypatch, stack.enter_context(serve_proxy(store.handler(), endpoint)))
+            return store
+
+        yield start
 
 
 @pytest.fixture(autouse=True)
@@ -50,25 +58,18 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "PART_BYTES", PART_BYTES)
 
 
-def check_stored(url: str, cache: Path, number: int) -> None:
-    verify(ModelStore(url, cache).load("m", number))
-
-
 def nbytes(url: str, number: int, *names: str) -> int:
     tables = ModelStore(url).manifest("m", number).tables
     return sum(table.nbytes for table in tables if table.name in names)
 
 
-def test_publishing_uploads_only_changed_tables(
-    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CopyingStore(endpoint)
-    with before(store, endpoint, monkeypatch):
-        publish_tables(url, a=1, b=2, c=3, d=4)
-        assert store.tried == 0
-        store.sent = 0
-        publish_tables(url, a=1, b=5, c=3, d=4)
-        check_stored(url, tmp_path, 2)
+def test_publishing_uploads_only_changed_tables(url: str, tmp_path: Path, serve: Serve) -> None:
+    store = serve()
+    publish_tables(url, a=1, b=2, c=3, d=4)
+    assert store.tried == 0
+    store.sent = 0
+    publish_tables(url, a=1, b=5, c=3, d=4)
+    verify(ModelStore(url, tmp_path).load("m", 2))
     changed, total = nbytes(url, 2, "b"), nbytes(url, 2, *ROWS)
     assert changed < store.sent < changed + 4 * PART_BYTES
     size = RemoteFolder(url).size("m/2/tables.safetensors")
@@ -77,24 +78,23 @@ def test_publishing_uploads_only_changed_tables(
 
 
 def test_unchanged_tables_at_other_offsets_are_copied_in_the_store(
-    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, serve: Serve
 ) -> None:
     """Version 2 has table d instead of b, and a and c at other offsets. The copy sends the newest
     version first."""
-    local, store = tmp_path / "local", CopyingStore(endpoint)
+    local, store = tmp_path / "local", serve()
     publish_tables(local, a=1, b=2, c=3)
     publish_tables(local, d=4, c=3, a=1)
-    with before(store, endpoint, monkeypatch):
-        copy_versions(local, url, "m")
-        for number in (1, 2):
-            check_stored(url, tmp_path / "cache", number)
+    copy_versions(local, url, "m")
+    for number in (1, 2):
+        verify(ModelStore(url, tmp_path / "cache").load("m", number))
     assert store.copied > nbytes(url, 2, "a", "c") - 4 * PART_BYTES
 
 
 def test_interrupted_upload_continues_with_copied_parts(
-    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
-    local, store = tmp_path / "local", CopyingStore(endpoint)
+    local, store = tmp_path / "local", serve()
     publish_tables(local, a=1, b=2)
     publish_tables(local, a=1, b=5)
     monkeypatch.setattr(remote_files, "PARTS_AT_ONCE", 1)
@@ -103,16 +103,15 @@ def test_interrupted_upload_continues_with_copied_parts(
         if file == "tables.safetensors" and bytes_done > 0.8 * bytes_total:
             raise KeyboardInterrupt
 
-    with before(store, endpoint, monkeypatch):
-        copy_versions(local, url, "m", 1)
-        store.sent = 0
-        with pytest.raises(KeyboardInterrupt):
-            copy_versions(local, url, "m", 2, progress=interrupt)
-        assert store.copied > 2 * PART_BYTES
-        assert ModelStore(url).versions("m") == [1]
-        copy_versions(local, url, "m", 2)
-        check_stored(url, tmp_path / "cache", 2)
-        size = RemoteFolder(url).size("m/2/tables.safetensors")
+    copy_versions(local, url, "m", 1)
+    store.sent = 0
+    with pytest.raises(KeyboardInterrupt):
+        copy_versions(local, url, "m", 2, progress=interrupt)
+    assert store.copied > 2 * PART_BYTES
+    assert ModelStore(url).versions("m") == [1]
+    copy_versions(local, url, "m", 2)
+    verify(ModelStore(url, tmp_path / "cache").load("m", 2))
+    size = RemoteFolder(url).size("m/2/tables.safetensors")
     trials = 2 * PART_BYTES
     assert store.sent + store.copied - trials == size  # no part was transferred twice
 
@@ -121,43 +120,34 @@ def test_interrupted_upload_continues_with_copied_parts(
     "error", [(501, "NotImplemented"), (403, "AccessDenied"), (404, "NoSuchKey")]
 )
 def test_all_tables_are_uploaded_if_the_store_rejects_copies(
-    url: str,
-    endpoint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: tuple[int, str],
+    url: str, tmp_path: Path, serve: Serve, error: tuple[int, str]
 ) -> None:
-    store = CopyingStore(endpoint, error=error)
-    with before(store, endpoint, monkeypatch):
-        publish_tables(url, a=1, b=2)
-        store.sent = 0
-        publish_tables(url, a=1, b=5)
-        check_stored(url, tmp_path, 2)
+    store = serve(error=error)
+    publish_tables(url, a=1, b=2)
+    store.sent = 0
+    publish_tables(url, a=1, b=5)
+    verify(ModelStore(url, tmp_path).load("m", 2))
     assert store.tried == 1
     assert store.sent == RemoteFolder(url).size("m/2/tables.safetensors")
 
 
-def test_incorrectly_copied_parts_are_uploaded(
-    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incorrectly_copied_parts_are_uploaded(url: str, tmp_path: Path, serve: Serve) -> None:
     """Example: the source object was overwritten meanwhile."""
-    store = CopyingStore(endpoint, is_wrong=True)
-    with before(store, endpoint, monkeypatch):
-        publish_tables(url, a=1, b=2)
-        store.sent = 0
-        publish_tables(url, a=1, b=5)
-        check_stored(url, tmp_path, 2)
+    store = serve(is_wrong=True)
+    publish_tables(url, a=1, b=2)
+    store.sent = 0
+    publish_tables(url, a=1, b=5)
+    verify(ModelStore(url, tmp_path).load("m", 2))
     assert store.sent == RemoteFolder(url).size("m/2/tables.safetensors")
 
 
 def test_all_tables_are_uploaded_without_permission_to_abort(
-    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, serve: Serve
 ) -> None:
-    store = CopyingStore(endpoint, can_abort=False)
-    with before(store, endpoint, monkeypatch):
-        publish_tables(url, a=1, b=2)
-        publish_tables(url, a=1, b=5)
-        check_stored(url, tmp_path, 2)
+    serve(can_abort=False)
+    publish_tables(url, a=1, b=2)
+    publish_tables(url, a=1, b=5)
+    verify(ModelStore(url, tmp_path).load("m", 2))
 
 
 def test_all_tables_are_uploaded_if_the_store_ignores_copy_sources(
@@ -166,21 +156,18 @@ def test_all_tables_are_uploaded_if_the_store_ignores_copy_sources(
     """rclone is such a store: it treats a copy as the upload of an empty part."""
     publish_tables(url, a=1, b=2)
     publish_tables(url, a=1, b=5)
-    check_stored(url, tmp_path, 2)
+    verify(ModelStore(url, tmp_path).load("m", 2))
 
 
-def test_damaged_previous_manifest_is_ignored(
-    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, store = tmp_path / "local", CopyingStore(endpoint)
+def test_damaged_previous_manifest_is_ignored(url: str, tmp_path: Path, serve: Serve) -> None:
+    local, store = tmp_path / "local", serve()
     for value in (2, 5):
         publish_tables(local, a=1, b=value)
-    with before(store, endpoint, monkeypatch):
-        copy_versions(local, url, "m", 1)
-        RemoteFolder(url).write("m/1/manifest.json", b"{}")
-        copy_versions(local, url, "m", 2)
-        assert store.tried == 0
-        check_stored(url, tmp_path / "cache", 2)
+    copy_versions(local, url, "m", 1)
+    RemoteFolder(url).write("m/1/manifest.json", b"{}")
+    copy_versions(local, url, "m", 2)
+    assert store.tried == 0
+    verify(ModelStore(url, tmp_path / "cache").load("m", 2))
 
 
 def test_adjacent_unchanged_tables_form_one_range(tmp_path: Path) -> None:

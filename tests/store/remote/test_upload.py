@@ -14,6 +14,7 @@ import pytest
 import s3fs
 from fsspec.implementations.local import LocalFileSystem
 from store.one_table import STATE, TABLES, publish_versions
+from store.remote.conftest import Publish
 from writable import writable
 
 from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError
@@ -26,7 +27,6 @@ from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify
 
-Publish = Callable[..., Path]
 TIMEOUT_S = 300
 
 
