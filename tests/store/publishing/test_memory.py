@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-from forkserver import PYTHON, run_warm
-
-import embedserve_store
+from server.python import run_warm_python
 
 ROWS, DIM = 700_000, 128
 TABLE_BYTES = 4 * ROWS * DIM
@@ -45,12 +42,7 @@ def write_zeros(path: Path, rows: int) -> None:
 def test_table_of_350_mb_is_published_with_100_mib_of_memory(tmp_path: Path) -> None:
     write_zeros(tmp_path / "small.safetensors", 8)
     write_zeros(tmp_path / "large.safetensors", ROWS)
-    root = str(Path(embedserve_store.__file__).parent.parent)
-    done = run_warm(
-        [*PYTHON, "-c", PUBLISH, tmp_path, str(ROWS)],
-        env=os.environ | {"PYTHONPATH": root},
-        timeout=300,
-    )
+    done = run_warm_python("-c", PUBLISH, tmp_path, str(ROWS), timeout_s=300)
     assert done.returncode == 0, done.stderr[-2000:]
     for dtype in ("float16", "int4"):
         assert (tmp_path / "store" / dtype / "1" / "manifest.json").exists()

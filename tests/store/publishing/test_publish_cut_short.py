@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from forkserver import PYTHON, WarmPopen
+from server.python import environment
 from store.listing import everything_under
 from torchrec import EmbeddingBagCollection
 
-import embedserve_store
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
@@ -183,12 +183,8 @@ publish(state_dict, sys.argv[1], tables=tables, model="m", progress=progress)
 
 
 def kill_halfway(store: str | Path) -> None:
-    root = str(Path(embedserve_store.__file__).parent.parent)
     process = WarmPopen(
-        [*PYTHON, "-c", KILLED, store],
-        env=os.environ | {"PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        text=True,
+        [*PYTHON, "-c", KILLED, store], env=environment(), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     with process.stdout as lines:

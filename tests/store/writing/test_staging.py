@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from server.python import environment
 
-import embedserve_store
 from embedserve_store.errors import StoreError
 from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.writing.staging import (
@@ -276,12 +276,11 @@ for _ in range(20):
 
 
 def test_concurrent_publishers_never_share_a_version_number(tmp_path: Path) -> None:
-    root = str(Path(embedserve_store.__file__).parent.parent)
     folder = tmp_path / "m"
     racers = [
         subprocess.Popen(
             [sys.executable, "-c", RACER, str(folder), str(i)],
-            env=os.environ | {"PYTHONPATH": root},
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
