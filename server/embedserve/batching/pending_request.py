@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ NO_REQUEST = LookupRequest("", (), np.empty(0, np.int64), np.empty(0, np.int32),
 """Request of a pending request that is not queued: no examples, no ids."""
 
 
+@dataclass(slots=True, eq=False)
 class BatchTicket:
     """The batch that a request joined, shared by its requests. Times are perf_counter seconds.
 
@@ -36,16 +38,11 @@ class BatchTicket:
         looked_up_s: time when its vectors were available; None until then.
     """
 
-    __slots__ = ("calls", "looked_up_s", "model", "observe_latency", "taken_s")
-
-    def __init__(
-        self, model: ModelInfo, taken_s: float, observe_latency: Callable[[float], None]
-    ) -> None:
-        self.model = model
-        self.observe_latency = observe_latency
-        self.taken_s = taken_s
-        self.looked_up_s: float | None = None
-        self.calls: CallTrace | None = None
+    model: ModelInfo
+    taken_s: float
+    observe_latency: Callable[[float], None]
+    looked_up_s: float | None = None
+    calls: CallTrace | None = None
 
     def trace_calls(self, requests: Iterable[PendingRequest]) -> CallTrace | None:
         """Begins the record of calls if one of ``requests``, those of the batch, is traced."""
