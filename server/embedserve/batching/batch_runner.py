@@ -2,31 +2,55 @@
 
 A small batch is joined and split on the event loop, and looked up there too unless its engine waits
 for a device or for other servers. For a large batch threads do all that takes long, and the event
-loop does what lies between: metrics, rejections and responses.
+loop does what lies between: metrics, rejections and responses. A failure is logged, and the
+requests of its batch get an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
 import numpy as np
 
-from embedserve.batching.join import join_valid
-from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.batching.lookup_executor import FAILED, Joined, LookedUp, LookupExecutor
+from embedserve.batching.join import adapt_and_join, join_valid
+from embedserve.batching.lookup_engine import FAILED, LookupEngine
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import Shadow, ShadowExecutor
-from embedserve.batching.split import errors_by_request
-from embedserve.deltas.rows_reader import BatchView, begin_view, end_view
-from embedserve.errors import DeadlineExceededError, EmbedServeError, EngineError
-from embedserve.lookup_types import Batch, LookupResult
+from embedserve.batching.split import (
+    errors_by_request,
+    in_request_order,
+    is_split_quick,
+    split,
+    split_by_examples,
+)
+from embedserve.deltas.rows_reader import BatchView, end_view
+from embedserve.errors import (
+    DeadlineExceededError,
+    EmbedServeError,
+    EngineError,
+    InvalidRequestError,
+)
+from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.model_info import ModelInfo
+from embedserve_store.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+LookedUp = tuple[np.ndarray | EmbedServeError, float]
+"""Values of a batch or the error of its lookup, and the duration of the lookup in seconds."""
+Joined = tuple[
+    Batch | None, dict[int, LookupRequest], dict[int, InvalidRequestError], Sequence[Batch]
+]
+"""Result of ``adapt_and_join``, and the batch, divided for the threads that look it up."""
 
 
 class BatchRunner:
@@ -50,17 +74,22 @@ class BatchRunner:
         """
         Args:
             executor: thread pool for batches that are too large for the event loop's thread.
-            threads: number of sub-batches that a large batch is split into; see LookupExecutor.
+            threads: number of sub-batches of a large batch of a pooled model. Not used for an
+                engine that waits for its device. The executor has more threads than that, so that
+                another batch can run concurrently.
             on_ended: callback after the end of a batch that had left the event loop: its queue may
                 run the next one.
         """
         self.on_batch_done: Callable[[], None] = lambda: None
         self.shadow: Shadow | None = None
+        self._engine = engine
         self._model = model
-        self._lookups = LookupExecutor(engine, model, executor, threads)
         self._counts = metrics.version
-        self._is_inline = not engine.waits_for_device and engine.remote is None
+        self._executor = executor
         self._on_ended = on_ended
+        self._is_inline = not engine.waits_for_device and engine.remote is None
+        self._sub_batches_max = threads if model.is_pooled and self._is_inline else 1
+        self._log = RateLimitedLogger(logger)
 
     def run_small(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
         """Joins a batch from ``queue``, whose requests are in the model's order, on the event loop.
@@ -68,14 +97,13 @@ class BatchRunner:
         if not taken:
             self.on_batch_done()
             return
-        view = begin_view(self._lookups.engine.rows_reader)
+        reader = self._engine.rows_reader
+        view = None if reader is None else BatchView(reader)
         try:
-            requests = [pending.request for pending in taken]
-            change = None if view is None else view.id_overrides()
-            batch, errors = join_valid(requests, self._model, change)
+            batch, errors = join_valid([one.request for one in taken], self._model, view)
         except Exception:
             end_view(view)
-            self._lookups.log_failure(f"joining {len(taken)} requests")
+            self._log_failure(f"joining {len(taken)} requests")
             self._fail(taken, EngineError(FAILED))
             return
         if errors:
@@ -85,27 +113,61 @@ class BatchRunner:
             end_view(view)
             self.on_batch_done()
             return
-        batch.view = view  # ends with the lookup
         self._counts.observe_batch(batch)
         if self._is_inline:
-            self._finish(taken, batch, [self._lookups.run(batch)])
+            self._finish(taken, batch, [self._look_up(batch)])
         else:
             queue.begin_batch()
-            self._look_up(queue, taken, batch)
+            self._submit(queue, taken, batch)
+
+    def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
+        """Looks ``batch`` up on the calling thread, and ends its view.
+
+        Returns values in request order, float16 ones if the engine can and ``as_float16`` allows
+        it, or the error of a failure that it has logged.
+        """
+        start_s, view = perf_counter(), batch.view
+        values: np.ndarray | EmbedServeError
+        try:
+            ids = batch.ids if view is None else batch.rows_in_view()
+            values = self._engine.lookup(ids, batch.lengths, batch.weights, as_float16)
+            values = in_request_order(values, batch, self._model)
+        except Exception:
+            self._log_failure(f"lookup of {batch.ids.size} ids in {batch.batch_size} examples")
+            values = EngineError(FAILED)
+        finally:
+            if view is not None:
+                view.end()
+        return values, perf_counter() - start_s
 
     def run_large(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
         """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
         features, or some of them, in any order."""
         queue.begin_batch()
-        view = begin_view(self._lookups.engine.rows_reader)
+        reader = self._engine.rows_reader
+        view = None if reader is None else BatchView(reader)
+        requests = [pending.request for pending in taken]
+        loop = asyncio.get_running_loop()
         try:
-            requests = [pending.request for pending in taken]
-            joining = self._lookups.join_in_thread(requests, view)
+            joining = loop.run_in_executor(self._executor, self._join, requests, view)
         except Exception:  # the executor has been shut down
             end_view(view)
             self._drop(queue, taken, "joining")
         else:
             joining.add_done_callback(partial(self._on_joined, queue, taken, view))
+
+    def _join(self, requests: Sequence[LookupRequest], view: BatchView | None) -> Joined:
+        batch, valid, errors = adapt_and_join(requests, self._model, view)
+        return batch, valid, errors, [] if batch is None else self._divide(batch)
+
+    def _divide(self, batch: Batch) -> list[Batch]:
+        """Divides ``batch`` by examples. The ids of its sub-batches are the rows in its view
+        already, so that they have no view.
+
+        The batch itself keeps the published rows, as metrics count those.
+        """
+        resolved = replace(batch, ids=batch.rows_in_view(), view=None)
+        return split_by_examples(resolved, len(self._model.features), self._sub_batches_max)
 
     def _on_joined(
         self,
@@ -135,36 +197,66 @@ class BatchRunner:
             self._on_ended()
         else:
             self._counts.observe_batch(batch)
-            self._look_up(queue, valid, batch, sub_batches)
+            self._submit(queue, valid, batch, sub_batches)
 
-    def _look_up(
+    def _submit(
         self,
         queue: RequestQueue,
         taken: list[PendingRequest],
         batch: Batch,
         sub_batches: Sequence[Batch] = (),
     ) -> None:
-        """Looks a joined batch up in threads, on a device or in other servers.
+        """Looks a joined batch up in other servers, or in threads or on a device, and ends its
+        view. Each thread gets one sub-batch, because a kernel call uses one thread.
 
         Args:
             sub_batches: ``batch``, divided, if it was joined in a thread; empty for a small one.
         """
-        lookups, is_large = self._lookups, bool(sub_batches)
-        as_float16 = lookups.waits_for_device and self._all_request_float16(taken)
-        deadline_s = max([pending.deadline_s for pending in taken])
-        if lookups.traces_calls and (ticket := taken[0].ticket) is not None:
-            batch.calls = ticket.trace_calls(taken)
-        finish = partial(self._on_looked_up, queue, taken, batch, is_large)
+        finish = partial(self._on_looked_up, queue, taken, batch, bool(sub_batches))
+
+        def end(done: asyncio.Future[list[LookedUp]]) -> None:
+            end_view(batch.view)
+            finish(done.result())
+
         try:
-            lookups.submit(batch, sub_batches, as_float16, deadline_s, finish)
+            if (remote := self._engine.remote) is not None:
+                assert batch.view is None  # rows of a model in parts never change
+                if remote.traces_calls and (ticket := taken[0].ticket) is not None:
+                    batch.calls = ticket.trace_calls(taken)
+                deadline_s = max([pending.deadline_s for pending in taken])
+                end_remote = partial(self._end_remote, batch, finish, perf_counter())
+                remote.begin(batch, deadline_s, end_remote)
+                return
+            loop, as_float16 = asyncio.get_running_loop(), self._may_round(taken)
+            looking_up = [
+                loop.run_in_executor(self._executor, self._look_up, one, as_float16)
+                for one in sub_batches or self._divide(batch)
+            ]
+            asyncio.gather(*looking_up).add_done_callback(end)
         except Exception:  # the executor has been shut down, or the rows were not found
+            end_view(batch.view)
             self._drop(queue, taken, "looking up")
 
-    def _all_request_float16(self, taken: Sequence[PendingRequest]) -> bool:
-        """Whether all requests want float16 and no shadow needs the float32 values."""
-        return self.shadow is None and all(
-            pending.request.output_dtype == "float16" for pending in taken
-        )
+    def _end_remote(
+        self,
+        batch: Batch,
+        finish: Callable[[list[LookedUp]], None],
+        start_s: float,
+        values: np.ndarray | EmbedServeError,
+    ) -> None:
+        if isinstance(values, np.ndarray):
+            try:
+                values = in_request_order(values, batch, self._model)
+            except Exception:
+                self._log_failure(f"lookup of {batch.ids.size} ids in other servers")
+                values = EngineError(FAILED)
+        finish([(values, perf_counter() - start_s)])
+
+    def _may_round(self, taken: Sequence[PendingRequest]) -> bool:
+        """Whether a device may round the values: all requests want float16, and no shadow needs the
+        float32 values."""
+        is_possible = self._engine.waits_for_device and self.shadow is None
+        return is_possible and all(one.request.output_dtype == "float16" for one in taken)
 
     def _on_looked_up(
         self,
@@ -174,32 +266,37 @@ class BatchRunner:
         is_large: bool,
         looked_up: list[LookedUp],
     ) -> None:
+        def end(results_of_thread: Callable[[], list[LookupResult]] | None = None) -> None:
+            queue.end_batch()
+            self._finish(taken, batch, looked_up, results_of_thread)
+            self._on_ended()
+
         requests = [pending.request for pending in taken]
         values = [one for one, _ in looked_up if isinstance(one, np.ndarray)]
         may_split_in_thread = is_large and len(values) == len(looked_up)
-        if not may_split_in_thread or self._lookups.is_split_quick(requests):
-            queue.end_batch()
-            self._finish(taken, batch, looked_up)
-            self._on_ended()
+        if not may_split_in_thread or is_split_quick(requests, self._model):
+            end()
             return
+        loop = asyncio.get_running_loop()
         try:
-            splitting = self._lookups.split_in_thread(requests, batch, values)
+            splitting = loop.run_in_executor(self._executor, self._split, requests, batch, values)
         except Exception:  # the executor has been shut down
             self._drop(queue, taken, "splitting the batch of")
         else:
-            splitting.add_done_callback(partial(self._on_split, queue, taken, batch, looked_up))
+            splitting.add_done_callback(lambda done: end(done.result))
 
-    def _on_split(
-        self,
-        queue: RequestQueue,
-        taken: list[PendingRequest],
-        batch: Batch,
-        looked_up: list[LookedUp],
-        splitting: asyncio.Future[list[LookupResult]],
-    ) -> None:
-        queue.end_batch()
-        self._finish(taken, batch, looked_up, splitting.result)
-        self._on_ended()
+    def _split(
+        self, requests: Sequence[LookupRequest], batch: Batch, value_chunks: Sequence[np.ndarray]
+    ) -> list[LookupResult]:
+        """Returns the result of each request of ``batch``, with the keys and in the dtype that it
+        asks for; ``value_chunks`` are the values of the batch in request order."""
+        results = split(value_chunks, batch, requests, self._model)
+        for request, result in zip(requests, results, strict=True):
+            if request.output_dtype == "float16":
+                to_float16 = self._engine.to_float16
+                result.values = to_float16(result.values)
+                result.extra_chunks = [to_float16(chunk) for chunk in result.extra_chunks]
+        return results
 
     def _finish(
         self,
@@ -221,11 +318,11 @@ class BatchRunner:
         try:
             requests = [pending.request for pending in taken]
             if results_of_thread is None:
-                results = self._lookups.split(requests, batch, value_chunks)
+                results = self._split(requests, batch, value_chunks)
             else:
                 results = results_of_thread()
         except Exception:
-            self._lookups.log_failure(f"splitting the batch of {len(taken)} requests")
+            self._log_failure(f"splitting the batch of {len(taken)} requests")
             self._fail(taken, EngineError(FAILED))
             return
         ticket = taken[0].ticket  # the whole batch shares it
@@ -249,11 +346,21 @@ class BatchRunner:
         It compares ``percent`` of the batches of ``served``.
         """
         self._counts.shadow.begin(served.version)
-        return Shadow(self._lookups.engine, self._model, percent, self._counts.shadow, executor)
+        return Shadow(self._engine, self._model, percent, self._counts.shadow, executor)
 
     async def find_damage(self) -> str:
-        """Returns how the rows have changed since the start, "" if they have not."""
-        return await self._lookups.find_damage()
+        """Returns how the rows have changed since the start, "" if they have not.
+
+        The check runs in a thread of the executor, concurrently with lookups.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._executor, self._engine.check)
+        except StoreError as error:
+            return str(error)
+        except Exception:
+            self._log_failure("looking whether the rows have changed")
+        return ""
 
     def _reject(
         self, taken: Sequence[PendingRequest], errors: Mapping[int, EmbedServeError]
@@ -270,7 +377,12 @@ class BatchRunner:
 
     def _drop(self, queue: RequestQueue, taken: Sequence[PendingRequest], doing: str) -> None:
         """Fails a batch that had left the event loop, for the exception that is being handled."""
-        self._lookups.log_failure(f"{doing} {len(taken)} requests")
+        self._log_failure(f"{doing} {len(taken)} requests")
         queue.end_batch()
         self._fail(taken, EngineError(FAILED))
         self._on_ended()
+
+    def _log_failure(self, what: str) -> None:
+        """Logs the unexpected error that is being handled, with a rate limit."""
+        kind = f"lookups of {self._model.name!r} fail"
+        self._log.log(logging.ERROR, kind, what, with_traceback=True)

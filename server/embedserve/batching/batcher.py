@@ -58,7 +58,7 @@ class Batcher:
         """
         Args:
             executor: thread pool for batches that are too large for the event loop's thread.
-            threads: number of sub-batches that a large batch is split into; see LookupExecutor.
+            threads: number of sub-batches that a large batch is split into; see BatchRunner.
         """
         self.on_full: Callable[[], None] = lambda: None
         self.on_room: Callable[[], None] = lambda: None

@@ -20,6 +20,7 @@ from embedserve.batching.validation import (
     find_invalid,
     name_features,
 )
+from embedserve.deltas.rows_reader import BatchView
 from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
@@ -195,34 +196,41 @@ def _skip(batch: Batch, positions: np.ndarray, bags: np.ndarray, is_pooled: bool
 
 
 def join_valid(
-    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None = None
+    requests: Sequence[LookupRequest], model: ModelInfo, view: BatchView | None = None
 ) -> tuple[Batch | None, dict[int, InvalidRequestError]]:
     """Returns the batch of the valid ``requests``, and the errors of the others by position.
 
-    The batch is None if no request is valid. The arguments are those of ``join``.
+    The batch is None if no request is valid.
+
+    Args:
+        requests: requests in the model's order.
+        view: view that the batch is looked up in; None where rows and ids never change.
     """
+    change = None if view is None else view.id_overrides()
+    errors: dict[int, InvalidRequestError] = {}
     batch = join(requests, model, change)
+    if batch is None:
+        errors = find_invalid(requests, model, change)
+        valid = [request for i, request in enumerate(requests) if i not in errors]
+        batch = join(valid, model, change) if valid else None
+        if valid and batch is None:
+            raise AssertionError("a batch is invalid, but none of its requests")
     if batch is not None:
-        return batch, {}
-    errors = find_invalid(requests, model, change)
-    valid = [request for i, request in enumerate(requests) if i not in errors]
-    batch = join(valid, model, change) if valid else None
-    if valid and batch is None:
-        raise AssertionError("a batch is invalid, but none of its requests")
+        batch.view = view
     return batch, errors
 
 
 def adapt_and_join(
     requests: Sequence[LookupRequest],
     model: ModelInfo,
-    change: ChangeRows | None = None,
+    view: BatchView | None = None,
     *,
     is_lenient: bool = False,
 ) -> tuple[Batch | None, dict[int, LookupRequest], dict[int, InvalidRequestError]]:
     """Joins the valid ``requests``, whose features may be in any order.
 
     Args:
-        change: as in ``join``.
+        view: as in ``join_valid``.
         is_lenient: as in ``adapt_to_model``.
 
     Returns:
@@ -239,7 +247,7 @@ def adapt_and_join(
     if not adapted:
         return None, {}, errors
     positions = list(adapted)
-    batch, invalid = join_valid(list(adapted.values()), model, change)
+    batch, invalid = join_valid(list(adapted.values()), model, view)
     for at, reason in invalid.items():
         del adapted[positions[at]]
         errors[positions[at]] = reason

@@ -11,6 +11,9 @@ from embedserve.deltas.rows_reader import RowsReader
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import Batch
 
+FAILED = "the lookup failed; the server's log says why"
+"""Message of the error of a failed lookup."""
+
 
 class RemoteLookups(Protocol):
     """Lookups that other servers run. They occupy no thread of this process.

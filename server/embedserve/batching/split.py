@@ -58,13 +58,21 @@ def _per_key(lengths: np.ndarray, model: ModelInfo) -> np.ndarray:
     return per_feature if model.keys_are_features else per_feature[model.feature_per_key]
 
 
+def is_split_quick(requests: Sequence[LookupRequest], model: ModelInfo) -> bool:
+    """Returns whether the result of each of ``requests`` is a slice of the batch's."""
+    return model.is_pooled and all(
+        request.output is None and request.output_dtype == "float32" for request in requests
+    )
+
+
 def split(
     value_chunks: Sequence[np.ndarray],
     batch: Batch,
     requests: Sequence[LookupRequest],
     model: ModelInfo,
 ) -> list[LookupResult]:
-    """Returns the results of ``requests`` from their values in request order, in their dtype.
+    """Returns the results of ``requests``, with the keys that each asks for, from their values in
+    request order.
 
     Args:
         value_chunks: the engine's values; several arrays where a pooled batch was split by
@@ -89,6 +97,9 @@ def split(
     if batch.missing_counts is not None:
         for result, counts in zip(results, batch.missing_counts.tolist(), strict=True):
             result.missing_ids = _by_feature(counts, model)
+    for request, result in zip(requests, results, strict=True):
+        if request.output is not None:
+            select_output_keys(result, request.output)
     return results
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from embedserve.batching.lookup_executor import FAILED
+from embedserve.batching.lookup_engine import FAILED
 from embedserve.engine.pooled_values import divide_means
 from embedserve.errors import (
     DeadlineExceededError,

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from embedserve.batching.lookup_executor import FAILED
+from embedserve.batching.lookup_engine import FAILED
 from embedserve.errors import EmbedServeError, EngineError
 from embedserve.fanout.partition import PartLookup
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
