@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from embedserve.config import Limits
-from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.errors import InvalidRequestError, RequestTooLargeError, shortened
 
 SEQ_MAX = 2**63 - 1
 SEQ_DIGITS_MAX = 19
@@ -22,6 +25,13 @@ def check_feature_count(field: str, count: int, limits: Limits) -> None:
         raise RequestTooLargeError(
             f"{field} names {count} features, {limits.describe('request_features_max')}", field
         )
+
+
+def check_unique(field: str, names: Sequence[str]) -> None:
+    """Raises InvalidRequestError if one of ``names`` occurs twice."""
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise InvalidRequestError(f"{field} names {shortened(twice)!r} twice", field)
 
 
 def check_lengths(lengths: np.ndarray, ids: int) -> None:

@@ -7,7 +7,6 @@ slow and thorough, one request at a time.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ import numpy as np
 from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_info import ModelInfo
-from embedserve.request_checks import check_lengths, find_bag
+from embedserve.request_checks import check_lengths, check_unique, find_bag
 from embedserve_store.ids.translate import ChangeRows
 
 QUOTED_CHARACTERS_MAX = 60
@@ -59,9 +58,7 @@ def check_output(output: OutputOptions, model: ModelInfo) -> OutputOptions:
                 f"{field}[{at}]",
             )
         named.append(model.keys[position])
-    if len(set(output.keys)) < len(output.keys):
-        twice = next(key for key, count in Counter(output.keys).items() if count > 1)
-        raise InvalidRequestError(f"{field} names {shortened(twice)!r} twice", field)
+    check_unique(field, output.keys)
     return replace(output, keys=tuple(named))
 
 

@@ -1,22 +1,20 @@
-"""Decodes EmbedRequest, from gRPC and from POST /embed, to a LookupRequest."""
+"""Decodes EmbedRequest, from gRPC and from POST /embed, to a LookupRequest.
+
+Callers repeat the same model and keys. A cached prefix of a message, up to the tag of ids_bytes, is
+therefore matched byte for byte. Behind it are only the bytes of two arrays, which are located
+without parsing the message.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, islice
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from embedserve.codec.json_errors import counted
-from embedserve.codec.prefix_templates import (
-    IDS_TAG,
-    INT32,
-    INT64,
-    LENGTHS_TAG,
-    PrefixTemplateCache,
-)
 from embedserve.codec.protobuf_fields import (
     I32,
     LENGTH_DELIMITED,
@@ -26,21 +24,32 @@ from embedserve.codec.protobuf_fields import (
     count_varints,
     extract_fields,
     fields,
+    read_varint,
     read_varints,
     tag_of,
 )
 from embedserve.codec.string_ids import merge_string_ids
+from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, shortened
 from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_names import qualified_model_name
-from embedserve.request_checks import check_feature_count, check_lengths, check_min_seq
+from embedserve.request_checks import (
+    check_feature_count,
+    check_lengths,
+    check_min_seq,
+    check_unique,
+)
 from embedserve_proto import embedding_pb2
 
-_FLOAT32 = np.dtype("<f4")
+INT64, INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
+_frombuffer = np.frombuffer
 _FIELDS = {one.name: one.number for one in embedding_pb2.EmbedRequest.DESCRIPTOR.fields}
 MODEL_TAG = tag_of(_FIELDS["model"], LENGTH_DELIMITED)
+IDS_TAG = tag_of(_FIELDS["ids_bytes"], LENGTH_DELIMITED)
+LENGTHS_TAG = tag_of(_FIELDS["lengths_bytes"], LENGTH_DELIMITED)
 MODEL_FIELDS_MAX = 64
+PREFIX_BYTES_MAX = 4096
 NUMBERS = {
     tag_of(_FIELDS["ids"], LENGTH_DELIMITED): "ids",
     tag_of(_FIELDS["lengths"], LENGTH_DELIMITED): "lengths",
@@ -65,16 +74,24 @@ SMALL_BYTES = 4096
 may become Python objects first."""
 
 
+class PrefixTemplate(NamedTuple):
+    """Bytes of a message up to and including the tag of ids_bytes, and their model and keys."""
+
+    prefix: bytes
+    model: str
+    features: tuple[str, ...]
+
+
 class ProtobufDecoder:
     """Decodes EmbedRequest messages. It caches the prefixes of messages."""
 
     def __init__(self) -> None:
-        self.templates = PrefixTemplateCache()
+        self.templates = TemplateCache[PrefixTemplate]()
 
     def try_decode_inline(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
         """Decodes like decode_request, or returns None where that would take long. Numbers given as
         bytes never take long."""
-        quick = self.templates.read(body, model) or self._decode_small(body, model, limits)
+        quick = self._read_known(body, model) or self._decode_small(body, model, limits)
         if quick is not None:
             return quick
         try:
@@ -97,7 +114,7 @@ class ProtobufDecoder:
             RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
                 decoded.
         """
-        quick = self.templates.read(body, model) or self._decode_small(body, model, limits)
+        quick = self._read_known(body, model) or self._decode_small(body, model, limits)
         if quick is not None:
             return quick
         try:
@@ -135,7 +152,7 @@ class ProtobufDecoder:
 
         request = _request(message, array, model, limits)
         if message.ids_bytes:
-            self.templates.remember(body, message.model, request.features)
+            self._remember(body, message.model, request.features)
         return request
 
     def _decode_numbers(
@@ -159,8 +176,47 @@ class ProtobufDecoder:
             return _array(field, numbers, per_limit, limits, limit)
 
         request = _request(message, array, model, limits)
-        self.templates.remember(body, message.model, request.features)
+        self._remember(body, message.model, request.features)
         return request
+
+    def _remember(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
+        """Caches the prefix of ``body`` if it is serialized as usual, with ids_bytes right behind
+        its keys.
+
+        A prefix that is already cached is not added again: a message with more fields than a plain
+        message begins with the same bytes.
+        """
+        if any(body.startswith(one.prefix) for one in self.templates.templates):
+            return
+        message = embedding_pb2.EmbedRequest(model=model, keys=features)
+        prefix = message.SerializeToString() + bytes([IDS_TAG])
+        if len(prefix) <= PREFIX_BYTES_MAX and body.startswith(prefix):
+            self.templates.add(PrefixTemplate(prefix, model, features), len(prefix))
+
+    def _read_known(self, body: bytes, model: str) -> LookupRequest | None:
+        """Returns the request in a message that consists of a cached prefix, ids_bytes and
+        lengths_bytes, as serializers write them. Returns None for any other message, and for an
+        invalid one."""
+        for prefix, named, features in self.templates.templates:
+            if not body.startswith(prefix):
+                continue
+            try:
+                size, start = read_varint(body, len(prefix))
+                middle = start + size
+                if body[middle] != LENGTHS_TAG:
+                    return None
+                size, end = read_varint(body, middle + 1)
+                if end + size != len(body):
+                    return None
+                ids = _frombuffer(body[start:middle], INT64)
+                lengths = _frombuffer(body[end:], INT32)
+            except (IndexError, ValueError):
+                return None
+            batch_size, rest = divmod(lengths.size, len(features))
+            if rest or not batch_size:
+                return None
+            return LookupRequest(model or named, features, ids, lengths, None, batch_size)
+        return None
 
 
 def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
@@ -189,13 +245,20 @@ def _request(
     """
     check_feature_count("keys", len(message.keys), limits)
     features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
-    _check_features(features)
+    if not features:
+        raise InvalidRequestError("keys is empty: name at least one feature", "keys")
+    check_unique("keys", features)
     ids = array("ids", 1, "request_ids_max")
     lengths = array("lengths", len(features), "request_examples_max")
     batch_size = _batch_size(features, lengths)
     request = LookupRequest(model or message.model, features, ids, lengths, None, batch_size)
     if message.output_dtype:
-        request.output_dtype = _output_dtype(message.output_dtype)
+        if message.output_dtype != embedding_pb2.FLOAT16:
+            raise InvalidRequestError(
+                f"output_dtype is {message.output_dtype}, expected FLOAT32 (0) or FLOAT16 (1)",
+                "output_dtype",
+            )
+        request.output_dtype = "float16"
     if message.version:
         request.model = qualified_model_name(request.model, message.version)
     if message.output_keys:
@@ -247,20 +310,6 @@ def _count(numbers: _Numbers, field: str) -> int:
     return packed + raw_bytes // DTYPES[field].itemsize
 
 
-def _output_dtype(value: int) -> str:
-    if value != embedding_pb2.FLOAT16:
-        raise InvalidRequestError(
-            f"output_dtype is {value}, expected FLOAT32 (0) or FLOAT16 (1)", "output_dtype"
-        )
-    return "float16"
-
-
-def _check_features(features: tuple[str, ...]) -> None:
-    if not features:
-        raise InvalidRequestError("keys is empty: name at least one feature", "keys")
-    _check_unique("keys", features)
-
-
 def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
     batch_size, rest = divmod(lengths.size, len(features))
     if rest:
@@ -273,15 +322,9 @@ def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
     return batch_size
 
 
-def _check_unique(field: str, names: Sequence[str]) -> None:
-    if len(set(names)) < len(names):
-        twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise InvalidRequestError(f"{field} names {shortened(twice)!r} twice", field)
-
-
 def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) -> None:
     """Merges the hashes of string_ids into the ids, at the keys that string_keys names."""
-    _check_unique("string_keys", message.string_keys)
+    check_unique("string_keys", message.string_keys)
     string_keys = frozenset(message.string_keys)
     if stray := string_keys.difference(request.features):
         raise InvalidRequestError(
@@ -324,7 +367,13 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
     if len(packed) > 1:
         _check_chunk_ends(field, packed, dtype.itemsize if is_fixed else 0)
     if is_fixed:
-        return _from_bytes(field, raw or b"".join(packed), dtype)
+        octets = bytes(raw or b"".join(packed))  # a copy, which is aligned
+        if len(octets) % dtype.itemsize:
+            raise InvalidRequestError(
+                f"{field}_bytes has {len(octets)} bytes, not a multiple of {dtype.itemsize}",
+                f"{field}_bytes",
+            )
+        return np.frombuffer(octets, dtype)
     joined = b"".join(packed)
     if count_varints(joined) > count_max:
         raise _too_many(field, count_max, limits.describe(limit))
@@ -348,12 +397,3 @@ def _both_given(field: str) -> InvalidRequestError:
 
 def _too_many(field: str, count_max: int, limit: str) -> RequestTooLargeError:
     return RequestTooLargeError(f"{field} has over {count_max} numbers: {limit}", field)
-
-
-def _from_bytes(field: str, raw: bytes | memoryview, dtype: np.dtype) -> np.ndarray:
-    if len(raw) % dtype.itemsize:
-        raise InvalidRequestError(
-            f"{field}_bytes has {len(raw)} bytes, not a multiple of {dtype.itemsize}",
-            f"{field}_bytes",
-        )
-    return np.frombuffer(bytes(raw), dtype)  # a copy, which is aligned
