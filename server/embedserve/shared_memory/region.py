@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from threading import Lock
 
 from embedserve.errors import InvalidRequestError
@@ -151,6 +152,29 @@ class Region:
 
     def _wrong(self, problem: str) -> InvalidRequestError:
         return InvalidRequestError(f"shared memory region {self.name!r}: {problem}")
+
+
+@dataclass(slots=True)
+class MemorySlice:
+    """Range of bytes in a region.
+
+    Attributes:
+        region: region that contains the range.
+        offset: offset of the range in the region, in bytes.
+        nbytes: exact size of an input, or maximum size of an output, in bytes.
+    """
+
+    region: Region
+    offset: int
+    nbytes: int
+
+    def write(self, chunks: Iterable[memoryview]) -> None:
+        """Writes ``chunks`` one after the other. Callers pass at most ``nbytes`` in total. Raises
+        InvalidRequestError, like Region.write."""
+        offset = self.offset
+        for chunk in chunks:
+            self.region.write(offset, chunk)
+            offset += chunk.nbytes
 
 
 Regions = Mapping[str, Region]

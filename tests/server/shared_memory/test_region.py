@@ -21,8 +21,7 @@ from open_files import open_below
 
 from embedserve.errors import InvalidRequestError
 from embedserve.shared_memory import region as region_module
-from embedserve.shared_memory.memory_slice import MemorySlice
-from embedserve.shared_memory.region import FOLDER, Region, open_region
+from embedserve.shared_memory.region import FOLDER, MemorySlice, Region, open_region
 
 BYTES = bytes(range(100))
 OpenRegion = Callable[..., Region]

@@ -47,8 +47,7 @@ from embedserve.codec.open_inference.tensors import (
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest
-from embedserve.shared_memory.memory_slice import MemorySlice
-from embedserve.shared_memory.region import Regions
+from embedserve.shared_memory.region import MemorySlice, Regions
 
 _DECODER = msgspec.json.Decoder(InferBody)
 _SIZES_DECODER = msgspec.json.Decoder(Sizes)

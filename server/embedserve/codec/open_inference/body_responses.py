@@ -29,7 +29,7 @@ from embedserve.codec.open_inference.outputs import (
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import EncodedResponse, LookupResult, ResponseChunks, with_size
-from embedserve.shared_memory.memory_slice import MemorySlice
+from embedserve.shared_memory.region import MemorySlice
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:

@@ -23,7 +23,7 @@ from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFF
 from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, number_of, tag_of, varint
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
-from embedserve.shared_memory.memory_slice import MemorySlice
+from embedserve.shared_memory.region import MemorySlice
 from embedserve_proto import open_inference_pb2 as pb
 
 _OutputMessage = pb.ModelInferResponse.InferOutputTensor

@@ -18,7 +18,7 @@ from embedserve.lookup_types import LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
 from embedserve.request_checks import check_min_seq
-from embedserve.shared_memory.memory_slice import MemorySlice
+from embedserve.shared_memory.region import MemorySlice
 
 POOLED = "pooled"
 """Name of the output with the vectors of all keys, one after the other."""

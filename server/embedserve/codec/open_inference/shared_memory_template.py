@@ -34,8 +34,7 @@ from embedserve.codec.open_inference.tensors import (
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
 from embedserve.lookup_types import LookupRequest, OutputOptions
-from embedserve.shared_memory.memory_slice import MemorySlice
-from embedserve.shared_memory.region import Region, Regions
+from embedserve.shared_memory.region import MemorySlice, Region, Regions
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 TEMPLATE_BYTES_MAX = 16 << 10

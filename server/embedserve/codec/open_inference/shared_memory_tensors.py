@@ -18,8 +18,7 @@ from embedserve.errors import (
     UnknownRegionError,
     shortened,
 )
-from embedserve.shared_memory.memory_slice import MemorySlice
-from embedserve.shared_memory.region import Regions
+from embedserve.shared_memory.region import MemorySlice, Regions
 from embedserve_proto import open_inference_pb2 as pb
 
 REGION = "shared_memory_region"
