@@ -18,7 +18,7 @@ import numpy as np
 
 from embedserve.batching.join import adapt_and_join
 from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.batching.split import in_request_order
+from embedserve.batching.split import in_request_order, per_key
 from embedserve.deltas.rows_reader import BatchView, end_view
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
@@ -205,17 +205,10 @@ def _total(counts: np.ndarray | None, of: ModelInfo, model: ModelInfo) -> np.nda
 def _rows(requests: Sequence[LookupRequest], kept: Container[int], model: ModelInfo) -> np.ndarray:
     """Returns a mask, bool [rows], of the rows in request order of the requests at ``kept``."""
     sizes = [
-        request.batch_size if model.is_pooled else int(_per_key(request, model).sum())
+        request.batch_size if model.is_pooled else int(per_key(request.lengths, model).sum())
         for request in requests
     ]
     return np.repeat([i in kept for i in range(len(requests))], sizes)
-
-
-def _per_key(request: LookupRequest, model: ModelInfo) -> np.ndarray:
-    """Returns the lengths per key, int32 [keys, B], of a request in the order of ``model``."""
-    per_feature = request.lengths.reshape(len(model.features), -1)
-    lengths: np.ndarray = per_feature[model.feature_per_key]
-    return lengths
 
 
 def _of_key(
@@ -227,7 +220,7 @@ def _of_key(
         start = sum(model.length_per_key[:place])
         columns: np.ndarray = values[:, start : start + model.length_per_key[place]]
         return columns
-    counts = np.concatenate([_per_key(request, model).sum(axis=1) for request in requests])
+    counts = np.concatenate([per_key(request.lengths, model).sum(axis=1) for request in requests])
     is_of_key = np.tile(np.arange(len(model.keys)) == place, len(requests))
     rows: np.ndarray = values[np.repeat(is_of_key, counts)]
     return rows

@@ -35,7 +35,7 @@ def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.n
         values[_rows_of(batch.skipped, batch, model)] = 0
     if len(batch.sizes) == 1:
         return values
-    lengths = _per_key(batch.lengths, model).reshape(-1)
+    lengths = per_key(batch.lengths, model).reshape(-1)
     order = request_major_order(np.array(batch.sizes), len(model.keys))
     ordered: np.ndarray = values[bags_to_ids(lengths, order)]
     return ordered
@@ -52,7 +52,7 @@ def _rows_of(ids: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
     return rows
 
 
-def _per_key(lengths: np.ndarray, model: ModelInfo) -> np.ndarray:
+def per_key(lengths: np.ndarray, model: ModelInfo) -> np.ndarray:
     """Returns the lengths per key, int32 [keys, B], from the lengths per feature [F * B]."""
     per_feature = lengths.reshape(len(model.features), -1)
     return per_feature if model.keys_are_features else per_feature[model.feature_per_key]
@@ -174,7 +174,7 @@ def _split_unpooled(
     results = []
     start = 0
     for request in requests:
-        lengths = _per_key(request.lengths, model)
+        lengths = per_key(request.lengths, model)
         end = start + int(lengths.sum())
         results.append(LookupResult(model, values[start:end], None, lengths))
         start = end
