@@ -81,7 +81,9 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
         except msgspec.ValidationError:
             # Tried second, because values that may be strings or integers take longer to parse.
             parsed = _STRING_DECODER.decode(body)
-        request = _request(parsed, model, limits)
+        if len(body) > limits.request_features_max:  # a shorter body cannot name that many
+            check_feature_count("features", len(parsed.features), limits)
+        request = _request(parsed, model)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _problem(body, error) from error
     if parsed.output_dtype is not None:
@@ -126,9 +128,8 @@ def check_cost(body: bytes, limits: Limits) -> None:
         )
 
 
-def _request(parsed: _EmbedBody | _BodyWithStrings, model: str, limits: Limits) -> LookupRequest:
+def _request(parsed: _EmbedBody | _BodyWithStrings, model: str) -> LookupRequest:
     features = tuple(parsed.features)
-    check_feature_count("features", len(features), limits)
     bags: list[Any] = list(parsed.features.values())
     batch_size = _batch_size(bags)
     lengths, values = _flatten(bags, batch_size)
