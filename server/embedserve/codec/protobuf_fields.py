@@ -131,11 +131,11 @@ class TooManyFieldsError(Exception):
 
 def extract_fields(
     body: bytes, names: Mapping[int, str], fields_max: int
-) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
+) -> tuple[dict[str, list[memoryview]], list[memoryview], int]:
     """Splits a message into the values of some fields and the rest, both as views of ``body``.
 
     Returns (the values of the fields whose tags are in ``names``, by name and in order; the chunks
-    of the message without them).
+    of the message without them; the number of its fields).
 
     Raises:
         TooManyFieldsError: there are more than ``fields_max`` fields, extracted or not.
@@ -144,9 +144,9 @@ def extract_fields(
     taken: dict[str, list[memoryview]] = {}
     view = memoryview(body)
     rest: list[memoryview] = []
-    rest_start = 0
-    for before, (tag, position, start, end) in enumerate(fields(body)):
-        if before >= fields_max:
+    rest_start = count = 0
+    for count, (tag, position, start, end) in enumerate(fields(body), 1):
+        if count > fields_max:
             raise TooManyFieldsError
         name = names.get(tag)
         if name is not None:
@@ -155,7 +155,7 @@ def extract_fields(
                 rest.append(view[rest_start:position])
             rest_start = end
     rest.append(view[rest_start:])
-    return taken, rest
+    return taken, rest, count
 
 
 def count_varints(packed: bytes | memoryview) -> int:
@@ -188,25 +188,3 @@ def read_varints(packed: bytes) -> np.ndarray:
         if not longer.size:
             return values.view(np.int64)
     raise ValueError(f"a number has over {VARINT_BYTES_MAX} bytes")
-
-
-class FieldBudget:
-    """Remaining number of fields that a message may have, at all its depths."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def extract_fields(
-        self, body: bytes, names: dict[int, str]
-    ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
-        """Calls the function extract_fields and deducts all fields of ``body``. Raises
-        TooManyFieldsError if the budget is exceeded."""
-        self._count -= sum(1 for _ in _up_to(body, self._count))
-        return extract_fields(body, names, len(body))
-
-
-def _up_to(body: bytes, count: int) -> Iterator[object]:
-    for at, field in enumerate(fields(body)):
-        if at >= count:
-            raise TooManyFieldsError
-        yield field

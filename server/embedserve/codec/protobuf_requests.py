@@ -222,9 +222,10 @@ class ProtobufDecoder:
 def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
     """Returns (the numbers in ``body`` by field, the chunks of the message without them)."""
     try:
-        return extract_fields(body, NUMBERS, fields_max)
+        numbers, rest, _ = extract_fields(body, NUMBERS, fields_max)
     except ValueError as error:
         raise _malformed(error) from error
+    return numbers, rest
 
 
 def _malformed(problem: object) -> InvalidRequestError:
@@ -298,7 +299,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     """Returns (bags, ids) of an EmbedRequest with numeric ids. Returns (0, 0) for an invalid
     message, and for more than INLINE_FIELDS_MAX fields."""
     try:
-        numbers, _ = extract_fields(body, NUMBERS, INLINE_FIELDS_MAX)
+        numbers, _, _ = extract_fields(body, NUMBERS, INLINE_FIELDS_MAX)
     except (TooManyFieldsError, ValueError):
         return 0, 0
     return _count(numbers, "lengths"), _count(numbers, "ids")

@@ -80,9 +80,10 @@ def test_extracted_fields_are_returned_by_name_in_order() -> None:
     last = pb.EmbedRequest(ids=[300], weights=[0.5], string_ids=["x"])
     body = first.SerializeToString() + lone + last.SerializeToString()
     names = {PACKED_IDS: "ids", tag_of(3, VARINT): "ids", tag_of(5, I32): "weights"}
-    extracted, rest = extract_fields(body, names, 100)
+    extracted, rest, count = extract_fields(body, names, 100)
     assert read_varints(b"".join(extracted["ids"])).tolist() == [1, 2, 7, 300]
     assert list(extracted) == ["ids"]  # weights are packed here
+    assert count == len(list(fields(body)))
     expected = pb.EmbedRequest(model="m", keys=["a"], lengths=[2], weights=[0.5], string_ids=["x"])
     assert pb.EmbedRequest.FromString(b"".join(rest)) == expected
 
@@ -145,7 +146,7 @@ def test_fields_in_a_group_are_unknown_and_count_toward_the_limit() -> None:
     found = [tag for tag, *_ in fields(body)]
     assert len(found) == count + 4
     assert [at for at, tag in enumerate(found) if tag == known] == [0, count + 3]
-    extracted, rest = extract_fields(body, {known: "number"}, count + 4)
+    extracted, rest, _ = extract_fields(body, {known: "number"}, count + 4)
     assert [bytes(one) for one in extracted["number"]] == [b"\x01", b"\x01"]
     assert b"".join(rest) == body[2:-2]
     with pytest.raises(TooManyFieldsError):

@@ -293,8 +293,7 @@ def _tensors(
                 if is_inline and text_bytes > INLINE_BYTES_MAX:
                     return None
                 _check_text(text_bytes, limits)
-                count_max, limit = limits.request_values_max, limits.describe("request_values_max")
-                tensor.data = read_strings(tensor, rest[end - size : end], count_max, limit)
+                tensor.data = read_strings(tensor, rest[end - size : end], limits)
         tensors.append(tensor)
     if position != len(rest):
         raise InvalidRequestError(

@@ -39,13 +39,12 @@ from embedserve.codec.open_inference.shared_memory_template import (
 from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, is_placed, place_in
 from embedserve.codec.open_inference.tensors import (
     BYTES,
+    InputTensor,
     count,
     wrong,
 )
-from embedserve.codec.open_inference.tensors import InputTensor as Input
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
-    FieldBudget,
     TooManyFieldsError,
     extract_fields,
     fields,
@@ -104,21 +103,19 @@ class MessageDecoder:
         small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
         if len(body) <= small_bytes:
             message = _parse(body)
-            contents = message.raw_input_contents
-            request = self._request(body, message, contents, None, limits, regions, is_inline=True)
-            self._remember(body, message, contents, request, limits)
-            return request
-        try:
-            raw, rest = _take_raw(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
-        except TooManyFieldsError:
-            return None
-        if sum(map(len, rest)) > small_bytes:
-            return None
-        message = _parse(b"".join(rest))
-        is_text = [one.datatype == BYTES for one in message.inputs if not is_placed(one.parameters)]
-        text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
-        if text_bytes > INLINE_BYTES_MAX:
-            return None
+            raw: Sequence[bytes | memoryview] = message.raw_input_contents
+        else:
+            try:
+                raw, rest = _take_raw(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
+            except TooManyFieldsError:
+                return None
+            if sum(map(len, rest)) > small_bytes:
+                return None
+            message = _parse(b"".join(rest))
+            inputs = [one for one in message.inputs if not is_placed(one.parameters)]
+            texts = zip(raw, inputs, strict=False)
+            if sum(len(one) for one, of in texts if of.datatype == BYTES) > INLINE_BYTES_MAX:
+                return None
         request = self._request(body, message, raw, None, limits, regions, is_inline=True)
         self._remember(body, message, raw, request, limits)
         return request
@@ -216,11 +213,11 @@ class MessageDecoder:
                 f"raw_input_contents has {len(raw)} entries for {are_placed.count(False)} inputs",
                 "raw_input_contents",
             )
-        tensors: list[Input] = []
+        tensors: list[InputTensor] = []
         placed: list[PlacedTensor] = []
         left = iter(raw)
         for at, one in enumerate(message.inputs):
-            tensor = Input(one.name, one.datatype, one.shape[:], b"")
+            tensor = InputTensor(one.name, one.datatype, one.shape[:], b"")
             tensors.append(tensor)
             has_contents = one.HasField("contents") or (contents is not None and bool(contents[at]))
             if are_placed[at]:
@@ -283,7 +280,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     invalid message, and for more than INLINE_FIELDS_MAX fields."""
     inputs = []
     try:
-        taken, _ = extract_fields(body, {INPUTS_TAG: "inputs"}, INLINE_FIELDS_MAX)
+        taken, _, _ = extract_fields(body, {INPUTS_TAG: "inputs"}, INLINE_FIELDS_MAX)
         fields_left = INLINE_FIELDS_MAX
         for one in taken.get("inputs", ()):
             name, sizes = "", b""
@@ -323,7 +320,7 @@ def _malformed(problem: object) -> InvalidRequestError:
 def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memoryview]]:
     """Returns (raw_input_contents, the chunks of the message without them)."""
     try:
-        taken, rest = extract_fields(body, {RAW_TAG: "raw"}, fields_max)
+        taken, rest, _ = extract_fields(body, {RAW_TAG: "raw"}, fields_max)
     except ValueError as error:
         raise _malformed(error) from error
     return taken.get("raw", []), rest
@@ -334,15 +331,19 @@ def _take_inputs(
 ) -> tuple[list[memoryview], list[tuple[Contents, bytes]], list[memoryview]]:
     """Returns (raw_input_contents, inputs, the chunks of the message without both). Each input is
     (its contents, the input's message without them)."""
-    left = FieldBudget(limits.request_values_max)
+    left = limits.request_values_max  # fields, at all depths
     try:
-        taken, rest = left.extract_fields(body, {RAW_TAG: "raw", INPUTS_TAG: "inputs"})
+        tags = {RAW_TAG: "raw", INPUTS_TAG: "inputs"}
+        taken, rest, count = extract_fields(body, tags, left)
+        left -= count
         inputs = []
         for one in taken.get("inputs", ()):
-            of_input, others = left.extract_fields(bytes(one), {CONTENTS_TAG: "contents"})
+            of_input, others, count = extract_fields(bytes(one), {CONTENTS_TAG: "contents"}, left)
+            left -= count
             contents: Contents = {}
             for serialized in of_input.get("contents", ()):  # parsers merge repeated contents
-                numbers, _ = left.extract_fields(bytes(serialized), CONTENTS_TAGS)
+                numbers, _, count = extract_fields(bytes(serialized), CONTENTS_TAGS, left)
+                left -= count
                 for name, values in numbers.items():
                     contents.setdefault(name, []).extend(values)
             inputs.append((contents, b"".join(others)))

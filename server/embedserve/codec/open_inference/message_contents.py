@@ -11,9 +11,9 @@ from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
     Data,
+    InputTensor,
     wrong,
 )
-from embedserve.codec.open_inference.tensors import InputTensor as Input
 from embedserve.codec.protobuf_fields import (
     I32,
     LENGTH_DELIMITED,
@@ -46,16 +46,15 @@ CONTENTS_TAGS = {
 Contents = dict[str, list[memoryview]]
 
 
-def raw_strings(tensor: Input, raw: bytes | memoryview, limits: Limits) -> list[str]:
+def raw_strings(tensor: InputTensor, raw: bytes | memoryview, limits: Limits) -> list[str]:
     if len(raw) > limits.request_text_bytes_max:
         raise RequestTooLargeError(
             f"{tensor} has {len(raw)} bytes, {limits.describe('request_text_bytes_max')}", "inputs"
         )
-    count_max, limit = limits.request_values_max, limits.describe("request_values_max")
-    return read_strings(tensor, memoryview(raw), count_max, limit)
+    return read_strings(tensor, memoryview(raw), limits)
 
 
-def from_message(tensor: Input, message: pb.ModelInferRequest.InferInputTensor) -> Data:
+def from_message(tensor: InputTensor, message: pb.ModelInferRequest.InferInputTensor) -> Data:
     """Returns the values of an input that the protobuf library has parsed."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:
@@ -67,7 +66,7 @@ def from_message(tensor: Input, message: pb.ModelInferRequest.InferInputTensor) 
     return np.array(values, DTYPES[tensor.datatype])
 
 
-def from_contents(tensor: Input, contents: Contents, limits: Limits) -> Data:
+def from_contents(tensor: InputTensor, contents: Contents, limits: Limits) -> Data:
     """Returns the values of an input whose contents were located in the message's bytes."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:
@@ -91,7 +90,7 @@ def from_contents(tensor: Input, contents: Contents, limits: Limits) -> Data:
         raise wrong(tensor, f"is not packed integers: {error}") from error
 
 
-def _check_field(tensor: Input, field: str, count: int) -> None:
+def _check_field(tensor: InputTensor, field: str, count: int) -> None:
     if len(tensor.shape) > 2:
         return  # tensors.py rejects such a shape
     expected = prod(tensor.shape)

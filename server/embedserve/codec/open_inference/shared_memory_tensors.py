@@ -117,7 +117,6 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bo
     is_much = nbytes > INLINE_BYTES_MAX or len(placed) > INLINE_TENSORS_MAX
     if is_inline and (is_much or text_bytes > INLINE_TEXT_BYTES_MAX):
         return False
-    count_max, limit = limits.request_values_max, limits.describe("request_values_max")
     for run in runs(placed):
         (_, first), (_, last) = run[0], run[-1]
         data = memoryview(first.region.read(first.offset, last.offset + last.nbytes - first.offset))
@@ -125,9 +124,7 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bo
             start = place.offset - first.offset
             of_tensor = data[start : start + place.nbytes]
             is_text = tensor.datatype == BYTES
-            tensor.data = (
-                read_strings(tensor, of_tensor, count_max, limit) if is_text else of_tensor
-            )
+            tensor.data = read_strings(tensor, of_tensor, limits) if is_text else of_tensor
     return True
 
 

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from embedserve.codec.open_inference.tensors import InputTensor, wrong
+from embedserve.config import Limits
 from embedserve.errors import RequestTooLargeError, shortened
 
 STRING_LENGTH_BYTES = 4
 
 
-def read_strings(tensor: InputTensor, raw: memoryview, count_max: int, limit: str) -> list[str]:
+def read_strings(tensor: InputTensor, raw: memoryview, limits: Limits) -> list[str]:
     """Returns the strings of a binary BYTES tensor. Each string follows its length, a little-endian
     uint32.
 
-    Args:
-        count_max: largest number of strings.
-        limit: text for the error message that names this limit.
-
     Raises:
         InvalidRequestError: the strings overrun ``raw``, do not match the shape, or are not UTF-8.
-        RequestTooLargeError: the shape has more than ``count_max`` strings.
+        RequestTooLargeError: the shape has more strings than a request may have values.
     """
     (count,) = tensor.shape if len(tensor.shape) == 1 else (-1,)
     if count < 0:
         raise wrong(tensor, "is not of one dimension")
-    if count > count_max:
+    if count > limits.request_values_max:
         raise RequestTooLargeError(
-            f"{tensor} has {count} strings: {limit}", f"inputs.{shortened(tensor.name)}"
+            f"{tensor} has {count} strings: {limits.describe('request_values_max')}",
+            f"inputs.{shortened(tensor.name)}",
         )
     strings, position, size = [], 0, len(raw)
     for at in range(count):
