@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from server.batching.batch_limits import IN_THREAD, INLINE, ONE_BYTES, USER
+from server.batching.batch_limits import IN_THREAD, INLINE, ONE_BYTES, USER, busy_batcher
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import submit
@@ -96,10 +96,7 @@ async def test_only_the_request_for_float16_gets_float16(
 async def test_requests_are_batched_while_the_engine_is_busy(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher = make_batcher(IN_THREAD)
-    engine.hold()
-    first = submit(batcher, engine.request(USER))
-    await until(lambda: engine.lookups)
+    batcher, first = await busy_batcher(engine, make_batcher, IN_THREAD)
     others = [submit(batcher, engine.request(USER)) for _ in range(7)]
     await asyncio.sleep(0.02)
     assert len(engine.lookups) == 1
@@ -149,9 +146,7 @@ async def test_small_batches_run_in_the_event_loop_and_large_ones_in_a_thread(
 async def test_event_loop_continues_while_a_large_batch_runs(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    engine.hold()
-    answer = submit(make_batcher(IN_THREAD), engine.request(USER))
-    await until(lambda: engine.lookups)
+    _, answer = await busy_batcher(engine, make_batcher, IN_THREAD)
     for _ in range(20):
         await asyncio.sleep(0.001)
     assert not answer.done()
@@ -233,10 +228,7 @@ async def test_wait_for_the_engine_counts_towards_the_delay(
 async def test_full_queue_rejects_immediately_and_recovers(
     engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits, message: str
 ) -> None:
-    batcher = make_batcher(limits)
-    engine.hold()
-    running = submit(batcher, engine.request(USER))
-    await until(lambda: engine.lookups)
+    batcher, running = await busy_batcher(engine, make_batcher, limits)
     waiting = [submit(batcher, engine.request(USER)) for _ in range(3)]
     with pytest.raises(OverloadedError, match=message):
         submit(batcher, engine.request(USER))

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from server.batching.batch_limits import IN_THREAD, INLINE, USER
+from server.batching.batch_limits import IN_THREAD, INLINE, USER, busy_batcher
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine, model_info
 from server.pending_requests import submit
@@ -81,10 +81,7 @@ async def test_cancellation_during_a_lookup_does_not_affect_other_requests(
 async def test_expired_request_fails_without_a_lookup(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher = make_batcher(IN_THREAD)
-    engine.hold()
-    running = submit(batcher, engine.request(USER))
-    await until(lambda: engine.lookups)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     late = submit(batcher, engine.request(USER), perf_counter() + 0.01)
     in_time = submit(batcher, engine.request(USER), perf_counter() + 60)
     await asyncio.sleep(0.03)

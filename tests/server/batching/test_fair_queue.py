@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from server.batching.batch_limits import busy_batcher
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine, make_request
 from server.pending_requests import FutureRequest, submit
 from server.waiting import until
 
-from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
@@ -137,27 +137,19 @@ def test_two_waiting_sources_get_equal_work(
     assert queued.queue.first() is None
 
 
-ONE: Bags = {"user": [[1]]}
+ZERO: Bags = {"user": [[0]]}
 
 
 def one_id(engine: FakeEngine, number: int = 1) -> LookupRequest:
     return engine.request({"user": [[number]]})
 
 
-async def busy_batcher(engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits) -> Batcher:
-    """Returns a batcher whose engine is held in the lookup of a request of id 0."""
-    batcher = make_batcher(limits)
-    engine.hold()
-    submit(batcher, one_id(engine, 0))
-    await until(lambda: engine.lookups)
-    return batcher
-
-
 async def test_source_with_many_requests_does_not_delay_other_sources(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     """Checks this with batches of four ids."""
-    batcher = await busy_batcher(engine, make_batcher, Limits(inline_bytes_max=0, batch_ids_max=4))
+    limits = Limits(inline_bytes_max=0, batch_ids_max=4)
+    batcher, _ = await busy_batcher(engine, make_batcher, limits, ZERO)
     answers = [submit(batcher, one_id(engine, 1), source="a") for _ in range(8)]
     engine.release()
     await until(lambda: len(engine.lookups) > 1)
@@ -188,7 +180,7 @@ async def test_source_with_many_requests_does_not_delay_other_sources(
 async def test_no_source_fills_the_queue(
     engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits, message: str
 ) -> None:
-    batcher = await busy_batcher(engine, make_batcher, limits)
+    batcher, _ = await busy_batcher(engine, make_batcher, limits, ZERO)
     answers = [submit(batcher, one_id(engine), source="a") for _ in range(8)]
     with pytest.raises(OverloadedError, match=message):
         submit(batcher, one_id(engine), source="a")
@@ -202,9 +194,8 @@ async def test_no_source_fills_the_queue(
 async def test_lone_request_over_its_share_is_accepted(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher = await busy_batcher(
-        engine, make_batcher, Limits(inline_bytes_max=0, queue_examples_max=4)
-    )
+    limits = Limits(inline_bytes_max=0, queue_examples_max=4)
+    batcher, _ = await busy_batcher(engine, make_batcher, limits, ZERO)
     bags: Bags = {"user": [[1], [2], [3], [4]]}
     answer = submit(batcher, engine.request(bags), source="a")
     engine.release()
@@ -215,7 +206,7 @@ async def test_abandoned_requests_leave_other_queued_requests_in_place(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=2 * GONE_MIN)
-    batcher = await busy_batcher(engine, make_batcher, limits)
+    batcher, _ = await busy_batcher(engine, make_batcher, limits, ZERO)
     answers = [submit(batcher, one_id(engine, i % 7), source="a") for i in range(GONE_MIN)]
     with pytest.raises(OverloadedError, match="share"):
         submit(batcher, one_id(engine), source="a")

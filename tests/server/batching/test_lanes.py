@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from server.batching.batch_limits import ONE_BYTES, USER
+from server.batching.batch_limits import ONE_BYTES, USER, busy_batcher
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import submit
@@ -25,10 +25,8 @@ async def test_small_requests_do_not_wait_for_a_large_request(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     small: Bags = {"user": [[1]]}
-    batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
-    engine.hold()
-    first = submit(batcher, engine.request(USER))
-    await until(lambda: engine.lookups)
+    limits = Limits(inline_bytes_max=ONE_BYTES)
+    batcher, first = await busy_batcher(engine, make_batcher, limits)
     second = submit(batcher, engine.request(USER))
     assert metrics.count_queue() == (1, 1)
     assert np.array_equal(
@@ -46,12 +44,9 @@ async def test_large_requests_fill_only_their_own_queue(
 ) -> None:
     small: Bags = {"user": [[1]]}
     limits = Limits(inline_bytes_max=ONE_BYTES, queue_examples_max=2)
-    batcher = make_batcher(limits)
+    batcher, running = await busy_batcher(engine, make_batcher, limits)
     large = engine.request(USER)
-    engine.hold()
-    answers = [submit(batcher, large)]
-    await until(lambda: engine.lookups)
-    answers += [submit(batcher, engine.request(USER)) for _ in range(2)]
+    answers = [running, *(submit(batcher, engine.request(USER)) for _ in range(2))]
     batcher.check_queue_for(*LARGE)
     with pytest.raises(OverloadedError, match=r"large requests holds 2 examples; 1 more would"):
         submit(batcher, engine.request(USER))

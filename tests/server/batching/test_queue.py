@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from server.batching.batch_limits import IN_THREAD, busy_batcher
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
-from server.pending_requests import Waiting, submit
+from server.pending_requests import submit
 from server.waiting import WAIT_S_MAX, until
 
-from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN
 from embedserve.batching.request_queue import BATCH_REQUESTS_MAX
 from embedserve.config import Limits
@@ -27,7 +27,6 @@ from embedserve.errors import (
 from embedserve.metrics.model_metrics import ModelMetrics
 
 ONE: Bags = {"user": [[1]]}
-IN_THREAD = Limits(inline_bytes_max=0)
 
 
 async def test_full_queue_accepts_requests_once_an_eighth_is_free(
@@ -35,38 +34,23 @@ async def test_full_queue_accepts_requests_once_an_eighth_is_free(
 ) -> None:
     # A batch holds two of these requests of one id.
     limits = Limits(inline_bytes_max=0, queue_examples_max=16, batch_ids_max=2)
-    batcher = make_batcher(limits)
-    one: Bags = {"user": [[1]]}
-    engine.hold()
-    answers = [submit(batcher, engine.request(one))]
-    await until(lambda: engine.lookups)
-    answers += [submit(batcher, engine.request(one)) for _ in range(16)]
+    batcher, running = await busy_batcher(engine, make_batcher, limits, ONE)
+    answers = [running, *(submit(batcher, engine.request(ONE)) for _ in range(16))]
     batcher.check_unsized_queue()
     with pytest.raises(OverloadedError, match="16 examples; 1 more would exceed its limit of 16"):
-        submit(batcher, engine.request(one))
+        submit(batcher, engine.request(ONE))
     with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
         batcher.check_unsized_queue()
     engine.release()
     await asyncio.gather(*answers)
     batcher.check_unsized_queue()
-    assert np.array_equal((await submit(batcher, engine.request(one))).values, engine.expected(one))
-
-
-async def busy_batcher(
-    engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
-) -> tuple[Batcher, Waiting]:
-    """Returns a batcher whose engine is held, and the request of that lookup."""
-    batcher = make_batcher(limits)
-    engine.hold()
-    running = submit(batcher, engine.request(ONE))
-    await until(lambda: engine.lookups)
-    return batcher, running
+    assert np.array_equal((await submit(batcher, engine.request(ONE))).values, engine.expected(ONE))
 
 
 async def test_batch_has_a_bounded_number_of_requests(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
     requests = [engine.request(ONE) for _ in range(2 * BATCH_REQUESTS_MAX + 1)]
     waiting = [submit(batcher, request) for request in requests]
     engine.release()
@@ -94,7 +78,7 @@ async def test_tiny_requests_of_one_source_do_not_delay_larger_ones_of_another(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     limits = Limits(inline_bytes_max=0, batch_ids_max=1000)
-    batcher, running = await busy_batcher(engine, make_batcher, limits)
+    batcher, running = await busy_batcher(engine, make_batcher, limits, ONE)
     tiny = [submit(batcher, engine.request(ONE), source="tiny") for _ in range(1000)]
     larger: Bags = {"user": [[1]] * 400}
     larger_ones = [submit(batcher, engine.request(larger), source="larger") for _ in range(2)]
@@ -119,7 +103,7 @@ async def test_expired_requests_of_one_source_do_not_delay_another(
 async def test_abandoned_requests_are_no_longer_counted(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
-    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
     bags: list[Bags] = [{"user": [[1], [2]]}, {"user": [[3]]}, {"user": [[4], [5], [6]]}]
     waiting = [submit(batcher, engine.request(one)) for one in bags]
     assert metrics.count_queue() == (3, 6)
@@ -140,7 +124,7 @@ async def test_abandoned_requests_are_no_longer_counted(
 async def test_request_abandoned_during_its_lookup_gets_no_result(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
-    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
     assert running.pending.batcher is None
     running.pending.abandon()
     engine.release()
@@ -154,7 +138,7 @@ async def test_abandoned_requests_are_freed_during_a_long_lookup(
 ) -> None:
     """Checks that memory is freed even during a long lookup: requests at the head of the queue keep
     no later ones alive."""
-    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
     first = submit(batcher, engine.request(ONE))
     abandoned = []
     for _ in range(3 * GONE_MIN):
@@ -173,7 +157,7 @@ async def test_abandoned_requests_are_freed_during_a_long_lookup(
 async def test_remaining_requests_stay_in_order_when_others_are_abandoned(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
-    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
     waiting = [
         submit(batcher, engine.request({"user": [[i % 7]]})) for i in range(2 * GONE_MIN + 10)
     ]
@@ -192,7 +176,7 @@ async def test_full_queue_reopens_once_enough_requests_are_abandoned(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=16)
-    batcher, running = await busy_batcher(engine, make_batcher, limits)
+    batcher, running = await busy_batcher(engine, make_batcher, limits, ONE)
     rooms: list[bool] = []
     batcher.on_room = lambda: rooms.append(not batcher.has_full_queue)
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(16)]
@@ -214,7 +198,7 @@ async def test_full_queue_reopens_when_its_batch_begins(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_ids_max=8)
-    batcher, running = await busy_batcher(engine, make_batcher, limits)
+    batcher, running = await busy_batcher(engine, make_batcher, limits, ONE)
     has_room = asyncio.Event()
     batcher.on_room = has_room.set
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(8)]
@@ -294,7 +278,7 @@ async def test_cancelled_requests_of_a_whole_batch_are_freed(
 async def test_retired_batcher_answers_queued_requests_and_releases_its_engine(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
     waiting = submit(batcher, engine.request(ONE))
     notified: list[bool] = []
     batcher.retire(lambda: notified.append(running.done() and waiting.done()))
@@ -316,7 +300,7 @@ async def test_idle_batcher_retires_immediately(make_batcher: MakeBatcher) -> No
 async def test_batcher_retires_after_its_last_request_is_cancelled(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
     waiting = submit(batcher, engine.request(ONE))
     notified: list[bool] = []
     batcher.retire(lambda: notified.append(True))

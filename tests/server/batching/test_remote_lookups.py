@@ -192,21 +192,24 @@ async def test_batch_deadline_is_the_latest_of_its_requests(
     assert servers.begun[-1][1] == now_s + 70
 
 
-@pytest.mark.parametrize("traces_calls", [True, False])
-async def test_a_batch_with_a_traced_request_records_its_calls(
-    engine: FakeEngine, servers: RemoteServers, traces_calls: bool
+@pytest.mark.parametrize(
+    ("traces_calls", "is_traced"), [(True, True), (True, False), (False, True)]
+)
+async def test_calls_are_recorded_only_for_a_batch_with_a_traced_request(
+    engine: FakeEngine, servers: RemoteServers, traces_calls: bool, is_traced: bool
 ) -> None:
     servers.traces_calls = traces_calls
     first, second = (TraceContext(digit * 32, "", True) for digit in "ab")
     with ThreadPoolExecutor(1) as executor:
         batcher = Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
-        requests = [TracedRequest(one) for one in (None, first, second)]
+        contexts = (None, first, second) if is_traced else (None, None)
+        requests = [TracedRequest(one) for one in contexts]
         for pending in requests:
             batcher.enqueue(engine.request(USER), pending)
         await until(lambda: servers.begun)
         [(batch, _, finish)] = servers.begun
-        assert batch.batch_size == 3
-        if traces_calls:
+        assert batch.batch_size == len(contexts)
+        if traces_calls and is_traced:
             assert batch.calls is not None
             assert batch.calls.trace is first
         else:
@@ -216,17 +219,3 @@ async def test_a_batch_with_a_traced_request_records_its_calls(
             assert pending.ticket.calls is batch.calls
         finish(lookup_values(engine, batch))
         await asyncio.gather(*(pending.future for pending in requests))
-
-
-async def test_batch_without_a_traced_request_records_no_calls(
-    engine: FakeEngine, servers: RemoteServers
-) -> None:
-    servers.traces_calls = True
-    with ThreadPoolExecutor(1) as executor:
-        batcher = Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
-        waiting = submit(batcher, engine.request(USER))
-        await until(lambda: servers.begun)
-        [(batch, _, finish)] = servers.begun
-        assert batch.calls is None
-        finish(lookup_values(engine, batch))
-        await waiting
