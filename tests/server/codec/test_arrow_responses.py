@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 from server.arrow_streams import metadata_in, read_table, vectors
-from server.codecs import ARROW
+from server.codecs import ARROW, encoded
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
@@ -24,17 +24,6 @@ KEYS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
 
 def values_of(examples: int, dtype: str = "float32") -> np.ndarray:
     return np.arange(9 * examples, dtype=dtype).reshape(examples, 9)
-
-
-def encoded(result: LookupResult) -> bytes:
-    """Returns the encoded result. Checks that inline encoding, if it is quick enough, yields the
-    same bytes as encoding in chunks."""
-    in_chunks = b"".join(ARROW.encode(result))
-    inline = ARROW.try_encode_inline(result)
-    if inline is not None:
-        assert b"".join(inline[0]) == in_chunks
-        assert inline[1] == len(in_chunks)
-    return in_chunks
 
 
 def metadata_of(model: ModelInfo, **more: object) -> Mapping[str, object]:
@@ -56,7 +45,7 @@ def test_values_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cu
         result = LookupResult(POOLED, values)
         if cut < examples:
             result = LookupResult(POOLED, values[:cut], extra_chunks=[values[cut:]])
-        table = read_table(encoded(result))
+        table = read_table(encoded(ARROW, result))
         assert table.column_names == ["values"]
         assert vectors(table["values"]).dtype == dtype
         assert np.array_equal(vectors(table["values"]), values)
@@ -70,7 +59,7 @@ def test_each_key_has_its_own_column_if_requested(examples: int, dtype: str) -> 
     result = LookupResult(POOLED, values, output=BY_KEY)
     halves = LookupResult(POOLED, values[:1], extra_chunks=[values[1:]], output=BY_KEY)
     for one in (result, result, halves):
-        table = read_table(encoded(one))
+        table = read_table(encoded(ARROW, one))
         assert table.column_names == list(KEYS)
         for key, columns in KEYS.items():
             assert np.array_equal(vectors(table[key]), values[:, columns])
@@ -79,9 +68,11 @@ def test_each_key_has_its_own_column_if_requested(examples: int, dtype: str) -> 
 
 def test_polars_reads_pooled_responses() -> None:
     values = values_of(3)
-    whole = pl.read_ipc_stream(io.BytesIO(encoded(LookupResult(POOLED, values))))
+    whole = pl.read_ipc_stream(io.BytesIO(encoded(ARROW, LookupResult(POOLED, values))))
     assert np.array_equal(whole["values"].to_numpy(), values)
-    by_key = pl.read_ipc_stream(io.BytesIO(encoded(LookupResult(POOLED, values, output=BY_KEY))))
+    by_key = pl.read_ipc_stream(
+        io.BytesIO(encoded(ARROW, LookupResult(POOLED, values, output=BY_KEY)))
+    )
     assert by_key["movie"].dtype == pl.Array(pl.Float32, 3)
     assert np.array_equal(by_key["movie"].to_numpy(), values[:, 4:7])
 
@@ -91,12 +82,12 @@ def test_selected_keys_and_unknown_ids_are_encoded(output_options: OutputOptions
     part = POOLED.with_keys(("tag", "user"))
     values = values_of(2)[:, [0, 1, 2, 3, 7, 8]]
     result = LookupResult(part, np.ascontiguousarray(values), {"tag": 3}, output=output_options)
-    table = read_table(encoded(result))
+    table = read_table(encoded(ARROW, result))
     found = [vectors(column) for column in table.columns]
     assert np.array_equal(np.concatenate(found, axis=1), values)
     assert metadata_in(table) == metadata_of(part, unknown_ids={"tag": 3})
     again = read_table(
-        encoded(LookupResult(part, np.ascontiguousarray(values), output=output_options))
+        encoded(ARROW, LookupResult(part, np.ascontiguousarray(values), output=output_options))
     )
     assert metadata_in(again) == metadata_of(part)
 
@@ -110,7 +101,7 @@ def test_unpooled_response_has_a_list_of_vectors_per_example(
     lengths = lengths[: len(UNPOOLED.keys)]
     values = np.arange(4 * lengths.sum(), dtype=dtype).reshape(-1, 4)
     result = LookupResult(UNPOOLED, values, None, lengths, output=output_options)
-    table = read_table(encoded(result))
+    table = read_table(encoded(ARROW, result))
     assert table.column_names == list(UNPOOLED.keys)
     ends = lengths.sum(axis=1).cumsum()
     for key, own, rows in zip(UNPOOLED.keys, lengths, np.split(values, ends[:-1]), strict=True):
@@ -134,4 +125,4 @@ def test_values_are_not_copied_and_large_by_key_results_are_not_inline() -> None
     for model, is_inline in ((few, True), (many, False)):
         one = LookupResult(model, np.zeros((1, len(model.keys)), np.float32), output=BY_KEY)
         assert (ARROW.try_encode_inline(one) is not None) is is_inline
-        assert read_table(encoded(one)).column_names == list(model.keys)
+        assert read_table(encoded(ARROW, one)).column_names == list(model.keys)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embedserve.codec.protobuf_fields import varint
 from embedserve.codec.protobuf_requests import MODEL_FIELDS_MAX, peek_model
 from embedserve_proto import embedding_pb2 as pb
 
@@ -53,14 +54,6 @@ def test_model_is_found_in_any_field_order_and_among_unknown_fields(
     body = b"".join(data.draw(st.permutations(fields)))
     assert pb.EmbedRequest.FromString(body).model == message.model
     assert peek_model(body) == message.model
-
-
-def varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*encoded, value))
 
 
 @given(st.binary(max_size=300))

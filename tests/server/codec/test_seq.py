@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from google.protobuf.message import Message
 from server.arrow_streams import metadata_in, read_table
-from server.codecs import CODECS
+from server.codecs import CODECS, encoded
 from server.fake_models import model_info, unpooled_info
 
 from embedserve.codec.codec import Codec
@@ -43,20 +43,6 @@ def results(options: OutputOptions | None) -> Iterator[LookupResult]:
             some = np.ascontiguousarray(values[:, [0, 1, 2, 3, 7, 8]])
             yield LookupResult(part, some, unknown, output=options)
             yield LookupResult(unpooled, rows, unknown, LENGTHS, output=options)
-
-
-def encoded(codec: Codec, result: LookupResult) -> bytes:
-    """Encodes in chunks, and inline if that is quick; checks that the bytes are equal."""
-    encoded_chunks = [*codec.encode(result)]
-    whole = b"".join(encoded_chunks)
-    inline = codec.try_encode_inline(result)
-    if inline is not None:
-        parts, nbytes = inline
-        assert b"".join(parts) == whole
-        assert nbytes == len(whole)
-        if codec.head_bytes is not None:
-            assert codec.head_bytes(parts) == codec.head_bytes(encoded_chunks)
-    return whole
 
 
 def json_seq(response: bytes) -> tuple[bytes, int | None]:
