@@ -14,8 +14,7 @@ from embedserve.metrics.histogram import (
     SECONDS_BUCKETS,
     Histogram,
 )
-from embedserve.metrics.metrics import ProtocolMetrics
-from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
+from embedserve.metrics.request_metrics import REQUEST_CELLS, ProtocolMetrics, RequestMetrics
 from embedserve.metrics.shared_counters import single_worker_counters
 
 BATCHES = 20_000

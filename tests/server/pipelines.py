@@ -10,7 +10,8 @@ from server.fake_engine import FakeEngine
 from embedserve.access.authenticator import Authenticator
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
-from embedserve.metrics.metrics import Metrics, ProtocolMetrics
+from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline

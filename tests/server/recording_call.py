@@ -13,7 +13,7 @@ from server.pipelines import outcomes_of
 from embedserve.codec.codec import Codec
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
-from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 

@@ -1,8 +1,8 @@
 """Table of all Prometheus families that the server exports, in the order of /metrics.
 
 A new metric is a row here and a sample that one of the classes beside this module yields under the
-row's name. A histogram of a version needs its buckets in model_metrics.py, too. docs/metrics.md is
-generated from the same rows.
+row's name. A histogram of a version needs its buckets in request_metrics.py, too. docs/metrics.md
+is generated from the same rows.
 """
 
 from __future__ import annotations

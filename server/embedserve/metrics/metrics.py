@@ -8,8 +8,7 @@ workers.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
@@ -20,7 +19,6 @@ from embedserve.config import ServeSettings
 from embedserve.errors import ServedVersion
 from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
 from embedserve.metrics.families import Sample, collect_families
-from embedserve.metrics.histogram import PENDING_MAX
 from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_most, name_cells
 from embedserve.metrics.process import (
     CONNECTION_CELLS,
@@ -28,8 +26,7 @@ from embedserve.metrics.process import (
     ConnectionMetrics,
     ProcessMetrics,
 )
-from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
-from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
+from embedserve.metrics.request_metrics import OUTCOMES, PROTOCOL_CELLS, ProtocolMetrics
 from embedserve.metrics.shard_metrics import (
     NEXT,
     SERVED,
@@ -51,70 +48,7 @@ from embedserve.model_info import ModelInfo
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
 
-logger = logging.getLogger("embedserve.requests")
-
-
 PROTOCOLS = ("rest", "grpc")
-LINES_MAX = 10
-"""Log lines of requests rejected with one error code, in a period of RateLimitedLogger."""
-
-
-PROTOCOL_CELLS = REQUEST_CELLS + 1
-
-
-class ProtocolMetrics:
-    """Requests of one protocol (rest or grpc), answered and rejected.
-
-    Attributes:
-        protocol: name of the protocol.
-        requests: requests by outcome, and their latencies.
-        response_bytes: bytes of encoded responses of this process alone.
-        log: rate-limited log of requests that failed.
-    """
-
-    def __init__(self, counters: WorkerCounters | None = None, protocol: str = "rest") -> None:
-        counters = counters or single_worker_counters(PROTOCOL_CELLS)
-        self.protocol = protocol
-        self.log = RateLimitedLogger(logger, LINES_MAX)
-        self.requests = RequestMetrics(counters)
-        self.response_bytes = 0
-        self._pending = self.requests.pending
-        self._bytes = counters.allocate(1)
-        self._bytes_before = float(self._bytes.own[0])
-
-    def count_answered(self, seconds: float, response_bytes: int) -> None:
-        """Counts an answered request. It is called for every request and costs an append and an
-        addition."""
-        pending = self._pending
-        pending.append(seconds)
-        self.response_bytes += response_bytes
-        if len(pending) >= PENDING_MAX:
-            self.requests.flush()
-
-    def count_rejected(
-        self, code: str, message: str, seconds: float, fields: Callable[[], Fields] | None = None
-    ) -> None:
-        """Counts and logs a rejected request.
-
-        Args:
-            code, message: those of the EmbedServeError.
-            fields: returns further named values for the log line.
-        """
-        self.requests.count_outcome(code, seconds)
-        self.log.log(logging.INFO, f"rejected with {code}", message, fields=fields)
-
-    def count_cancelled(self, seconds: float) -> None:
-        """Counts a request whose client disconnected before its response."""
-        self.requests.count_outcome("CANCELLED", seconds)
-
-    def flush(self) -> None:
-        self.requests.flush()
-        self._bytes.own[0] = self._bytes_before + self.response_bytes
-
-    def samples(self) -> Iterator[Sample]:
-        """Yields the samples of all workers."""
-        yield from self.requests.samples("embedserve", [self.protocol])
-        yield "embedserve_response_bytes", [self.protocol], float(self._bytes.total()[0])
 
 
 class CounterRoom(NamedTuple):

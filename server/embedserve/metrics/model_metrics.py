@@ -1,4 +1,4 @@
-"""Counters of the served names and versions, in cells of shared memory."""
+"""Metrics of the served names, in cells of shared memory."""
 
 from __future__ import annotations
 
@@ -6,26 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from time import perf_counter
 
-from embedserve.lookup_types import Batch
 from embedserve.metrics.delta_metrics import delta_samples
 from embedserve.metrics.families import Sample
-from embedserve.metrics.histogram import (
-    COUNT_BUCKETS,
-    LOOKUP_SECONDS_BUCKETS,
-    PENDING_MAX,
-    SECONDS_BUCKETS,
-    Histogram,
-    histogram_cells,
-)
-from embedserve.metrics.lookup_metrics import LookupMetrics, lookup_cells
-from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
-from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
-from embedserve.metrics.shared_counters import (
-    KEY_CELLS,
-    KeyedCounters,
-    WorkerCounters,
-    single_worker_counters,
-)
+from embedserve.metrics.request_metrics import VersionMetrics, version_cells
+from embedserve.metrics.shared_counters import KEY_CELLS, WorkerCounters, single_worker_counters
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.manifest import Manifest
 
@@ -42,17 +26,7 @@ MODEL_GAUGES: dict[str, Callable[[ModelMetrics], float]] = {
     "embedserve_model_refused": lambda metrics: metrics.is_refused,
 }
 """Gauges that are exported as the maximum over the workers, and this process's values of them."""
-VERSION_BUCKETS = {
-    "embedserve_queue_wait_seconds": SECONDS_BUCKETS,
-    "embedserve_batch_examples": COUNT_BUCKETS,
-    "embedserve_batch_ids": COUNT_BUCKETS,
-    "embedserve_lookup_seconds": LOOKUP_SECONDS_BUCKETS,
-}
-"""Bucket bounds of the histograms of a version, by family; VersionMetrics names the histograms."""
 SWITCHES_CELLS = 1
-PARTS_COUNTED_MAX = 1024
-"""Parts of a version whose absence is counted; further parts are not. They take 8 KiB for each
-version and worker."""
 NAMES_SPARE = 16
 """Entries reserved for names that are first served after the start."""
 
@@ -72,97 +46,6 @@ def name_cells(columns_max: int) -> int:
     """Returns the number of cells of one served name, without its key."""
     of_version = KEY_CELLS + version_cells(columns_max)
     return len(QUEUE_GAUGES) + len(MODEL_GAUGES) + SWITCHES_CELLS + of_version
-
-
-def version_cells(columns_max: int) -> int:
-    """Returns the number of cells of one version, without its key."""
-    buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
-    shadow = KEY_CELLS + shadow_cells(columns_max)
-    of_rows = PARTS_COUNTED_MAX + 1 + lookup_cells(columns_max)
-    return of_rows + shadow + REQUEST_CELLS + buckets
-
-
-def _parts_of(model: ModelInfo) -> int:
-    """Returns the number of parts that are counted of a router's ``model``; 0 for any other."""
-    hosts = model.plan.hosts
-    return 0 if model.shards is None or hosts is None else min(hosts.parts, PARTS_COUNTED_MAX)
-
-
-class VersionMetrics:
-    """Counters of one version. When the version is replaced, the next version reuses its cells.
-
-    Attributes:
-        model: the version.
-        lookups: access counts of the version's tables.
-        shadow: comparison with another version, if this version runs as its shadow.
-        requests: requests routed to this version, by outcome, and their latencies.
-    """
-
-    def __init__(self, model: ModelInfo, counters: KeyedCounters, columns_max: int) -> None:
-        """Continues from the values in the cells if they belong to the same version; zeroes them
-        otherwise."""
-        self.model = model
-        counters.claim(model.version)
-        self._missing_parts = counters.allocate(PARTS_COUNTED_MAX)
-        self._cached_ids = counters.allocate(1)
-        self.lookups = LookupMetrics(model, counters, columns_max)
-        self.shadow = ShadowMetrics(model, counters, columns_max)
-        self.requests = RequestMetrics(counters)
-        self._histograms = {
-            family: Histogram(buckets, counters) for family, buckets in VERSION_BUCKETS.items()
-        }
-        self.wait_seconds = self._histograms["embedserve_queue_wait_seconds"]
-        self.batch_examples = self._histograms["embedserve_batch_examples"]
-        self.batch_ids = self._histograms["embedserve_batch_ids"]
-        self.lookup_seconds = self._histograms["embedserve_lookup_seconds"]
-
-    def observe_batch(self, batch: Batch) -> None:
-        """Counts a batch that is to be looked up."""
-        self.batch_examples.observe(batch.batch_size)
-        self.batch_ids.observe(batch.ids.size)
-        self.lookups.observe(batch)
-
-    def count_parts(self, batch: Batch) -> None:
-        """Counts the parts that a router's batch lacks, and its ids in the row cache."""
-        for part in batch.missing_parts:
-            if part < PARTS_COUNTED_MAX:
-                self._missing_parts.own[part] += 1
-        self._cached_ids.own[0] += batch.cached_count
-
-    def bound(self) -> None:
-        """Flushes what is pending once it is much; called for every batch that is taken.
-
-        A batch has as many waits as requests, and at most one value in each other histogram, so
-        that no other may grow beyond the waits.
-        """
-        if len(self.requests.pending) >= PENDING_MAX:
-            self.requests.flush()
-        if len(self.wait_seconds.pending) >= PENDING_MAX:
-            for one in self._histograms.values():
-                one.flush()
-
-    def flush(self) -> None:
-        self.lookups.flush()
-        self.requests.flush()
-        for one in self._histograms.values():
-            one.flush()
-
-    def samples(self) -> Iterator[Sample]:
-        """Yields the samples over all workers that serve this version."""
-        model = self.model
-        labels = [model.name, model.tag, str(model.version)]
-        yield from self.requests.samples("embedserve_model", labels, always="OK")
-        for family, histogram in self._histograms.items():
-            yield family, labels, histogram.samples()
-        missing = self._missing_parts.total()[: _parts_of(model)]
-        for part, batches in enumerate(missing.tolist()):
-            yield "embedserve_missing_parts", [*labels, str(part)], batches
-        if model.shards is not None:
-            yield "embedserve_row_cache_hits", labels, int(self._cached_ids.total()[0])
-        for rank, nbytes in enumerate(model.bytes_per_rank):
-            yield "embedserve_table_bytes", [*labels, str(rank)], nbytes
-        yield from self.lookups.samples(labels)
-        yield from self.shadow.samples(labels)
 
 
 class ModelMetrics:

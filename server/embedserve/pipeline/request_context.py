@@ -19,7 +19,7 @@ from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError
 from embedserve.lookup_types import LookupResult, ResponseChunks
-from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline.response_writer import ResponseWriter
 from embedserve.shared_memory.region_registry import EVERYBODY

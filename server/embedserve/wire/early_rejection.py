@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from embedserve.access.authenticator import LIST_HEADERS, headers_by_name
-from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.metrics.rate_limited_logger import Fields
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestPipeline
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, usable_id
 from embedserve.wire.http_stream import Headers

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from embedserve.lookup_types import Batch
 from embedserve.metrics.metrics import Metrics
-from embedserve.metrics.model_metrics import VersionMetrics
+from embedserve.metrics.request_metrics import VersionMetrics
 
 
 def parse_families(text: str) -> dict[str, Metric]:

@@ -16,14 +16,10 @@ from server.fake_models import served_of
 
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.lookup_types import Batch
-from embedserve.metrics.lookup_metrics import (
-    DIVIDED_CELLS,
-    ROWS_SAMPLED_MAX,
-    LookupMetrics,
-    lookup_cells,
-)
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.request_metrics import LookupMetrics, lookup_cells
+from embedserve.metrics.row_to_rank import DIVIDED_CELLS, ROWS_SAMPLED_MAX
 from embedserve.metrics.shared_counters import (
     SharedCounters,
     WorkerCounters,

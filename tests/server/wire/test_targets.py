@@ -17,8 +17,8 @@ from server.live import Live, live_server
 from server.waiting import WAIT_S_MAX
 
 from embedserve.metrics import rate_limited_logger
-from embedserve.metrics.metrics import LINES_MAX
 from embedserve.metrics.rate_limited_logger import TRACEBACKS_MAX
+from embedserve.metrics.request_metrics import LINES_MAX
 from embedserve.processes.logging_setup import log_handler
 from embedserve.wire import asgi
 

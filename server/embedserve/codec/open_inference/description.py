@@ -11,8 +11,7 @@ from typing import Any
 from embedserve import __version__
 from embedserve.codec.open_inference.outputs import DATATYPES, POOLED
 from embedserve.metrics.histogram import Histogram
-from embedserve.metrics.model_metrics import VersionMetrics
-from embedserve.metrics.request_metrics import NO_FAILURES
+from embedserve.metrics.request_metrics import NO_FAILURES, VersionMetrics
 from embedserve.model_info import ModelInfo, PendingVersion
 from embedserve.model_names import split_name
 

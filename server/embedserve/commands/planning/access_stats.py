@@ -1,4 +1,4 @@
-"""Reads of a version's tables by a running server, from its metrics (lookup_metrics.py)."""
+"""Reads of a version's tables by a running server, from its metrics (request_metrics.py)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from embedserve.access.authenticator import LIST_HEADERS
 from embedserve.codec.codec import Codecs
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
-from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestOptions
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.tracing.trace_context import TRACEPARENT

@@ -10,7 +10,7 @@ from embedserve.access.authenticator import headers_by_name
 from embedserve.codec import json_codec
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.lookup_types import ResponseChunks
-from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue

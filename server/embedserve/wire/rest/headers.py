@@ -17,7 +17,7 @@ from embedserve.codec.codec import BINARY, JSON, Codec, Codecs
 from embedserve.codec.open_inference import body_responses
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.lookup_types import ResponseChunks
-from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import ROUTING_KEY, RequestOptions
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList
 from embedserve.wire.http_stream import LENGTH_DIGITS_MAX, Headers

@@ -14,7 +14,8 @@ from server.fake_engine import FakeEngine
 
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
-from embedserve.metrics.metrics import Metrics, ProtocolMetrics
+from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestOptions
 from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX
 from embedserve.wire.http1.header_templates import (
