@@ -11,7 +11,6 @@ from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, AsgiHandler
-from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
@@ -79,7 +78,7 @@ class RouteTable:
                 self.allowed_hosts.check(request.headers)
         except EmbedServeError as error:
             if is_grpc:
-                return self._grpc.rejecting(WireError(error.code, error.message), request)
+                return self._grpc.rejecting(error, request.headers)
             return rejecting(error, request, self._pipeline)
         return self._grpc.resolve(request) if is_grpc else self.resolve(request)
 

@@ -11,13 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from time import perf_counter
 
-from embedserve.errors import (
-    DRAINING,
-    INTERNAL,
-    EmbedServeError,
-    EngineError,
-    NotReadyError,
-)
+from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
     UPLOAD_S_MAX,
@@ -45,13 +39,12 @@ from embedserve.wire.grpc.statuses import (
     error_block,
     error_trailers,
     only_trailers,
-    wire_error_trailers,
 )
 from embedserve.wire.grpc.unary_body import UnaryBody
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.turns import WORK_PER_TURN
-from embedserve.wire.http_stream import Handler, Headers
+from embedserve.wire.http_stream import Handler
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +115,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
         )
 
     def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        if isinstance(error, WireError):
-            block = only_trailers(wire_error_trailers(error))
-        else:
-            block = error_block(error)
-        self._stream.send_head(block + encode(headers), is_end=True)
+        self._stream.send_head(error_block(error) + encode(headers), is_end=True)
 
 
 class GrpcUnaryCall(Handler):
@@ -164,23 +153,21 @@ class GrpcUnaryCall(Handler):
             assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline
             response = framed(self._function(message))
             self._stream.connection.spend_turn(UNARY_WORK + len(response))
-        except WireError as error:
-            self._end(wire_error_trailers(error))
         except EmbedServeError as error:
-            self._end(error_trailers(error))
+            self._end(error)
         except Exception:
             logger.exception("a call failed")
-            self._end(error_trailers(EngineError(INTERNAL)))
+            self._end(EngineError(INTERNAL))
         else:
             self._stream.send_response(HEAD_BLOCK, (response,), len(response), OK_BLOCK)
 
-    def _end(self, trailers: Headers) -> None:
+    def _end(self, error: EmbedServeError) -> None:
         extra_trailers = request_id_header(self._headers.get(REQUEST_ID))
-        self._stream.send_head(only_trailers([*trailers, *extra_trailers]), is_end=True)
+        self._stream.send_head(error_block(error) + encode(extra_trailers), is_end=True)
 
     def check_time(self, now_s: float) -> None:
         if not self._stream.is_received and now_s - self._start_s > UPLOAD_S_MAX:
-            self._end(error_trailers(late_request()))
+            self._end(late_request())
 
 
 class BidiCall(Handler):
@@ -245,18 +232,15 @@ class BidiCall(Handler):
             self.fail(error)
         except Exception:
             logger.exception("a call failed")
-            self.finish(error_trailers(EngineError(INTERNAL)))
+            self.finish(EngineError(INTERNAL))
         finally:
             self._is_taking = False
         if self.is_idle() and (self.is_read or self._is_draining):
-            if self.is_read:
-                self.finish(OK_TRAILERS)
-            else:
-                self.finish(error_trailers(NotReadyError(DRAINING)))
+            self.finish(None if self.is_read else NotReadyError(DRAINING))
 
     def fail(self, error: WireError) -> None:
         """Ends the call, because its next message is invalid."""
-        self.finish(wire_error_trailers(error))
+        self.finish(error)
 
     def _take_all(self) -> None:
         deframer, connection = self._deframer, self._stream.connection
@@ -318,13 +302,15 @@ class BidiCall(Handler):
         prefix = b"\0" + nbytes.to_bytes(4, "big")
         self._stream.send_body((prefix, *chunks), nbytes + PREFIX_BYTES)
 
-    def finish(self, trailers: Headers) -> None:
-        """Ends the call with ``trailers``; does nothing if it has ended."""
+    def finish(self, error: EmbedServeError | None = None) -> None:
+        """Ends the call, with ``error`` if it failed; does nothing if it has ended."""
         if self._is_over:
             return
         self._is_over = True
         self._deframer.drop()
-        trailers = [*trailers, *self.extra_trailers(trailers is not OK_TRAILERS)]
+        trailers = [*(OK_TRAILERS if error is None else error_trailers(error))]
+        if error is not None or REQUEST_ID in self.headers or "request_id" in self.__dict__:
+            trailers.append((REQUEST_ID, self.request_id))
         if self._has_started:
             self._stream.end(encode(trailers))
         else:
@@ -334,11 +320,6 @@ class BidiCall(Handler):
     def request_id(self) -> bytes:
         """Request id of the call: the caller's, or an id generated at the first access."""
         return request_id_of(self.headers.get(REQUEST_ID))
-
-    def extra_trailers(self, has_failed: bool) -> HeaderList:
-        """Returns extra trailers: the request id, if the call has one or ``has_failed``."""
-        is_named = has_failed or REQUEST_ID in self.headers or "request_id" in self.__dict__
-        return [(REQUEST_ID, self.request_id)] if is_named else []
 
     def reset(self) -> None:
         self._is_over = True

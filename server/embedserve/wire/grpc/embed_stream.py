@@ -18,9 +18,7 @@ from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.call_writer import StreamWriter
 from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
 from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, LargeMessage, WireError
-from embedserve.wire.grpc.statuses import wire_error_trailers
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http_stream import Headers
 
 DRAIN_STREAM_S = 1.0
 """Seconds a stream continues while the server drains; shorter streams can finish completely."""
@@ -36,7 +34,7 @@ class StreamedResponse(StreamWriter[Stream]):
         chunks: chunks of the encoded response.
         nbytes: total bytes of ``chunks``.
         reserved_bytes: bytes reserved for the response in the stream's response budget.
-        failure: trailers that end the stream in place of a response; None for a response.
+        failure: error that ends the stream in place of a response; None for a response.
     """
 
     __slots__ = ("_call", "_options", "chunks", "context", "failure", "nbytes", "reserved_bytes")
@@ -49,7 +47,7 @@ class StreamedResponse(StreamWriter[Stream]):
         self.chunks: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
-        self.failure: Headers | None = None
+        self.failure: WireError | None = None
         self.context: RequestContext | None = RequestContext(
             options, perf_counter(), call.pipeline, self
         )
@@ -73,7 +71,7 @@ class StreamedResponse(StreamWriter[Stream]):
             self.abort()
             return
         if isinstance(error, WireError):  # found when the message was decompressed
-            self.failure = wire_error_trailers(error)
+            self.failure = error
             self._end((), 0)
             return
         body = self._options.response_codec.encode_streamed_error(error)
@@ -190,8 +188,8 @@ class EmbedStream(BidiCall):
         _, context = self._begin_response()
         context.reject(error)
 
-    def finish(self, trailers: Headers) -> None:
-        super().finish(trailers)
+    def finish(self, error: EmbedServeError | None = None) -> None:
+        super().finish(error)
         self._cancel()
 
     def drain(self) -> None:

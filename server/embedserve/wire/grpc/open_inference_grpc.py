@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.codec.open_inference import description
-from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
+from embedserve.errors import InvalidRequestError, UnknownModelError
 from embedserve.model_info import ModelInfo
 from embedserve.open_inference_service import (
     repository,
@@ -159,15 +159,7 @@ def read_message(message: bytes, kind: type[M]) -> M:
     try:
         return kind.FromString(message)
     except DecodeError as error:
-        raise _problem(kind, error) from error
-
-
-def _problem(kind: type[Message], error: DecodeError) -> EmbedServeError:
-    """Returns the error for the caller to raise.
-
-    An error that is stored in a local variable of its own frame would be a reference cycle.
-    """
-    return InvalidRequestError(f"body is not a {kind.__name__}: {error}", "body")
+        raise InvalidRequestError(f"body is not a {kind.__name__}: {error}", "body") from error
 
 
 def _written(fields: dict[str, Any], message: Message) -> bytes:

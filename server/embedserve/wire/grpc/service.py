@@ -11,7 +11,7 @@ from embedserve.access.grants import CALLERS, EMBEDDERS
 from embedserve.codec import protobuf_responses
 from embedserve.codec.codec import Codec, Codecs
 from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
-from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.errors import EmbedServeError
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
@@ -22,10 +22,10 @@ from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.grpc_framing import Deframer, WireError, parse_timeout
-from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
+from embedserve.wire.grpc.statuses import error_block
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest
+from embedserve.wire.http_stream import NULL_HANDLER, Handler, Headers, HttpRequest
 from embedserve.wire.rest.headers import check_once
 from embedserve_proto import embedding_pb2, predictor_pb2
 
@@ -150,16 +150,19 @@ class GrpcService:
                 return RequestOptions("", codec, codec, timeout_s, self._metrics, has_id)
 
             return method(encoding, make_options, headers)
-        except WireError as error:
-            return self.rejecting(error, request)
-        except InvalidRequestError as error:
-            return self.rejecting(WireError(error.code, error.message), request)
+        except EmbedServeError as error:
+            return self.rejecting(error, request.headers)
 
-    def rejecting(self, error: WireError, request: HttpRequest) -> MakeCall:
-        """Returns a handler factory that ends each call with ``error``."""
-        block = only_trailers(wire_error_trailers(error))
+    def rejecting(self, error: EmbedServeError, headers: Headers) -> MakeCall:
+        """Returns a handler factory that ends each call with ``error``; calls are counted and
+        logged.
+
+        Args:
+            headers: headers of the calls.
+        """
+        block = error_block(error)
         rejection = EarlyRejection(
-            self._pipeline, self._metrics, error.code, error.message, request.headers
+            self._pipeline, self._metrics, error.code, error.message, headers
         )
 
         def reject_call(stream: Stream) -> Handler:
@@ -269,12 +272,7 @@ class GrpcService:
             try:
                 quota = authenticator.check(authorization, client.certificate, roles, charge=charge)
             except EmbedServeError as error:
-                rejection = EarlyRejection(
-                    self._pipeline, self._metrics, error.code, error.message, [*headers.items()]
-                )
-                extra_trailers = rejection.record(client.peer)
-                stream.send_head(error_block(error) + encode(extra_trailers), is_end=True)
-                return NULL_HANDLER
+                return self.rejecting(error, [*headers.items()])(stream)
             return make(stream, quota)
 
         return make_or_reject

@@ -38,16 +38,25 @@ OK_BLOCK = encode(OK_TRAILERS)
 
 def error_trailers(error: EmbedServeError) -> Headers:
     """Returns the trailers of a call that ends with ``error``."""
-    return _error_trailers(error.code, error.message, error.field, error.retry_after_s)
+    return _trailers(_status(error), error.message, error.field, error.retry_after_s)
 
 
 def error_block(error: EmbedServeError) -> bytes:
     """Returns the header block of a Trailers-Only response with ``error``. The block is cached."""
-    return _error_block(error.code, error.message, error.field, error.retry_after_s)
+    return _error_block(_status(error), error.message, error.field, error.retry_after_s)
 
 
-def _error_trailers(code: str, message: str, field: str, retry_after_s: int) -> Headers:
-    trailers = _trailers(code, _cut(message, MESSAGE_BYTES_MAX))
+def _status(error: EmbedServeError) -> str:
+    return error.status if isinstance(error, WireError) else error.code
+
+
+def _trailers(status: str, message: str, field: str, retry_after_s: int) -> Headers:
+    trailers = [(b"grpc-status", b"%d" % CODES[status])]
+    if message:
+        message = _cut(message, MESSAGE_BYTES_MAX)
+        trailers.append((b"grpc-message", percent_encoded(message)))
+    if status == "UNIMPLEMENTED":
+        trailers.append((b"grpc-accept-encoding", ENCODINGS))
     if field:
         field = _cut(field, FIELD_BYTES_MAX).strip(" ")
         trailers.append((b"embedserve-field", percent_encoded(field)))
@@ -57,24 +66,9 @@ def _error_trailers(code: str, message: str, field: str, retry_after_s: int) -> 
 
 
 @lru_cache(BLOCKS_MAX)
-def _error_block(code: str, message: str, field: str, retry_after_s: int) -> bytes:
+def _error_block(status: str, message: str, field: str, retry_after_s: int) -> bytes:
     """Encodes an error response. Cached, because an overload rejects many calls with one error."""
-    return only_trailers(_error_trailers(code, message, field, retry_after_s))
-
-
-def wire_error_trailers(error: WireError) -> Headers:
-    """Returns the trailers of a call whose bytes are malformed gRPC."""
-    trailers = _trailers(error.status, error.message)
-    if error.status == "UNIMPLEMENTED":
-        trailers.append((b"grpc-accept-encoding", ENCODINGS))
-    return trailers
-
-
-def _trailers(code: str, message: str) -> Headers:
-    trailers = [(b"grpc-status", b"%d" % CODES[code])]
-    if message:
-        trailers.append((b"grpc-message", percent_encoded(message)))
-    return trailers
+    return only_trailers(_trailers(status, message, field, retry_after_s))
 
 
 def only_trailers(trailers: Headers) -> bytes:
