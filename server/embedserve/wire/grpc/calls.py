@@ -25,12 +25,12 @@ from embedserve.wire.call_writer import CallWriter
 from embedserve.wire.grpc.grpc_framing import (
     PLAIN_BYTES_MAX,
     PLAIN_LIMIT,
+    PREFIX,
     PREFIX_BYTES,
     Deframer,
     LargeMessage,
     WireError,
     framed,
-    only_message,
 )
 from embedserve.wire.grpc.statuses import (
     HEAD_BLOCK,
@@ -40,7 +40,6 @@ from embedserve.wire.grpc.statuses import (
     error_trailers,
     only_trailers,
 )
-from embedserve.wire.grpc.unary_body import UnaryBody
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.turns import WORK_PER_TURN
@@ -60,7 +59,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
     While a queue is full the call may be rejected before its message arrives.
     """
 
-    __slots__ = ("_body", "_encoding")
+    __slots__ = ("_deframer", "_encoding")
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
         self._headers = headers
         self._stream = stream
         self._is_rejected = False
-        self._body: UnaryBody | None = None
+        self._deframer: Deframer | None = None
         context = self._context = RequestContext(options, perf_counter(), pipeline, self)
         if pipeline.authenticator is not None and not self.admit(context, pipeline.authenticator):
             return
@@ -85,16 +84,16 @@ class GrpcEmbedCall(CallWriter[Stream]):
         context = self._context
         if context is None or self._is_rejected:
             return
-        if self._body is None:
-            bytes_max = context.pipeline.limits.body_bytes_max
-            if is_end and self._encoding == b"identity":
-                whole = only_message(data, bytes_max)
-                if whole is not None:
-                    context.pipeline.submit(context, whole)
-                    return
-            self._body = UnaryBody(self._stream, self._encoding, bytes_max)
         try:
-            message = self._body.receive(data, is_end)
+            if self._deframer is None:
+                bytes_max = context.pipeline.limits.body_bytes_max
+                if is_end and self._encoding == b"identity":
+                    whole = only_message(data, bytes_max)
+                    if whole is not None:
+                        context.pipeline.submit(context, whole)
+                        return
+                self._deframer = Deframer(bytes_max, self._encoding)
+            message = receive_unary(self._deframer, self._stream, data, is_end)
         except WireError as error:
             context.reject(error)
             return
@@ -116,6 +115,46 @@ class GrpcEmbedCall(CallWriter[Stream]):
 
     def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         self._stream.send_head(error_block(error) + encode(headers), is_end=True)
+
+
+def only_message(body: bytes, bytes_max: int) -> bytes | None:
+    """Returns the message if ``body`` is exactly one uncompressed message within ``bytes_max``.
+
+    Returns None for any other body.
+    """
+    size = len(body) - PREFIX_BYTES
+    if size < 0 or size > bytes_max or PREFIX.unpack_from(body) != (0, size):
+        return None
+    return body[PREFIX_BYTES:]
+
+
+def receive_unary(
+    deframer: Deframer, stream: Stream, data: bytes, is_end: bool
+) -> bytes | LargeMessage | None:
+    """Takes a chunk of a body that is one message. Returns the message after the last chunk,
+    otherwise None.
+
+    Raises:
+        WireError: the body is not exactly one message, or the message is too large, or its framing
+            or compression is malformed.
+    """
+    deframer.feed(data)
+    if not is_end:
+        # The prefix has the size: a message that is too large is rejected before it arrives.
+        stream.expect(deframer.check_size())
+        return None
+    stream.consumed(stream.held_bytes)
+    try:
+        message = deframer.next_message()
+    finally:
+        if deframer.encoding != b"identity":
+            stream.connection.spend_turn(deframer.work)
+    if message is None:
+        deframer.check_end()
+        raise WireError("UNIMPLEMENTED", "the method requires exactly one message: none came")
+    if deframer.nbytes:
+        raise WireError("UNIMPLEMENTED", "the method requires exactly one message: more came")
+    return message
 
 
 class GrpcUnaryCall(Handler):
@@ -140,14 +179,17 @@ class GrpcUnaryCall(Handler):
             stream: stream of the call.
         """
         self._function = function
+        self._encoding = encoding
         self._headers = headers
         self._stream = stream
         self._start_s = perf_counter()
-        self._body = UnaryBody(stream, encoding, PLAIN_BYTES_MAX, PLAIN_LIMIT)
+        self._deframer: Deframer | None = None
 
     def receive(self, data: bytes, is_end: bool) -> None:
         try:
-            message = self._body.receive(data, is_end)
+            if self._deframer is None:
+                self._deframer = Deframer(PLAIN_BYTES_MAX, self._encoding, PLAIN_LIMIT)
+            message = receive_unary(self._deframer, self._stream, data, is_end)
             if message is None:
                 return
             assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline

@@ -86,17 +86,6 @@ def percent_encoded(message: str) -> bytes:
     return quote(message, safe=UNRESERVED).encode()
 
 
-def only_message(body: bytes, bytes_max: int) -> bytes | None:
-    """Returns the message if ``body`` is exactly one uncompressed message within ``bytes_max``.
-
-    Returns None for any other body.
-    """
-    size = len(body) - PREFIX_BYTES
-    if size < 0 or size > bytes_max or PREFIX.unpack_from(body) != (0, size):
-        return None
-    return body[PREFIX_BYTES:]
-
-
 class LargeMessage:
     """A compressed message of more than INLINE_BYTES_MAX, to be decompressed off the event loop.
 
@@ -141,6 +130,7 @@ class Deframer:
     """Extracts messages from the chunks of a request body, and decompresses small ones.
 
     Attributes:
+        encoding: value of grpc-encoding.
         nbytes: buffered bytes of messages that are not extracted yet.
         work: work units of the messages extracted so far.
     """
@@ -160,7 +150,7 @@ class Deframer:
             raise WireError("UNIMPLEMENTED", f"grpc-encoding is {name!r}, which is not supported")
         self._bytes_max = bytes_max
         self._limit = limit
-        self._encoding = encoding
+        self.encoding = encoding
         self._buffered = ByteQueue()
         self.work = 0
 
@@ -190,7 +180,7 @@ class Deframer:
         message = buffered.take(PREFIX_BYTES + size, PREFIX_BYTES)
         if flag == 0:
             return message
-        if flag != 1 or self._encoding == b"identity":
+        if flag != 1 or self.encoding == b"identity":
             raise WireError("INTERNAL", "a message is compressed, but grpc-encoding names no way")
         return self._read(message)
 
@@ -222,7 +212,7 @@ class Deframer:
 
     def _read(self, message: bytes) -> bytes | LargeMessage:
         """Decompresses ``message`` if that is quick."""
-        stream = zlib.decompressobj(WINDOW_BITS[self._encoding])
+        stream = zlib.decompressobj(WINDOW_BITS[self.encoding])
         size = inline_bytes = min(self._bytes_max, INLINE_BYTES_MAX)
         try:
             whole = _decompressed(stream, message, inline_bytes + 1)
@@ -231,7 +221,7 @@ class Deframer:
             self.work += size // DECOMPRESSED_BYTES_PER_WORK
         if len(whole) > inline_bytes:
             if inline_bytes < self._bytes_max:
-                return LargeMessage(message, self._encoding, self._bytes_max, self._limit)
+                return LargeMessage(message, self.encoding, self._bytes_max, self._limit)
             raise self._too_large(f"over {self._bytes_max} decompressed")
         _check_whole(stream)
         return whole

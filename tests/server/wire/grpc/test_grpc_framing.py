@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve.wire.grpc import grpc_framing
+from embedserve.wire.grpc.calls import only_message
 from embedserve.wire.grpc.grpc_framing import (
     INLINE_BYTES_MAX,
     Deframer,
     LargeMessage,
     WireError,
     framed,
-    only_message,
     parse_timeout,
     percent_encoded,
 )
