@@ -9,29 +9,56 @@ from typing import Any
 
 Schema = dict[str, Any]
 
+
+def _described(schema: Schema, description: str) -> Schema:
+    return schema | {"description": description}
+
+
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _map_to(values: Schema) -> Schema:
+    """Returns the schema of an object with any names, all of whose ``values`` have one schema."""
+    return {"type": "object", "additionalProperties": values}
+
+
+def _object(required: list[str], properties: Schema) -> Schema:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _content(schema: str, *binary_formats: str, **more: Any) -> Schema:
+    """Returns the content of a body: JSON with the fields of a schema, or a binary format."""
+    json = {"schema": {"$ref": f"#/components/schemas/{schema}"}, **more}
+    return {"application/json": json, **dict.fromkeys(binary_formats, _BINARY)}
+
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_STRING = {"type": "string"}
+_INTEGER = {"type": "integer"}
+_COUNT = {"type": "integer", "minimum": 0}
 _INTEGER_ID = {
     "anyOf": [
         {"type": "integer", "format": "int64"},
         {"type": "string", "pattern": "^-?(0|[1-9][0-9]{0,18})$"},
     ]
 }
-_INTEGER_BAG = {"type": "array", "items": _INTEGER_ID}
-_STRING_BAG = {"type": "array", "items": {"type": "string"}}
-_WEIGHT_BAG = {"type": "array", "items": {"type": "number"}}
+_INTEGER_BAG = _array(_INTEGER_ID)
+_STRING_BAG = _array(_STRING)
+_WEIGHT_BAG = _array({"type": "number"})
 _OUTPUT_DTYPE = {"type": "string", "enum": ["float32", "float16"]}
-_VECTOR = {"type": "array", "items": {"type": ["number", "null"], "format": "float"}}
+_VECTORS = _array(_array({"type": ["number", "null"], "format": "float"}))
 _PARAMETERS = {"type": ["object", "null"]}
-_TENSOR = {
-    "type": "object",
-    "required": ["name", "datatype", "shape"],
-    "properties": {
-        "name": {"type": "string"},
+_TENSOR = _object(
+    ["name", "datatype", "shape"],
+    {
+        "name": _STRING,
         "datatype": {"type": "string", "enum": ["INT64", "INT32", "BYTES", "FP32", "FP16"]},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "data": {"type": "array", "items": {}, "description": "Flat, or nested like the shape."},
+        "shape": _array(_COUNT),
+        "data": _described(_array({}), "Flat, or nested like the shape."),
         "parameters": _PARAMETERS,
     },
-}
+)
 
 SCHEMAS: Schema = {
     "EmbedRequest": {
@@ -48,147 +75,120 @@ SCHEMAS: Schema = {
                 "is repeated, its last value counts.",
                 "additionalProperties": {
                     "anyOf": [
-                        {"type": "array", "items": _INTEGER_BAG},
-                        {"type": "array", "items": _STRING_BAG},
+                        _array(_INTEGER_BAG),
+                        _array(_STRING_BAG),
                         _INTEGER_BAG,
                         _STRING_BAG,
                     ]
                 },
             },
-            "weights": {
-                "type": "object",
-                "description": "Feature to weights, in the shape of its ids. Default: 1. An "
-                "unpooled model takes no weights.",
-                "additionalProperties": {
-                    "anyOf": [{"type": "array", "items": _WEIGHT_BAG}, _WEIGHT_BAG]
-                },
-            },
+            "weights": _described(
+                _map_to({"anyOf": [_array(_WEIGHT_BAG), _WEIGHT_BAG]}),
+                "Feature to weights, in the shape of its ids. Default: 1. An unpooled model takes "
+                "no weights.",
+            ),
             "version": {
-                "oneOf": [{"type": "integer"}, {"type": "string"}],
+                "oneOf": [_INTEGER, _STRING],
                 "description": "Served version, by number or alias. Default: the version that "
                 "serves the model, or one of several that share its traffic.",
             },
-            "output_dtype": _OUTPUT_DTYPE
-            | {
-                "description": "Type of the response's values. Default: float32. float16 halves "
-                "the bytes in protobuf and has fewer digits in JSON. Values are computed in "
-                "float32 and rounded at the end; above 65504 a float16 is infinite.",
-            },
-            "output_keys": {
-                "type": "array",
-                "items": {"type": "string"},
-                "description": "Keys of the response, each once. Default, and if empty: all keys "
-                "of the model.",
-            },
-            "min_seq": {
-                "type": "integer",
-                "minimum": 0,
-                "maximum": 2**63 - 1,
-                "description": "Smallest seq that the rows may have, if the version follows "
-                "deltas. Default: any.",
-            },
+            "output_dtype": _described(
+                _OUTPUT_DTYPE,
+                "Type of the response's values. Default: float32. float16 halves the bytes in "
+                "protobuf and has fewer digits in JSON. Values are computed in float32 and rounded "
+                "at the end; above 65504 a float16 is infinite.",
+            ),
+            "output_keys": _described(
+                _array(_STRING),
+                "Keys of the response, each once. Default, and if empty: all keys of the model.",
+            ),
+            "min_seq": _described(
+                _COUNT | {"maximum": 2**63 - 1},
+                "Smallest seq that the rows may have, if the version follows deltas. Default: any.",
+            ),
         },
     },
-    "EmbedResponse": {
-        "type": "object",
-        "required": ["model", "version", "keys", "length_per_key", "values"],
-        "properties": {
-            "model": {"type": "string"},
-            "version": {"type": "integer"},
-            "keys": {"type": "array", "items": {"type": "string"}},
-            "length_per_key": {"type": "array", "items": {"type": "integer"}},
-            "output_dtype": _OUTPUT_DTYPE
-            | {"description": "Present if float16 was requested; otherwise values are float32."},
-            "lengths": {
-                "type": "object",
-                "description": "Key to the number of ids of each example. Unpooled models only.",
-                "additionalProperties": {
-                    "type": "array",
-                    "items": {"type": "integer", "minimum": 0},
-                },
-            },
-            "unknown_ids": {
-                "type": "object",
-                "description": "Number of ids without a row, by feature; absent if there are none.",
-                "additionalProperties": {"type": "integer"},
-            },
-            "missing_ids": {
-                "type": "object",
-                "description": "Number of ids whose rows no server could look up, by feature; the "
-                "values lack them. Absent if there are none.",
-                "additionalProperties": {"type": "integer"},
-            },
+    "EmbedResponse": _object(
+        ["model", "version", "keys", "length_per_key", "values"],
+        {
+            "model": _STRING,
+            "version": _INTEGER,
+            "keys": _array(_STRING),
+            "length_per_key": _array(_INTEGER),
+            "output_dtype": _described(
+                _OUTPUT_DTYPE,
+                "Present if float16 was requested; otherwise values are float32.",
+            ),
+            "lengths": _described(
+                _map_to(_array(_COUNT)),
+                "Key to the number of ids of each example. Unpooled models only.",
+            ),
+            "unknown_ids": _described(
+                _map_to(_INTEGER),
+                "Number of ids without a row, by feature; absent if there are none.",
+            ),
+            "missing_ids": _described(
+                _map_to(_INTEGER),
+                "Number of ids whose rows no server could look up, by feature; the values lack "
+                "them. Absent if there are none.",
+            ),
             "values": {
                 "anyOf": [
-                    {
-                        "type": "array",
-                        "description": "For each example, the concatenated vectors of all keys. "
-                        "null is a sum above the largest float32 or float16 (65504): JSON has no "
-                        "infinity.",
-                        "items": _VECTOR,
-                    },
-                    {
-                        "type": "object",
-                        "description": "Unpooled models: key to a vector for each id, in the "
-                        "order of the request.",
-                        "additionalProperties": {"type": "array", "items": _VECTOR},
-                    },
+                    _described(
+                        _VECTORS,
+                        "For each example, the concatenated vectors of all keys. null is a sum "
+                        "above the largest float32 or float16 (65504): JSON has no infinity.",
+                    ),
+                    _described(
+                        _map_to(_VECTORS),
+                        "Unpooled models: key to a vector for each id, in the order of the "
+                        "request.",
+                    ),
                 ],
             },
-            "seq": {
-                "type": "integer",
-                "minimum": 0,
-                "description": "Sequence number of the last delta in the rows; 0 before the first. "
-                "Absent if the version follows no deltas.",
-            },
+            "seq": _described(
+                _COUNT,
+                "Sequence number of the last delta in the rows; 0 before the first. Absent if the "
+                "version follows no deltas.",
+            ),
         },
-    },
-    "InferRequest": {
-        "type": "object",
-        "required": ["inputs"],
-        "properties": {
-            "id": {"type": "string"},
-            "inputs": {
-                "type": "array",
-                "items": _TENSOR,
-                "description": "F.ids and F.lengths of each feature F, as in the model's metadata.",
-            },
-            "outputs": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {"name": {"type": "string"}, "parameters": _PARAMETERS},
-                },
-                "description": "Keys of the response. Default: all keys of the model.",
-            },
+    ),
+    "InferRequest": _object(
+        ["inputs"],
+        {
+            "id": _STRING,
+            "inputs": _described(
+                _array(_TENSOR),
+                "F.ids and F.lengths of each feature F, as in the model's metadata.",
+            ),
+            "outputs": _described(
+                _array(_object(["name"], {"name": _STRING, "parameters": _PARAMETERS})),
+                "Keys of the response. Default: all keys of the model.",
+            ),
             "parameters": _PARAMETERS,
         },
-    },
-    "InferResponse": {
-        "type": "object",
-        "required": ["model_name", "model_version", "outputs"],
-        "properties": {
-            "model_name": {"type": "string"},
-            "model_version": {"type": "string"},
-            "id": {"type": "string"},
-            "outputs": {"type": "array", "items": _TENSOR},
-            "parameters": _PARAMETERS
-            | {
-                "description": "unknown_ids.F: number of ids of feature F without a row. "
-                "missing_ids.F: the same of ids whose rows no server could look up. seq: sequence "
-                "number of the last delta in the rows, if the version follows deltas."
-            },
+    ),
+    "InferResponse": _object(
+        ["model_name", "model_version", "outputs"],
+        {
+            "model_name": _STRING,
+            "model_version": _STRING,
+            "id": _STRING,
+            "outputs": _array(_TENSOR),
+            "parameters": _described(
+                _PARAMETERS,
+                "unknown_ids.F: number of ids of feature F without a row. missing_ids.F: the same "
+                "of ids whose rows no server could look up. seq: sequence number of the last delta "
+                "in the rows, if the version follows deltas.",
+            ),
         },
-    },
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["code", "message", "field"],
-                "properties": {
+    ),
+    "Error": _object(
+        ["error"],
+        {
+            "error": _object(
+                ["code", "message", "field"],
+                {
                     "code": {
                         "type": "string",
                         "enum": [
@@ -203,28 +203,22 @@ SCHEMAS: Schema = {
                             "INTERNAL",
                         ],
                     },
-                    "message": {"type": "string", "description": "A sentence for people."},
-                    "field": {"type": "string", "description": "The invalid field, or empty."},
+                    "message": _described(_STRING, "A sentence for people."),
+                    "field": _described(_STRING, "The invalid field, or empty."),
                 },
-            }
+            )
         },
-    },
-    "InferError": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {"error": {"type": "string"}},
-    },
+    ),
+    "InferError": _object(["error"], {"error": _STRING}),
 }
 
 _RETRY = {
     "Retry-After": {
         "description": "Seconds until the same request may be tried again.",
-        "schema": {"type": "integer"},
+        "schema": _INTEGER,
     }
 }
-_AUTHENTICATE = {
-    "WWW-Authenticate": {"description": "Bearer: send a token.", "schema": {"type": "string"}}
-}
+_AUTHENTICATE = {"WWW-Authenticate": {"description": "Bearer: send a token.", "schema": _STRING}}
 ERRORS: dict[str, Schema] = {
     "400": {"description": "The request is invalid. The message names field and value."},
     "401": {"description": "The caller has no token, or a wrong one.", "headers": _AUTHENTICATE},
@@ -251,7 +245,7 @@ ERRORS: dict[str, Schema] = {
 """Error responses by status, without the schema of their body."""
 LOOKUP_ERRORS = tuple(status for status in ERRORS if status not in ("409", "default"))
 
-_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": _STRING}
 _VERSION = _MODEL | {"name": "version"}
 _HEADERS = [
     {
@@ -267,14 +261,10 @@ _HEADERS = [
         "required": False,
         "description": "Key of the caller. If several versions share a model's traffic, requests "
         "with the same key are served by the same version.",
-        "schema": {"type": "string"},
+        "schema": _STRING,
     },
 ]
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_BINARY_FORMATS = {
-    "application/x-protobuf": _BINARY,
-    "application/vnd.apache.arrow.stream": _BINARY,
-}
+_BINARY_FORMATS = ("application/x-protobuf", "application/vnd.apache.arrow.stream")
 _EMBED: Schema = {
     "tags": ["embed"],
     "description": "Protobuf bodies are the EmbedRequest and EmbedResponse of the gRPC service. "
@@ -282,19 +272,13 @@ _EMBED: Schema = {
     "parameters": _HEADERS,
     "requestBody": {
         "required": True,
-        "content": {
-            "application/json": {"schema": {"$ref": "#/components/schemas/EmbedRequest"}},
-            **_BINARY_FORMATS,
-        },
+        "content": _content("EmbedRequest", *_BINARY_FORMATS),
     },
     "responses": {
         "200": {
             "description": "The vectors: pooled, as in a KeyedTensor, or for an unpooled model "
             "as in a JaggedTensor for each key.",
-            "content": {
-                "application/json": {"schema": {"$ref": "#/components/schemas/EmbedResponse"}},
-                **_BINARY_FORMATS,
-            },
+            "content": _content("EmbedResponse", *_BINARY_FORMATS),
         }
     },
 }
@@ -302,23 +286,8 @@ _INFER: Schema = {
     "tags": ["open inference"],
     "summary": "Look up vectors by the Open Inference Protocol",
     "description": "Binary tensors may follow the JSON (Inference-Header-Content-Length).",
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": "#/components/schemas/InferRequest"},
-                "examples": {},
-            }
-        },
-    },
-    "responses": {
-        "200": {
-            "description": "The outputs.",
-            "content": {
-                "application/json": {"schema": {"$ref": "#/components/schemas/InferResponse"}}
-            },
-        }
-    },
+    "requestBody": {"required": True, "content": _content("InferRequest", examples={})},
+    "responses": {"200": {"description": "The outputs.", "content": _content("InferResponse")}},
 }
 EMBED_PATHS: dict[str, Schema] = {
     "/embed": {
