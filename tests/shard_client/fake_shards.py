@@ -242,8 +242,7 @@ class Bench:
     @property
     def outcomes(self) -> dict[str, int]:
         """Returns the number of ended lookups by outcome."""
-        seconds = self.part.stats.seconds
-        return {outcome: sum(histogram.counts) for outcome, histogram in seconds.items()}
+        return self.part.stats.calls
 
     @property
     def calls(self) -> list[FakeCall]:

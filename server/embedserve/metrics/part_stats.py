@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from embedserve.metrics.histogram import SECONDS_BUCKETS
@@ -13,35 +12,15 @@ SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error
 """Outcomes of a call to a part, which may have taken calls to several replicas."""
 
 
-class LatencyHistogram:
-    """A histogram with the buckets SECONDS_BUCKETS.
-
-    Attributes:
-        counts: observations by bucket, not cumulated; the last bucket has no bound.
-        total_s: sum of the observations.
-    """
-
-    __slots__ = ("counts", "total_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS_BUCKETS) + 1)
-        self.total_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
-        self.total_s += seconds
-
-
-def _by_outcome() -> dict[str, LatencyHistogram]:
-    return {outcome: LatencyHistogram() for outcome in SHARD_OUTCOMES}
-
-
 @dataclass(slots=True)
 class PartStats:
     """Counts of the lookups of one part since the start.
 
     Attributes:
-        seconds: latency of lookups by outcome, from the call of ``look_up`` to its reply.
+        calls: lookups that have ended, by outcome.
+        seconds: those lookups by bucket of SECONDS_BUCKETS, not cumulated, by their latency from
+            the call of ``look_up`` to its reply; the last bucket has no bound.
+        total_s: sum of their latencies.
         in_flight: lookups in flight.
         attempts: calls of replicas, retries and hedges included.
         hedges: second calls of lookups that took long.
@@ -52,7 +31,9 @@ class PartStats:
         replicas: number of replicas that have joined, by version.
     """
 
-    seconds: Mapping[str, LatencyHistogram] = field(default_factory=_by_outcome)
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SHARD_OUTCOMES, 0))
+    seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
+    total_s: float = 0.0
     in_flight: int = 0
     attempts: int = 0
     hedges: int = 0
@@ -61,3 +42,9 @@ class PartStats:
     bytes_sent: int = 0
     bytes_received: int = 0
     replicas: dict[VersionKey, int] = field(default_factory=dict)
+
+    def count_call(self, outcome: str, seconds: float) -> None:
+        """Counts a lookup that has ended with one of SHARD_OUTCOMES."""
+        self.calls[outcome] += 1
+        self.seconds[bisect_left(SECONDS_BUCKETS, seconds)] += 1
+        self.total_s += seconds

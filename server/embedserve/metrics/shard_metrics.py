@@ -159,10 +159,7 @@ def _version_key(model: str, version: int) -> float:
 
 def _cells_of(counts: PartStats) -> Cells:
     """Returns the cells of a part."""
-    seconds = [counts.seconds[outcome] for outcome in SHARD_OUTCOMES]
-    calls = np.array([one.counts for one in seconds], np.float64)
-    total_s = sum(one.total_s for one in seconds)
     messages = (counts.bytes_sent, counts.bytes_received)
     extra = (counts.hedges, counts.retries, counts.hung, *messages)
-    cells: Cells = np.concatenate([calls.sum(axis=1), calls.sum(axis=0), [total_s], extra])
-    return cells
+    latencies = (*counts.seconds, counts.total_s)
+    return np.array([*counts.calls.values(), *latencies, *extra], np.float64)

@@ -308,7 +308,7 @@ class PartCall:
         self.message = ()  # timers keep the lookup for some time
         stats = client.stats
         stats.in_flight -= 1
-        stats.seconds[outcome_of(reply)].observe(now_s - self._start_s)
+        stats.count_call(outcome_of(reply), now_s - self._start_s)
         self._on_done(reply)
 
 

@@ -16,7 +16,7 @@ from embedserve.lookup_types import Batch
 from embedserve.metrics.histogram import SECONDS_BUCKETS
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
-from embedserve.metrics.part_stats import LatencyHistogram, PartStats
+from embedserve.metrics.part_stats import PartStats
 from embedserve.metrics.shard_metrics import (
     NEXT,
     SERVED,
@@ -64,7 +64,7 @@ class Routers:
 def part_stats(hedges: int = 0, **seconds: float) -> PartStats:
     stats = PartStats(hedges=hedges, retries=2, hung=3, bytes_sent=100, bytes_received=10)
     for outcome, took_s in seconds.items():
-        stats.seconds[outcome].observe(took_s)
+        stats.count_call(outcome, took_s)
     return stats
 
 
@@ -217,9 +217,9 @@ def test_server_that_is_no_router_has_no_shard_cells_or_series() -> None:
     assert not [name for name in names if re.search("shard|missing|row_cache", name)]
 
 
-def test_latency_histogram_counts_by_upper_bound() -> None:
-    histogram, (first, second, *_, last) = LatencyHistogram(), SECONDS_BUCKETS
+def test_latencies_of_calls_are_counted_by_upper_bound() -> None:
+    stats, (first, second, *_, last) = PartStats(), SECONDS_BUCKETS
     for seconds in (first / 2, first, second, last + 1):
-        histogram.observe(seconds)
-    assert histogram.counts == [2, 1, *[0] * (len(SECONDS_BUCKETS) - 2), 1]
-    assert histogram.total_s == pytest.approx(1.5 * first + second + last + 1)
+        stats.count_call("ok", seconds)
+    assert stats.seconds == [2, 1, *[0] * (len(SECONDS_BUCKETS) - 2), 1]
+    assert stats.total_s == pytest.approx(1.5 * first + second + last + 1)
