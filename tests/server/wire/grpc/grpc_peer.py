@@ -13,6 +13,7 @@ from server.wire.http2.peer import Peer, body_of, data, of
 from embedserve.api.management import management_app
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
+from embedserve.wire.http2.frames import FRAME_BYTES_MAX
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.route_table import RouteTable
 from embedserve_proto import embedding_pb2 as pb
@@ -54,15 +55,32 @@ class GrpcPeer(Peer):
                 self.trailers[frame.stream_id] = headers
         return frames
 
-    def call(self, stream_id: int, path: str, *chunks: bytes, more: Headers | None = None) -> None:
-        """Sends a request whose body comes in ``chunks``."""
-        frames = [data(stream_id, chunk) for chunk in chunks]
-        if frames:
+    def call_bytes(
+        self,
+        stream_id: int,
+        path: str,
+        *chunks: bytes,
+        more: Headers | None = None,
+        is_end: bool = True,
+    ) -> bytes:
+        """Returns the frames of a request whose body comes in ``chunks``."""
+        headers = request_headers(path, *(more or []))
+        frames: list[Frame] = [self.headers(stream_id, headers, is_end=False)]
+        frames += [data(stream_id, chunk) for chunk in chunks]
+        if is_end:
             frames[-1].flags.add("END_STREAM")
-        self.send(
-            self.headers(stream_id, request_headers(path, *(more or [])), is_end=not chunks),
-            *frames,
-        )
+        return b"".join(frame.serialize() for frame in frames)
+
+    def call(
+        self,
+        stream_id: int,
+        path: str,
+        *chunks: bytes,
+        more: Headers | None = None,
+        is_end: bool = True,
+    ) -> list[Frame]:
+        """Sends such a request; returns the frames that the connection sends."""
+        return self.send(self.call_bytes(stream_id, path, *chunks, more=more, is_end=is_end))
 
     def status(self, stream_id: int) -> tuple[int, str]:
         """Returns the (code, message) that a call ended with."""
@@ -85,6 +103,16 @@ class GrpcPeer(Peer):
             return stream_id in self.trailers
 
         await until(has_ended)
+
+
+def framed_compressed(packed: bytes) -> bytes:
+    """Returns the message that ``packed`` is compressed to, with its prefix."""
+    return b"\1" + len(packed).to_bytes(4, "big") + packed
+
+
+def data_chunks(body: bytes) -> list[bytes]:
+    """Splits ``body`` into as few frames as possible."""
+    return [body[i : i + FRAME_BYTES_MAX] for i in range(0, len(body), FRAME_BYTES_MAX)]
 
 
 def outcomes(peer: GrpcPeer) -> dict[str, int]:

@@ -16,6 +16,7 @@ from server.wire.grpc.grpc_peer import (
     MESSAGE,
     STREAM,
     GrpcPeer,
+    framed_compressed,
     outcomes,
     request_headers,
     vector,
@@ -86,8 +87,7 @@ async def test_body_other_than_one_valid_message_is_rejected(
 
 
 async def test_message_over_the_limit_is_rejected_before_it_arrives(peer: GrpcPeer) -> None:
-    peer.send(peer.headers(1, request_headers(EMBED), is_end=False))
-    peer.send(data(1, b"\0" + (BODY_MAX + 1).to_bytes(4, "big") + b"x"))
+    peer.call(1, EMBED, b"\0" + (BODY_MAX + 1).to_bytes(4, "big") + b"x", is_end=False)
     assert peer.status(1)[0] == 8
     frames = [*peer.send(data(1, bytes(16384))), *peer.send(data(1, b"x"))]
     assert resets(frames) == [(1, ErrorCode.NO_ERROR)]
@@ -97,7 +97,7 @@ async def test_window_is_enlarged_for_a_large_message(peer: GrpcPeer) -> None:
     size = 290_000
     message = pb.EmbedRequest(keys=["user"], lengths=[0] * size).SerializeToString()
     body = framed(message[: size - 5] if len(message) > size else message)
-    peer.send(peer.headers(1, request_headers(EMBED), is_end=False))
+    peer.call(1, EMBED, is_end=False)
     stream = peer.connection.streams[1]
     for start in range(0, len(body), 16384):
         chunk = body[start : start + 16384]
@@ -112,10 +112,8 @@ async def test_window_is_enlarged_for_a_large_message(peer: GrpcPeer) -> None:
 async def test_supported_encodings_are_accepted_and_unknown_encodings_rejected(
     peer: GrpcPeer, encoding: bytes, code: int
 ) -> None:
-    body = framed(MESSAGE)
-    if encoding == b"gzip":
-        packed = gzip.compress(MESSAGE)
-        body = b"\1" + len(packed).to_bytes(4, "big") + packed
+    is_packed = encoding == b"gzip"
+    body = framed_compressed(gzip.compress(MESSAGE)) if is_packed else framed(MESSAGE)
     peer.call(1, EMBED, body, more=[(b"grpc-encoding", encoding)])
     await peer.wait_for_end(1)
     assert peer.status(1)[0] == code
@@ -159,6 +157,7 @@ async def test_repeated_single_value_header_is_rejected(
     peer.call(1, path, framed(MESSAGE), more=[(name, b"1S"), (name, b"2S")])
     shown = name.decode().title()
     assert peer.status(1) == (3, f"there are several {shown} headers, expected one")
+    assert peer.trailers[1][b"embedserve-field"] == shown.encode()
     assert engine.lookups == []
 
 
@@ -170,7 +169,7 @@ async def test_header_list_over_the_limit_is_rejected(peer: GrpcPeer) -> None:
 
 @pytest.mark.parametrize("path", [EMBED, STREAM])
 async def test_incomplete_request_is_rejected_after_the_timeout(peer: GrpcPeer, path: str) -> None:
-    peer.send(peer.headers(1, request_headers(path), is_end=False), data(1, framed(MESSAGE)[:3]))
+    peer.call(1, path, framed(MESSAGE)[:3], is_end=False)
     peer.connection.check_time(perf_counter() + UPLOAD_S_MAX - 1)
     assert peer.take() == []
     peer.connection.check_time(perf_counter() + UPLOAD_S_MAX + 1)

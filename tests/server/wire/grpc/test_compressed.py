@@ -19,10 +19,10 @@ from server.wire.grpc.grpc_peer import (
     STREAM,
     WATCH,
     GrpcPeer,
-    request_headers,
+    data_chunks,
+    framed_compressed,
     vector,
 )
-from server.wire.http2.peer import data
 
 from embedserve.config import Limits
 from embedserve.wire.grpc import grpc_framing
@@ -33,7 +33,6 @@ from embedserve.wire.grpc.grpc_framing import (
     framed,
 )
 from embedserve.wire.grpc.service import SERVICE_NAME
-from embedserve.wire.http2.frames import FRAME_BYTES_MAX
 from embedserve.wire.http2.turns import WORK_PER_TURN
 from embedserve_proto import embedding_pb2 as pb
 
@@ -45,16 +44,14 @@ SMALL = pb.EmbedRequest(keys=["user"], ids=[2], lengths=[1]).SerializeToString()
 PADDED = SMALL + b"\xfa\x3f\xa0\x8d\x06" + bytes(Random(0).choices(range(32), k=100_000))
 """SMALL with an unknown field, which protobuf readers skip. Compressed it has 62 KB."""
 ZEROS = bytes(BODY_MAX)
+COMPRESSIONS: list[tuple[str, Callable[..., bytes]]] = [
+    ("gzip", gzip.compress),
+    ("deflate", zlib.compress),
+]
 
 
-def compressed_message(message: bytes, data: bytes | None = None) -> bytes:
-    data = gzip.compress(message) if data is None else data
-    return b"\1" + len(data).to_bytes(4, "big") + data
-
-
-def data_chunks(body: bytes) -> list[bytes]:
-    """Splits ``body`` into as few frames as possible."""
-    return [body[i : i + FRAME_BYTES_MAX] for i in range(0, len(body), FRAME_BYTES_MAX)]
+def gzipped(message: bytes) -> bytes:
+    return framed_compressed(gzip.compress(message))
 
 
 @pytest.fixture
@@ -85,7 +82,7 @@ async def peer(engine: FakeEngine, executor: ThreadPoolExecutor) -> GrpcPeer:
 async def test_methods_without_a_lookup_reject_large_messages(
     peer: GrpcPeer, decompressed_bytes: dict[str, int], path: str
 ) -> None:
-    peer.call(1, path, compressed_message(ZEROS), more=GZIP)
+    peer.call(1, path, gzipped(ZEROS), more=GZIP)
     peer.call(3, path, framed(bytes(PLAIN_BYTES_MAX + 1))[:5])
     for number, size in ((1, "over 65536 bytes decompressed"), (3, "65537 bytes")):
         assert peer.status(number)[0] == 8
@@ -97,13 +94,10 @@ async def test_methods_without_a_lookup_reject_large_messages(
 async def test_bytes_decompressed_per_iteration_are_bounded_for_unary_calls(
     peer: GrpcPeer, decompressed_bytes: dict[str, int]
 ) -> None:
-    body = compressed_message(bytes(PLAIN_BYTES_MAX))
+    body = gzipped(bytes(PLAIN_BYTES_MAX))
     count = 40
-    sent = b""
-    for number in range(1, 2 * count, 2):
-        sent += peer.headers(number, request_headers(CHECK, *GZIP), is_end=False).serialize()
-        sent += data(number, body, is_end=True).serialize()
-    peer.connection.receive(sent)
+    calls = [peer.call_bytes(one, CHECK, body, more=GZIP) for one in range(1, 2 * count, 2)]
+    peer.connection.receive(b"".join(calls))
     turns = 1
     while peer.connection.has_more:
         assert decompressed_bytes["loop"] <= turns * (
@@ -120,11 +114,8 @@ async def test_bytes_decompressed_per_iteration_are_bounded_for_unary_calls(
 async def test_bytes_decompressed_per_iteration_are_bounded_for_streams(
     peer: GrpcPeer, decompressed_bytes: dict[str, int]
 ) -> None:
-    body = compressed_message(bytes(PLAIN_BYTES_MAX)) * 40
-    peer.connection.receive(
-        peer.headers(1, request_headers(STREAM, *GZIP), is_end=False).serialize()
-        + data(1, body, is_end=True).serialize()
-    )
+    body = gzipped(bytes(PLAIN_BYTES_MAX)) * 40
+    peer.connection.receive(peer.call_bytes(1, STREAM, body, more=GZIP))
     per_turn = WORK_PER_TURN * DECOMPRESSED_BYTES_PER_WORK + PLAIN_BYTES_MAX
     before = 0
     while decompressed_bytes["loop"] < 40 * PLAIN_BYTES_MAX:
@@ -135,17 +126,16 @@ async def test_bytes_decompressed_per_iteration_are_bounded_for_streams(
     assert peer.status(1) == (0, "")
 
 
-@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", None)])
+@pytest.mark.parametrize(("encoding", "compress"), COMPRESSIONS)
 async def test_a_large_message_is_decompressed_in_the_codec_thread(
     peer: GrpcPeer,
     engine: FakeEngine,
     decompressed_bytes: dict[str, int],
     encoding: str,
-    compress: object,
+    compress: Callable[[bytes], bytes],
 ) -> None:
-    body = compressed_message(LARGE, None if compress else zlib.compress(LARGE))
     more = [(b"grpc-encoding", encoding.encode())]
-    peer.call(1, EMBED, body, more=more)
+    peer.call(1, EMBED, framed_compressed(compress(LARGE)), more=more)
     await peer.wait_for_end(1)
     assert decompressed_bytes == {"loop": INLINE_BYTES_MAX + 1, "codec": len(LARGE)}
     assert peer.status(1)[0] == 8
@@ -159,9 +149,7 @@ async def test_compressed_messages_of_a_stream_keep_their_order(
     peer.call(
         1,
         STREAM,
-        *data_chunks(
-            compressed_message(first) + compressed_message(PADDED) + compressed_message(first)
-        ),
+        *data_chunks(gzipped(first) + gzipped(PADDED) + gzipped(first)),
         more=GZIP,
     )
     await peer.wait_for_end(1)
@@ -175,11 +163,11 @@ async def test_compressed_messages_of_a_stream_keep_their_order(
 @pytest.mark.parametrize(
     ("body", "code", "error_message"),
     [
-        (compressed_message(bytes(BODY_MAX + 1)), 8, "over 1048576 decompressed bytes"),
-        (compressed_message(b"", gzip.compress(ZEROS)[:-1]), 13, "another length"),
-        (compressed_message(b"", gzip.compress(ZEROS) + b"x"), 13, "another length"),
+        (gzipped(bytes(BODY_MAX + 1)), 8, "over 1048576 decompressed bytes"),
+        (framed_compressed(gzip.compress(ZEROS)[:-1]), 13, "another length"),
+        (framed_compressed(gzip.compress(ZEROS) + b"x"), 13, "another length"),
         (
-            compressed_message(b"", gzip.compress(ZEROS)[:-4] + b"\0\0\2\0"),
+            framed_compressed(gzip.compress(ZEROS)[:-4] + b"\0\0\2\0"),
             13,
             "incorrect length check",
         ),
@@ -195,9 +183,7 @@ async def test_invalid_large_message_ends_the_call_with_an_error(
     assert peer.messages(1) == []
 
 
-@pytest.mark.parametrize(
-    ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
-)
+@pytest.mark.parametrize(("encoding", "compress"), COMPRESSIONS)
 async def test_queued_messages_count_by_their_compressed_bytes(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
@@ -206,7 +192,7 @@ async def test_queued_messages_count_by_their_compressed_bytes(
 ) -> None:
     """Sends 8 messages. If each counted as the largest message, a caller's share would hold 4."""
     peer = GrpcPeer(make_pipeline(engine, executor=executor))
-    body = data_chunks(compressed_message(b"", compress(PADDED)))
+    body = data_chunks(framed_compressed(compress(PADDED)))
     more = [(b"grpc-encoding", encoding.encode())]
     numbers = range(1, 17, 2)
     for number in numbers:

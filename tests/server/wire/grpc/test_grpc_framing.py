@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from server.wire.grpc.grpc_peer import framed_compressed
 
 from embedserve.wire.grpc import grpc_framing
 from embedserve.wire.grpc.calls import only_message
@@ -24,10 +25,6 @@ from embedserve.wire.grpc.grpc_framing import (
 )
 
 BYTES_MAX = 1000
-
-
-def compressed(data: bytes) -> bytes:
-    return b"\x01" + len(data).to_bytes(4, "big") + data
 
 
 def messages_of(deframer: Deframer, *chunks: bytes) -> list[bytes]:
@@ -60,7 +57,7 @@ def test_only_message_returns_the_single_complete_message() -> None:
     assert only_message(framed(b""), 3) == b""
     for other in (b"", b"\0\0", framed(b"abc")[:-1], framed(b"abc") + b"\0", framed(b"abcd")):
         assert only_message(other, 3) is None
-    assert only_message(compressed(b"abc"), 3) is None
+    assert only_message(framed_compressed(b"abc"), 3) is None
 
 
 @pytest.mark.parametrize(
@@ -70,24 +67,24 @@ def test_compressed_and_plain_messages_may_be_mixed(encoding: bytes, compress: o
     assert callable(compress)
     whole = b"a" * BYTES_MAX
     deframer = Deframer(BYTES_MAX, encoding)
-    assert messages_of(deframer, compressed(compress(whole)), framed(b"b")) == [whole, b"b"]
+    assert messages_of(deframer, framed_compressed(compress(whole)), framed(b"b")) == [whole, b"b"]
 
 
 @pytest.mark.parametrize("nbytes", [BYTES_MAX + 1, 100 * BYTES_MAX])
 def test_message_over_the_limit_after_decompression_is_rejected(nbytes: int) -> None:
     deframer = Deframer(BYTES_MAX, b"gzip")
     with pytest.raises(WireError, match="over 1000 decompressed") as caught:
-        messages_of(deframer, compressed(gzip.compress(bytes(nbytes))))
+        messages_of(deframer, framed_compressed(gzip.compress(bytes(nbytes))))
     assert caught.value.code == "RESOURCE_EXHAUSTED"
 
 
 @pytest.mark.parametrize(
     ("encoding", "body"),
     [
-        (b"identity", compressed(b"abc")),
-        (b"gzip", compressed(b"abc")),
-        (b"gzip", compressed(gzip.compress(b"abc", mtime=0)[:-1])),
-        (b"gzip", compressed(gzip.compress(b"abc", mtime=0) + b"x")),
+        (b"identity", framed_compressed(b"abc")),
+        (b"gzip", framed_compressed(b"abc")),
+        (b"gzip", framed_compressed(gzip.compress(b"abc", mtime=0)[:-1])),
+        (b"gzip", framed_compressed(gzip.compress(b"abc", mtime=0) + b"x")),
         (b"identity", b"\x02" + framed(b"abc")[1:]),
     ],
 )
@@ -102,7 +99,7 @@ def test_large_message_counts_by_its_compressed_bytes(encoding: bytes) -> None:
     deframer = Deframer(32 << 20, encoding)
     data = bytes(2 * INLINE_BYTES_MAX)
     body = zlib.compress(data) if encoding == b"deflate" else gzip.compress(data)[:-4] + b"\xff" * 4
-    deframer.feed(compressed(body))
+    deframer.feed(framed_compressed(body))
     message = deframer.next_message()
     assert isinstance(message, LargeMessage)
     assert message.nbytes == len(body) < 300

@@ -7,14 +7,12 @@ from time import perf_counter
 
 import pytest
 from grpc_health.v1 import health_pb2
-from server.wire.grpc.grpc_peer import CHECK, EMBED, MESSAGE, WATCH, GrpcPeer, request_headers
-from server.wire.http2.peer import data
+from server.wire.grpc.grpc_peer import CHECK, EMBED, MESSAGE, WATCH, GrpcPeer, data_chunks
 
 from embedserve.errors import DRAINING
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve.wire.http2.control import STREAMS_MAX
-from embedserve.wire.http2.frames import FRAME_BYTES_MAX
 from embedserve.wire.http2.protocol import STREAM_BYTES
 
 
@@ -36,7 +34,7 @@ async def test_health_of_an_unknown_service_is_not_found(peer: GrpcPeer) -> None
     body = framed(health_pb2.HealthCheckRequest(service="nothing").SerializeToString())
     peer.call(1, CHECK, body)
     assert peer.status(1)[0] == 5
-    peer.send(peer.headers(3, request_headers(WATCH), is_end=False), data(3, body, is_end=True))
+    peer.call(3, WATCH, body)
     assert (health_statuses(peer, 3), 3 in peer.trailers) == ([3], False)
 
 
@@ -64,11 +62,8 @@ async def test_watch_of_an_unknown_service_does_not_keep_its_name(peer: GrpcPeer
     """Watches names that take 4 bytes a character in memory; a client may leave the calls open."""
     name = "n" * 60_000 + "\N{SNAKE}"
     body = framed(health_pb2.HealthCheckRequest(service=name).SerializeToString())
-    calls = []
-    for number in range(1, 2 * STREAMS_MAX, 2):
-        headers = peer.headers(number, request_headers(WATCH), is_end=False).serialize()
-        chunks = [data(number, one).serialize() for one in _cut(body)]
-        calls.append(headers + b"".join(chunks))
+    numbers = range(1, 2 * STREAMS_MAX, 2)
+    calls = [peer.call_bytes(one, WATCH, *data_chunks(body), is_end=False) for one in numbers]
     tracemalloc.start()
     try:
         for call in calls:
@@ -83,10 +78,6 @@ async def test_watch_of_an_unknown_service_does_not_keep_its_name(peer: GrpcPeer
         [[3]] * STREAMS_MAX
     )
     assert kept_bytes < STREAMS_MAX * STREAM_BYTES
-
-
-def _cut(body: bytes) -> list[bytes]:
-    return [body[at : at + FRAME_BYTES_MAX] for at in range(0, len(body), FRAME_BYTES_MAX)]
 
 
 @pytest.mark.parametrize("path", [CHECK, WATCH])

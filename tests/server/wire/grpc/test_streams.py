@@ -18,6 +18,7 @@ from server.wire.grpc.grpc_peer import (
     STREAM,
     WATCH,
     GrpcPeer,
+    framed_compressed,
     outcomes,
     request_headers,
 )
@@ -50,8 +51,7 @@ async def test_invalid_message_ends_the_stream_after_the_responses_to_earlier_on
     """An invalid compressed message is decompressed in the codec thread."""
     invalid, code, name = (1 << 30).to_bytes(5, "big"), 8, "RESOURCE_EXHAUSTED"
     if encoding == "gzip":
-        packed = gzip.compress(bytes(BODY_MAX))[:-1]
-        invalid = b"\1" + len(packed).to_bytes(4, "big") + packed
+        invalid = framed_compressed(gzip.compress(bytes(BODY_MAX))[:-1])
         code, name = 13, "INVALID_ARGUMENT"
     peer.call(
         1,
@@ -81,7 +81,7 @@ async def test_invalid_message_ends_a_watch(peer: GrpcPeer, invalid: bytes, code
 async def test_unexpected_error_ends_a_stream_that_waits_for_responses(
     peer: GrpcPeer, held_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
+    peer.call(1, STREAM, framed(MESSAGE), is_end=False)
     await until(lambda: held_engine.lookups)
     monkeypatch.setattr(
         peer.pipeline, "submit", Mock(side_effect=ZeroDivisionError("secret of the server"))
@@ -101,7 +101,7 @@ async def test_stream_with_an_error_that_cannot_be_written_is_reset(
     monkeypatch.setattr(
         StreamedResponse, "write_error", Mock(side_effect=ZeroDivisionError("secret of the server"))
     )
-    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
+    peer.call(1, STREAM, framed(MESSAGE), is_end=False)
     await until(lambda: held_engine.lookups)
     frames = peer.send(data(1, framed(b"no message")))
     assert resets(frames) == [(1, ErrorCode.INTERNAL_ERROR)]
@@ -120,7 +120,7 @@ async def test_stream_with_a_response_that_cannot_be_written_is_reset(
         write(call, chunks, nbytes)
 
     monkeypatch.setattr(BidiCall, "write", sometimes_write)
-    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE) * 3))
+    peer.call(1, STREAM, framed(MESSAGE) * 3, is_end=False)
     await until(lambda: held_engine.lookups)
     held_engine.release()
     await until(lambda: sum(outcomes(peer).values()) == 3)
@@ -132,10 +132,7 @@ async def test_stream_blocked_by_its_window_does_not_block_other_calls(
     peer: GrpcPeer, engine: FakeEngine
 ) -> None:
     large = pb.EmbedRequest(keys=["user"], ids=[1] * 3000, lengths=[1] * 3000).SerializeToString()
-    peer.send(
-        peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(large)[:16000])
-    )
-    peer.send(data(1, framed(large)[16000:], is_end=True))
+    peer.call(1, STREAM, framed(large)[:16000], framed(large)[16000:])
     peer.send(update(0, 1 << 20))
     await until(lambda: engine.lookups)
     await until(lambda: len(body_of([*peer.seen, *peer.take()], 1)) >= 65535)
@@ -151,7 +148,7 @@ async def test_stream_blocked_by_its_window_does_not_block_other_calls(
 async def test_drain_answers_received_messages_and_ends_the_stream(
     peer: GrpcPeer, held_engine: FakeEngine
 ) -> None:
-    peer.send(peer.headers(1, request_headers(STREAM), is_end=False), data(1, framed(MESSAGE)))
+    peer.call(1, STREAM, framed(MESSAGE), is_end=False)
     await until(lambda: held_engine.lookups)
     peer.connection.shutdown.start_drain()
     peer.send(data(1, framed(MESSAGE)))  # it was in flight

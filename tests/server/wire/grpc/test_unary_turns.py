@@ -10,8 +10,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
-from server.wire.grpc.grpc_peer import GrpcPeer, request_headers
-from server.wire.http2.peer import data
+from server.wire.grpc.grpc_peer import GrpcPeer
 
 from embedserve.codec.open_inference import description
 from embedserve.wire.grpc.calls import UNARY_WORK
@@ -32,11 +31,7 @@ async def peer(engine: FakeEngine, executor: ThreadPoolExecutor) -> GrpcPeer:
 
 def calls(peer: GrpcPeer, path: str, message: bytes) -> bytes:
     """Returns the frames of COUNT calls."""
-    sent = b""
-    for number in range(1, 2 * COUNT, 2):
-        sent += peer.headers(number, request_headers(path), is_end=False).serialize()
-        sent += data(number, framed(message), is_end=True).serialize()
-    return sent
+    return b"".join(peer.call_bytes(one, path, framed(message)) for one in range(1, 2 * COUNT, 2))
 
 
 @pytest.mark.parametrize(
@@ -72,9 +67,8 @@ async def test_one_iteration_answers_a_bounded_number_of_reflection_messages(
     """Requests the list of services, as all of its responses fit into the stream's window."""
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     responses_per_iteration_max = WORK_PER_TURN // UNARY_WORK + 1
-    headers = request_headers(f"/{SERVICE_NAMES[0]}/ServerReflectionInfo")
     messages = framed(request.SerializeToString()) * COUNT
-    peer.send(peer.headers(1, headers, is_end=False), data(1, messages, is_end=True))
+    peer.call(1, f"/{SERVICE_NAMES[0]}/ServerReflectionInfo", messages)
     counts = [0]
     while 1 not in peer.trailers:
         counts.append(len(peer.messages(1)))
