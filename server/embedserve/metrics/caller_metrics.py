@@ -7,18 +7,20 @@ number of series.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from embedserve.metrics.families import Sample
+from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.shared_counters import KeyedTable, WorkerCounters, key_of, table_cells
 
 CALLERS_MAX = 256
 """Callers that one worker counts individually."""
 OTHERS = "(others)"
 """Label of all callers beyond CALLERS_MAX. It is not a valid name of a token."""
+CALLER_CELLS = table_cells(CALLERS_MAX + 1, len(OUTCOMES))
 
 
 class Callers(Protocol):
@@ -32,11 +34,6 @@ class Callers(Protocol):
         call."""
 
 
-def caller_cells(outcomes: Sequence[str]) -> int:
-    """Returns the number of cells that the callers take in a worker's row."""
-    return table_cells(CALLERS_MAX + 1, len(outcomes))
-
-
 class CallerMetrics:
     """Request counters of each caller, of this process.
 
@@ -44,11 +41,9 @@ class CallerMetrics:
         callers: source of the counts; None if no caller has a name.
     """
 
-    def __init__(self, counters: WorkerCounters, outcomes: Sequence[str]) -> None:
-        """``outcomes`` are all possible outcomes of a request."""
+    def __init__(self, counters: WorkerCounters) -> None:
         self.callers: Callers | None = None
-        self._outcomes = outcomes
-        self._table = KeyedTable(counters, CALLERS_MAX + 1, len(outcomes))
+        self._table = KeyedTable(counters, CALLERS_MAX + 1, len(OUTCOMES))
         self._table.entries[-1].claim(key_of(OTHERS))
         self._adopt(frozenset())
 
@@ -70,7 +65,7 @@ class CallerMetrics:
             i = self._entries.get(name)
             if i is None:
                 i = self._entries[name] = self._claim(name)
-            self._table.own[i, 1:] += [counts.get(outcome, 0) for outcome in self._outcomes]
+            self._table.own[i, 1:] += [counts.get(outcome, 0) for outcome in OUTCOMES]
 
     def _claim(self, name: str) -> int:
         """Returns the index of the entry for ``name``, which may be that of a caller that is gone,
@@ -85,14 +80,14 @@ class CallerMetrics:
     def samples(self) -> Iterator[Sample]:
         """Yields the requests of those who were callers at the last flush, summed over all workers;
         zero counts are left out."""
-        cells = self._table.every.reshape(-1, 1 + len(self._outcomes))
+        cells = self._table.every.reshape(-1, 1 + len(OUTCOMES))
         keys, entries = np.unique(cells[:, 0], return_inverse=True)
-        sums = np.zeros((len(keys), len(self._outcomes)))
+        sums = np.zeros((len(keys), len(OUTCOMES)))
         np.add.at(sums, entries, cells[:, 1:])
         for key, counts in zip(keys.tolist(), sums.tolist(), strict=True):
             name = self._by_key.get(key)
             if name is None:
                 continue
-            for outcome, count in zip(self._outcomes, counts, strict=True):
+            for outcome, count in zip(OUTCOMES, counts, strict=True):
                 if count:
                     yield "embedserve_caller_requests", [name, outcome], count

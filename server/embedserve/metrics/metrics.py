@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from embedserve.config import ServeSettings
 from embedserve.errors import ServedVersion
-from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
+from embedserve.metrics.caller_metrics import CALLER_CELLS, CallerMetrics
 from embedserve.metrics.families import Sample, collect_families
 from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_most, name_cells
 from embedserve.metrics.process import (
@@ -26,7 +26,7 @@ from embedserve.metrics.process import (
     ConnectionMetrics,
     ProcessMetrics,
 )
-from embedserve.metrics.request_metrics import OUTCOMES, PROTOCOL_CELLS, ProtocolMetrics
+from embedserve.metrics.request_metrics import PROTOCOL_CELLS, ProtocolMetrics
 from embedserve.metrics.shard_metrics import (
     NEXT,
     SERVED,
@@ -80,7 +80,7 @@ def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:
     """Returns the cells that one worker needs for a server that starts with ``names`` served names,
     and as a router with ``parts`` parts."""
     of_names = table_cells(names + NAMES_SPARE, name_cells(columns_max))
-    of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + caller_cells(OUTCOMES)
+    of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + CALLER_CELLS
     of_parts = shard_cells(parts, names + NAMES_SPARE)
     of_process = PROCESS_CELLS + CONNECTION_CELLS + TLS_CELLS
     return of_process + of_protocols + of_parts + of_names
@@ -123,7 +123,7 @@ class Metrics(Collector):
         self.workers = counters.workers
         self.tables = tables
         self.protocols = {name: ProtocolMetrics(counters, name) for name in PROTOCOLS}
-        self.callers = CallerMetrics(counters, OUTCOMES)
+        self.callers = CallerMetrics(counters)
         self.shards = ShardMetrics(counters, parts, names + NAMES_SPARE)
         self.columns_max = columns_max
         self._names = KeyedTable(counters, names + NAMES_SPARE, name_cells(columns_max))
