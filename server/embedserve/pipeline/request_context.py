@@ -193,7 +193,7 @@ class RequestContext(PendingRequest):
             fields = telemetry.report_rejected(self, seconds, record)
             self._leave(code)
             self.options.metrics.count_rejected(code, error.message, seconds, fields)
-            self.writer.write_error(error, telemetry.error_headers(self, end_s))
+            self.writer.write_error(error, telemetry.response_headers(self, end_s, is_error=True))
         except Exception:  # the other requests of its batch are answered nevertheless
             log = self.options.metrics.log
             log.log(logging.ERROR, "an error could not be written", with_traceback=True)

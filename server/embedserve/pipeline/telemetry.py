@@ -54,17 +54,20 @@ class RequestTelemetry:
         self._log = RateLimitedLogger(logger, LINES_MAX)
         self.slow = SlowRequests()
 
-    def response_headers(self, context: RequestContext, encoded_s: float) -> HeaderList:
-        """Returns the telemetry headers of a response.
+    def response_headers(
+        self, context: RequestContext, end_s: float, *, is_error: bool = False
+    ) -> HeaderList:
+        """Returns the telemetry headers of a response that was encoded, or of an error that came,
+        at ``end_s``.
 
-        The request id is sent if the caller sent an id or the response is slow. The stage timings
-        are sent if ``tells_times`` is set.
+        The request id is sent if the caller sent an id, or the response is slow or an error. The
+        stage timings are sent if ``tells_times`` is set.
         """
         headers: HeaderList = []
-        if self._has_id(context) or encoded_s - context.start_s >= self._slow_s:
+        if self._has_id(context) or is_error or end_s - context.start_s >= self._slow_s:
             headers.append((REQUEST_ID, context.request_id))
         if self._tells_times:
-            headers.append((SERVER_TIMING, context.times(encoded_s).server_timing()))
+            headers.append((SERVER_TIMING, context.times(end_s).server_timing()))
         return headers
 
     def request_id_headers(self, context: RequestContext) -> HeaderList:
@@ -72,14 +75,6 @@ class RequestTelemetry:
         hot path of these requests."""
         given = usable_id(context.writer.header(REQUEST_ID))
         return [(REQUEST_ID, given)] if given else self.response_headers(context, context.start_s)
-
-    def error_headers(self, context: RequestContext, end_s: float) -> HeaderList:
-        """Returns the telemetry headers of a rejection, which always include the request id."""
-        self._has_id(context)
-        headers = [(REQUEST_ID, context.request_id)]
-        if self._tells_times:
-            headers.append((SERVER_TIMING, context.times(end_s).server_timing()))
-        return headers
 
     def _has_id(self, context: RequestContext) -> bool:
         """Returns whether the caller sent a request id; logs an unusable id."""
