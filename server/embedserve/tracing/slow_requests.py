@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -17,35 +16,28 @@ KEPT_S = 600.0
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True, order=True)
-class _Slow:
-    """Slow request; the slowest sorts first, since ``less_s`` is its negated duration."""
-
-    less_s: float
-    end_s: float = field(compare=False)
-    fields: Fields = field(compare=False)
-
-
 class SlowRequests:
     """Keeps the KEPT_MAX slowest of the added requests that ended less than KEPT_S ago."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
-        self._kept: list[_Slow] = []
+        # Seconds, time of the end and fields of each request, the slowest first.
+        self._kept: list[tuple[float, float, Fields]] = []
 
     def add(self, seconds: float, fields: Callable[[], Fields]) -> None:
         """Adds a request that took ``seconds``; calls ``fields`` only if the request is kept."""
         self._forget()
-        if len(self._kept) == KEPT_MAX and -seconds >= self._kept[-1].less_s:
+        if len(self._kept) == KEPT_MAX and seconds <= self._kept[-1][0]:
             return
-        insort(self._kept, _Slow(-seconds, self._clock(), {"when": now_iso()} | fields()))
+        slow = (seconds, self._clock(), {"when": now_iso()} | fields())
+        insort(self._kept, slow, key=lambda one: -one[0])
         del self._kept[KEPT_MAX:]
 
     def fields(self) -> list[Fields]:
         """Returns the log fields and end time ("when") of each kept request, the slowest first."""
         self._forget()
-        return [one.fields for one in self._kept]
+        return [fields for _, _, fields in self._kept]
 
     def _forget(self) -> None:
         oldest_s = self._clock() - KEPT_S
-        self._kept = [one for one in self._kept if one.end_s > oldest_s]
+        self._kept = [one for one in self._kept if one[1] > oldest_s]
