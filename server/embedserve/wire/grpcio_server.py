@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import NoReturn
@@ -29,6 +29,7 @@ from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline,
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.grpc import open_inference_grpc
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
+from embedserve.wire.grpc.open_inference_grpc import UnaryFunction
 from embedserve.wire.grpc.service import (
     PREDICTOR_NAME,
     SERVICE_NAME,
@@ -148,15 +149,9 @@ class GrpcioServer:
     def _handlers(self) -> dict[str, dict[str, grpc.RpcMethodHandler]]:
         """Returns the handlers of the methods by service and name."""
         infer = self._service.open_inference
-        functions = infer.health | infer.management
         handlers = {
-            SERVICE_NAME: {
-                "ListModels": _unary(self._service.list_models),
-                "GetModel": _unary(self._service.get_model),
-            },
-            open_inference_grpc.SERVICE_NAME: {
-                name: _unary(function) for name, function in functions.items()
-            },
+            SERVICE_NAME: _unary(self._service.models),
+            open_inference_grpc.SERVICE_NAME: _unary(infer.health | infer.management),
             PREDICTOR_NAME: {"Predict": grpc.unary_unary_rpc_method_handler(self._predict)},
         }
         for service, name, codec, is_stream in embed_methods(self._pipeline.codecs):
@@ -305,15 +300,16 @@ def _header(metadata: Iterable[tuple[str, str | bytes]], name: bytes) -> bytes |
     return value.encode() if isinstance(value, str) else value
 
 
-def _unary(function: Callable[[bytes], bytes]) -> grpc.RpcMethodHandler:
-    return grpc.unary_unary_rpc_method_handler(partial(_call, function))
+def _unary(functions: Mapping[str, UnaryFunction]) -> dict[str, grpc.RpcMethodHandler]:
+    return {
+        name: grpc.unary_unary_rpc_method_handler(partial(_call, function))
+        for name, function in functions.items()
+    }
 
 
-async def _call(
-    function: Callable[[bytes], bytes], body: bytes, context: grpc.aio.ServicerContext
-) -> bytes:
+async def _call(function: UnaryFunction, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
     try:
-        return function(body)
+        return function(None, body)
     except EmbedServeError as error:
         await _abort(context, error)
     except Exception:

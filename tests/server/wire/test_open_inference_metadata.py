@@ -189,11 +189,13 @@ async def test_repository_index_lists_the_models(live: Live) -> None:
 
 
 @pytest.mark.parametrize("grpc_server", GRPC_SERVERS)
-async def test_grpcio_server_reports_ready_and_unknown_models(
+async def test_grpcio_server_reports_ready_models_statistics_and_unknown_models(
     engine: FakeEngine, grpc_server: str
 ) -> None:
     async with live_server(engine, grpc_server=grpc_server) as live:
         assert (await stub(live).ModelReady(pb.ModelReadyRequest(name="shop"))).ready
+        statistics = await stub(live).ModelStatistics(pb.ModelStatisticsRequest())
+        assert [one.name for one in statistics.model_stats] == ["shop"]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub(live).ModelMetadata(pb.ModelMetadataRequest(name="film"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from embedserve.access.caller_quota import CallerQuota
 from embedserve.errors import UnknownModelError
 from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.grpc_framing import WireError
@@ -24,7 +25,7 @@ class HealthStatuses:
         self._services = ("", *services)
         self._is_ready = is_ready
 
-    def check(self, message: bytes) -> bytes:
+    def check(self, quota: CallerQuota | None, message: bytes) -> bytes:
         """Answers a Check call.
 
         Raises:

@@ -7,6 +7,7 @@ plain functions, and are implemented here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,53 +26,62 @@ from embedserve.open_inference_service import (
     statistics,
 )
 from embedserve.pipeline import RequestPipeline
-from embedserve.shared_memory.region_registry import RegionRegistry
+from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 from embedserve_proto import open_inference_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 M = TypeVar("M", bound=Message)
+UnaryFunction = Callable[[CallerQuota | None, bytes], bytes]
+"""Unary method without a lookup. Takes the quota of the caller, None without authentication, and
+the request message. Returns the response message, or raises EmbedServeError."""
 
 
 class OpenInferenceMethods:
     """Methods with one message and without a lookup.
 
-    Each function takes a request message and returns the response message, or raises
-    EmbedServeError.
-
     Attributes:
         health: functions by method name; they need no authentication.
         management: functions by method name.
-        shared_memory: functions by method name, which take the caller's name before the message;
-            empty if shared memory is off.
+        shared_memory: functions by method name; empty if shared memory is off.
     """
 
     def __init__(self, pipeline: RequestPipeline) -> None:
         self._pipeline = pipeline
-        self.health: dict[str, Callable[[bytes], bytes]] = {
+        self.health: dict[str, UnaryFunction] = {
             "ServerLive": self._live,
             "ServerReady": self._ready,
         }
-        self.management: dict[str, Callable[[bytes], bytes]] = {
+        self.management: dict[str, UnaryFunction] = {
             "ModelReady": self._model_ready,
             "ServerMetadata": self._server,
             "ModelMetadata": self._model,
             "ModelConfig": self._configuration,
+            "ModelStatistics": self._statistics,
             "RepositoryIndex": self._repository,
         }
         # Encoding takes 40 ms for a thousand features, too long for each call. A version that is no
         # longer served leaves the caches.
         self._metadata: WeakKeyDictionary[ModelInfo, bytes] = WeakKeyDictionary()
         self._configurations: WeakKeyDictionary[ModelInfo, bytes] = WeakKeyDictionary()
-        shared = pipeline.shared_memory
-        self.shared_memory = {} if shared is None else SharedMemoryCalls(shared).calls
+        self.shared_memory: dict[str, UnaryFunction] = {}
+        if pipeline.shared_memory is not None:
+            for name, function in SharedMemoryCalls(pipeline.shared_memory).calls.items():
+                self.shared_memory[name] = partial(self._call_for_owner, function)
 
-    def _live(self, message: bytes) -> bytes:
+    def _call_for_owner(
+        self, function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
+    ) -> bytes:
+        """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
+        self._pipeline.models.check_loaded()
+        return function(EVERYBODY if quota is None else quota.grant.name, message)
+
+    def _live(self, quota: CallerQuota | None, message: bytes) -> bytes:
         return pb.ServerLiveResponse(live=True).SerializeToString()
 
-    def _ready(self, message: bytes) -> bytes:
+    def _ready(self, quota: CallerQuota | None, message: bytes) -> bytes:
         return pb.ServerReadyResponse(ready=self._pipeline.models.is_ready).SerializeToString()
 
-    def _model_ready(self, message: bytes) -> bytes:
+    def _model_ready(self, quota: CallerQuota | None, message: bytes) -> bytes:
         asked = read_message(message, pb.ModelReadyRequest)
         try:
             served(self._pipeline, asked.name, asked.version)
@@ -79,10 +89,10 @@ class OpenInferenceMethods:
             return pb.ModelReadyResponse(ready=False).SerializeToString()
         return pb.ModelReadyResponse(ready=self._pipeline.models.is_ready).SerializeToString()
 
-    def _server(self, message: bytes) -> bytes:
+    def _server(self, quota: CallerQuota | None, message: bytes) -> bytes:
         return _written(server_metadata(self._pipeline), pb.ServerMetadataResponse())
 
-    def _model(self, message: bytes) -> bytes:
+    def _model(self, quota: CallerQuota | None, message: bytes) -> bytes:
         asked = read_message(message, pb.ModelMetadataRequest)
         info = served(self._pipeline, asked.name, asked.version)
         encoded = self._metadata.get(info)
@@ -94,7 +104,7 @@ class OpenInferenceMethods:
         versions = pb.ModelMetadataResponse(versions=map(str, numbers))
         return encoded + versions.SerializeToString()
 
-    def _configuration(self, message: bytes) -> bytes:
+    def _configuration(self, quota: CallerQuota | None, message: bytes) -> bytes:
         asked = read_message(message, pb.ModelConfigRequest)
         info = served(self._pipeline, asked.name, asked.version)
         encoded = self._configurations.get(info)
@@ -103,13 +113,13 @@ class OpenInferenceMethods:
             encoded = self._configurations[info] = _written(fields, pb.ModelConfigResponse())
         return encoded
 
-    def statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
+    def _statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
         """Answers ModelStatistics for the models that the caller of ``quota`` may use."""
         asked = read_message(message, pb.ModelStatisticsRequest)
         fields = {"model_stats": statistics(self._pipeline, asked.name, asked.version, quota)}
         return _written(fields, pb.ModelStatisticsResponse())
 
-    def _repository(self, message: bytes) -> bytes:
+    def _repository(self, quota: CallerQuota | None, message: bytes) -> bytes:
         asked = read_message(message, pb.RepositoryIndexRequest)
         models = repository(self._pipeline, only_ready=asked.ready)
         return _written({"models": models}, pb.RepositoryIndexResponse())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from embedserve.access.authenticator import Authenticator, headers_by_name
@@ -15,13 +16,13 @@ from embedserve.errors import EmbedServeError
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
-from embedserve.shared_memory.region_registry import EVERYBODY
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.grpc_framing import Deframer, WireError, parse_timeout
+from embedserve.wire.grpc.open_inference_grpc import UnaryFunction
 from embedserve.wire.grpc.statuses import error_block
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
@@ -33,14 +34,28 @@ SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].ful
 PREDICTOR_NAME = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
 SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
 
-MakeCall = Callable[[Stream], Handler]
-HeadersByName = dict[bytes, bytes]
-MakeOptions = Callable[[Codec], RequestOptions]
-"""Returns the request options of a call whose messages a codec reads and writes."""
-Method = Callable[[bytes, MakeOptions, HeadersByName], MakeCall]
-"""Resolver of (encoding, factory of request options, headers) to a handler factory of calls."""
 ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcHeaders:
+    """Headers of calls of one method.
+
+    Attributes:
+        encoding: value of grpc-encoding.
+        timeout_s: value of grpc-timeout in seconds; None without the header.
+        by_name: value of each header by name.
+    """
+
+    encoding: bytes
+    timeout_s: float | None
+    by_name: dict[bytes, bytes]
+
+
+MakeCall = Callable[[Stream], Handler]
+Method = Callable[[GrpcHeaders], MakeCall]
+"""Function from the headers of calls to the factory of their handlers."""
 
 
 def embed_methods(codecs: Codecs) -> tuple[tuple[str, str, Codec, bool], ...]:
@@ -62,6 +77,7 @@ class GrpcService:
 
     Attributes:
         health: health status of each service.
+        models: functions of the methods of EmbeddingService without a lookup, by name.
         open_inference: unary methods of inference.GRPCInferenceService.
     """
 
@@ -90,42 +106,40 @@ class GrpcService:
             (*SERVICES, health.SERVICE_NAME), lambda: models.is_ready
         )
         self._names = (*SERVICES, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
-        self._methods: dict[bytes, Method] = {
-            _path(health.SERVICE_NAME, "Check"): _unary(self.health.check),
-            _path(health.SERVICE_NAME, "Watch"): self._watch,
-        }
         self._codecs = pipeline.codecs
+        self.models = {"ListModels": self._list_models, "GetModel": self._get_model}
+        infer = self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
+        self._methods: dict[bytes, Method] = {
+            _path(health.SERVICE_NAME, "Watch"): self._watch,
+            _path(PREDICTOR_NAME, "Predict"): self._predict,
+        }
         for service, name, codec, is_stream in embed_methods(pipeline.codecs):
-            method: Method = partial(self._embed, codec)
-            if is_stream:
-                method = partial(self._embed_stream, codec)
-            self._methods[_path(service, name)] = method
-        self._methods[_path(PREDICTOR_NAME, "Predict")] = self._predict
-        self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
-        open_inference_path = partial(_path, open_inference_grpc.SERVICE_NAME)
-        for name, function in self.open_inference.health.items():
-            self._methods[open_inference_path(name)] = _unary(function)
-        for name, function_of_owner in self.open_inference.shared_memory.items():
-            self._methods[open_inference_path(name)] = self._unary_of_caller(
-                partial(self._call_for_owner, function_of_owner), pipeline.authenticator, EMBEDDERS
-            )
+            embed = self._embed_stream if is_stream else self._embed
+            self._methods[_path(service, name)] = partial(embed, codec)
+        self._add(health.SERVICE_NAME, {"Check": self.health.check}, None)
+        infer_name = open_inference_grpc.SERVICE_NAME
+        self._add(infer_name, infer.health, None)
+        self._add(infer_name, infer.shared_memory, pipeline.authenticator, EMBEDDERS)
         if has_management or lists_models:
-            for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
-                self._methods[_path(SERVICE_NAME, name)] = self._restricted(
-                    _unary(function), authenticator
-                )
-        if not has_management:
-            return
-        for name, function in self.open_inference.management.items():
-            self._methods[open_inference_path(name)] = self._restricted(
-                _unary(function), authenticator
-            )
-        self._methods[open_inference_path("ModelStatistics")] = self._unary_of_caller(
-            self.open_inference.statistics, authenticator, CALLERS
-        )
-        for name in reflection.SERVICE_NAMES:
-            self._methods[_path(name, "ServerReflectionInfo")] = self._restricted(
-                self._reflection, authenticator
+            self._add(SERVICE_NAME, self.models, authenticator)
+        if has_management:
+            self._add(infer_name, infer.management, authenticator)
+            for name in reflection.SERVICE_NAMES:
+                path = _path(name, "ServerReflectionInfo")
+                self._methods[path] = partial(self._reflection, authenticator)
+
+    def _add(
+        self,
+        service: str,
+        functions: Mapping[str, UnaryFunction],
+        authenticator: Authenticator | None,
+        roles: frozenset[str] = CALLERS,
+    ) -> None:
+        """Adds unary methods for callers with one of ``roles``; for all without
+        ``authenticator``."""
+        for name, function in functions.items():
+            self._methods[_path(service, name)] = partial(
+                self._unary, function, authenticator, roles
             )
 
     def resolve(self, request: HttpRequest) -> MakeCall:
@@ -143,13 +157,7 @@ class GrpcService:
             if method is None:
                 shown = request.target.decode("latin-1")
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
-            headers = headers_by_name(request.headers)
-            has_id = REQUEST_ID in headers
-
-            def make_options(codec: Codec) -> RequestOptions:
-                return RequestOptions("", codec, codec, timeout_s, self._metrics, has_id)
-
-            return method(encoding, make_options, headers)
+            return method(GrpcHeaders(encoding, timeout_s, headers_by_name(request.headers)))
         except EmbedServeError as error:
             return self.rejecting(error, request.headers)
 
@@ -172,80 +180,57 @@ class GrpcService:
 
         return reject_call
 
-    def _embed(
-        self, codec: Codec, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
-    ) -> MakeCall:
-        return partial(GrpcEmbedCall, make_options(codec), self._pipeline, encoding, headers)
+    def _options(self, codec: Codec, call: GrpcHeaders) -> RequestOptions:
+        has_id = REQUEST_ID in call.by_name
+        return RequestOptions("", codec, codec, call.timeout_s, self._metrics, has_id)
 
-    def _predict(
-        self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
-    ) -> MakeCall:
-        codec = self._codecs.predict_from(headers.get(MIN_SEQ_HEADER))
-        return self._embed(codec, encoding, make_options, headers)
+    def _embed(self, codec: Codec, call: GrpcHeaders) -> MakeCall:
+        options = self._options(codec, call)
+        return partial(GrpcEmbedCall, options, self._pipeline, call.encoding, call.by_name)
 
-    def _embed_stream(
-        self, codec: Codec, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
-    ) -> MakeCall:
-        check_encoding(encoding)
-        options, pipeline = make_options(codec), self._pipeline
+    def _predict(self, call: GrpcHeaders) -> MakeCall:
+        return self._embed(self._codecs.predict_from(call.by_name.get(MIN_SEQ_HEADER)), call)
+
+    def _embed_stream(self, codec: Codec, call: GrpcHeaders) -> MakeCall:
+        check_encoding(call.encoding)
+        options, pipeline = self._options(codec, call), self._pipeline
         return self._admitting(
-            lambda stream, _: EmbedStream(options, pipeline, encoding, headers, stream),
+            lambda stream, _: EmbedStream(options, pipeline, call.encoding, call.by_name, stream),
             pipeline.authenticator,
             EMBEDDERS,
-            headers,
+            call.by_name,
             charge=False,  # its messages count against the caller's rate
         )
 
-    def _watch(
-        self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
-    ) -> MakeCall:
-        check_encoding(encoding)
-        return lambda stream: health.Watch(self.health, encoding, headers, stream)
+    def _watch(self, call: GrpcHeaders) -> MakeCall:
+        check_encoding(call.encoding)
+        return lambda stream: health.Watch(self.health, call.encoding, call.by_name, stream)
 
-    def _reflection(
-        self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
-    ) -> MakeCall:
-        check_encoding(encoding)
-        return lambda stream: reflection.ServerReflection(self._names, encoding, headers, stream)
+    def _reflection(self, authenticator: Authenticator | None, call: GrpcHeaders) -> MakeCall:
+        check_encoding(call.encoding)
+        return self._admitting(
+            lambda stream, _: reflection.ServerReflection(
+                self._names, call.encoding, call.by_name, stream
+            ),
+            authenticator,
+            CALLERS,
+            call.by_name,
+        )
 
-    def _call_for_owner(
-        self, function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
-    ) -> bytes:
-        """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
-        self._pipeline.models.check_loaded()
-        return function(EVERYBODY if quota is None else quota.grant.name, message)
-
-    def _restricted(self, method: Method, authenticator: Authenticator | None) -> Method:
-        """Returns ``method`` for callers only. Each call counts against the caller's rate."""
-
-        def resolve(encoding: bytes, make_options: MakeOptions, headers: HeadersByName) -> MakeCall:
-            make_call = method(encoding, make_options, headers)
-            return self._admitting(
-                lambda stream, _: make_call(stream), authenticator, CALLERS, headers
-            )
-
-        return resolve
-
-    def _unary_of_caller(
+    def _unary(
         self,
-        function: Callable[[CallerQuota | None, bytes], bytes],
+        function: UnaryFunction,
         authenticator: Authenticator | None,
         roles: frozenset[str],
-    ) -> Method:
-        """Returns the method of ``function`` for callers with one of ``roles``. Each call counts
-        against the caller's rate.
-
-        Args:
-            function: takes the caller's quota and the message. The quota is None without
-                ``authenticator``.
-        """
-        return lambda encoding, make_options, headers: self._admitting(
+        call: GrpcHeaders,
+    ) -> MakeCall:
+        return self._admitting(
             lambda stream, quota: GrpcUnaryCall(
-                partial(function, quota), encoding, headers, stream
+                partial(function, quota), call.encoding, call.by_name, stream
             ),
             authenticator,
             roles,
-            headers,
+            call.by_name,
         )
 
     def _admitting(
@@ -253,7 +238,7 @@ class GrpcService:
         make: Callable[[Stream, CallerQuota | None], Handler],
         authenticator: Authenticator | None,
         roles: frozenset[str],
-        headers: HeadersByName,
+        headers: dict[bytes, bytes],
         *,
         charge: bool = True,
     ) -> MakeCall:
@@ -277,7 +262,7 @@ class GrpcService:
 
         return make_or_reject
 
-    def list_models(self, message: bytes) -> bytes:
+    def _list_models(self, quota: CallerQuota | None, message: bytes) -> bytes:
         models = self._pipeline.models
         models.check_loaded()
         return embedding_pb2.ListModelsResponse(
@@ -285,7 +270,7 @@ class GrpcService:
             default_model=models.default_model,
         ).SerializeToString()
 
-    def get_model(self, message: bytes) -> bytes:
+    def _get_model(self, quota: CallerQuota | None, message: bytes) -> bytes:
         name = open_inference_grpc.read_message(message, embedding_pb2.GetModelRequest).model
         models = self._pipeline.models
         return _message(models, models.model(name)).SerializeToString()
@@ -293,12 +278,6 @@ class GrpcService:
 
 def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:
     return protobuf_responses.model_message(model, models.status(model))
-
-
-def _unary(function: Callable[[bytes], bytes]) -> Method:
-    return lambda encoding, make_options, headers: (
-        lambda stream: GrpcUnaryCall(function, encoding, headers, stream)
-    )
 
 
 def _path(service: str, method: str) -> bytes:
