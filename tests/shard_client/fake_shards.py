@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from embedserve.call_trace import CallTrace
 from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.reply import RESOURCE_EXHAUSTED, Reply, lost
-from embedserve.shard_client.shard_connection import Address
+from embedserve.shard_client.shard_connection import Address, ShardConnection
 from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
 
 KEY = VersionKey("dlrm", 7)
@@ -43,11 +45,11 @@ class FakeTime:
     def clock(self) -> float:
         return self.now_s
 
-    def call_later(self, delay_s: float, run: Callable[[], None]) -> FakeTimer:
+    def call_later(self, delay_s: float, run: Callable[[], None]) -> asyncio.TimerHandle:
         assert delay_s >= 0
         timer = FakeTimer(self.now_s + delay_s, run)
         self.timers.append(timer)
-        return timer
+        return cast(asyncio.TimerHandle, timer)
 
     def advance(self, seconds: float) -> None:
         """Runs the timers that are due in the next ``seconds``, each at its time."""
@@ -210,10 +212,10 @@ class Bench:
 
     def _connect(
         self, address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
-    ) -> FakeConnection:
+    ) -> ShardConnection:
         connection = FakeConnection(self.time, address, on_ready, on_end)
         self.connections[address[0]] = connection
-        return connection
+        return cast(ShardConnection, connection)
 
     def join(self, *hosts: str) -> None:
         """Connects replicas that serve the expected version."""

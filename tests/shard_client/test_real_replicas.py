@@ -20,7 +20,6 @@ from shard_client.shards import GrpcShard, grpc_shard
 from embedserve.model_names import VersionKey
 from embedserve.shard_client import replica
 from embedserve.shard_client.part_client import PartClient, PartOptions
-from embedserve.shard_client.replica import ReplicaConnection
 from embedserve.shard_client.reply import Reply
 from embedserve.shard_client.shard_connection import Address, ConnectionOptions, ShardConnection
 
@@ -71,7 +70,7 @@ async def test_invalid_host_name_is_reported_and_retried(
 
     def connect_and_count(
         address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
-    ) -> ReplicaConnection:
+    ) -> ShardConnection:
         nonlocal connects
         connects += 1
         return ShardConnection(address, options, on_ready, on_end)

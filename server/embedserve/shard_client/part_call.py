@@ -23,7 +23,7 @@ from embedserve.shard_client.reply import (
     lost,
     status_name,
 )
-from embedserve.shard_client.shard_connection import CallHandle, shown
+from embedserve.shard_client.shard_connection import shown
 from embedserve.tracing.trace_context import sampled_traceparent
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ class Attempt:
         self._end_s = now_s + timeout_s
         self._traced: TracedCall | None = None
         traceparent = b"" if part_call.calls is None else self._trace(part_call.calls, reason)
-        self._handle: CallHandle = connection.call(
-            part_call.message, timeout_s, self._on_reply, traceparent
-        )
+        self._handle = connection.call(part_call.message, timeout_s, self._on_reply, traceparent)
         self._set_timer(now_s, now_s)
 
     def _trace(self, calls: CallTrace, reason: str) -> bytes:

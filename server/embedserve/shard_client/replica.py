@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable
 from random import random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from embedserve.model_names import VersionKey
-from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.client_stream import ClientStream
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     OK,
@@ -18,8 +19,8 @@ from embedserve.shard_client.reply import (
     UNAUTHENTICATED,
     Reply,
 )
-from embedserve.shard_client.shard_connection import Address, CallHandle
-from embedserve.shard_client.timer_queue import CallLater, TimerHandle
+from embedserve.shard_client.shard_connection import Address, ShardConnection
+from embedserve.shard_client.timer_queue import CallLater
 from embedserve_proto.embedding_pb2 import ListModelsResponse
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 5.0
@@ -30,40 +31,7 @@ POLL_S = 1.0
 POLLS_UNANSWERED_MAX = 5
 """Polls after which an unanswered ListModels fails; the replica then serves nothing."""
 
-
-class ReplicaConnection(Protocol):
-    """A connection to a replica; ShardConnection implements it.
-
-    Attributes:
-        last_received_s: time.monotonic() when bytes arrived last.
-    """
-
-    last_received_s: float
-
-    @property
-    def in_flight(self) -> int:
-        """Number of calls in flight."""
-
-    def call(
-        self,
-        message: Sequence[bytes],
-        timeout_s: float,
-        on_done: OnReply,
-        traceparent: bytes = b"",
-    ) -> CallHandle:
-        """Calls Embed, with a traceparent header unless ``traceparent`` is empty."""
-
-    def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:
-        """Calls ListModels."""
-
-    def ping(self) -> None:
-        """Sends a PING."""
-
-    def finish(self, reason: str) -> None:
-        """Closes the connection after the calls in flight."""
-
-
-Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], ReplicaConnection]
+Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], ShardConnection]
 """Begins to connect to an address. Calls the first callback once the connection is ready for calls,
 and the second, with the reason, when it fails or ends; neither before it has returned."""
 
@@ -120,17 +88,17 @@ class PartReplica:
         """
         self.address = address
         self.reason = "connecting"
-        self.connection: ReplicaConnection | None = None
+        self.connection: ShardConnection | None = None
         self._connect, self._call_later, self._on_change = connect, call_later, on_change
-        self._connecting: ReplicaConnection | None = None
+        self._connecting: ShardConnection | None = None
         self._hung_s = float("-inf")
         self._backoff_s = BACKOFF_S_MIN
         self._is_closed = False
         self._listed: bytes | None = None  # the last response of ListModels
         self._served: dict[VersionKey, Served] = {}
-        self._poll_call: CallHandle | None = None
+        self._poll_call: ClientStream | None = None
         self._polls = 0  # that have passed since _poll_call
-        self._timer: TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._start()
 
     def mismatch(self, key: VersionKey, expected: Served) -> str:

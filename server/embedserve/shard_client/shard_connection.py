@@ -7,10 +7,10 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol, cast
+from typing import cast
 
 from embedserve.shard_client.call_headers import CallHeaders
-from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.client_stream import ClientStream, OnReply
 from embedserve.shard_client.http2_client import LOST, Http2Client
 from embedserve.wire.http2 import frames
 from embedserve.wire.http_stream import Headers
@@ -41,13 +41,6 @@ def shown(address: Address) -> str:
     """Returns the address as HOST:PORT; IPv6 addresses in brackets."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-class CallHandle(Protocol):
-    """A call in flight."""
-
-    def cancel(self) -> None:
-        """Cancels the call: its callback is not called. Does nothing after the reply."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +158,7 @@ class ShardConnection(asyncio.Protocol):
         timeout_s: float,
         on_done: OnReply,
         traceparent: bytes = b"",
-    ) -> CallHandle:
+    ) -> ClientStream:
         """Calls Embed. ``on_done`` is called later and exactly once, unless the call is cancelled.
 
         Args:
@@ -185,7 +178,7 @@ class ShardConnection(asyncio.Protocol):
             return self._client.call(block, message, on_done)
         return self._client.call(self._embed.block(timeout_s), message, on_done)
 
-    def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:
+    def list_models(self, timeout_s: float, on_done: OnReply) -> ClientStream:
         """Calls ListModels; like ``call``."""
         if not self.is_ready:
             raise ConnectionError(self.reason)

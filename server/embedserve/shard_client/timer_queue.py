@@ -5,6 +5,7 @@ Times are time.monotonic() seconds, because uvloop's own clock ticks in whole mi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -19,14 +20,7 @@ LATE_S = 3e-3
 replies may have arrived which it has not read: uvloop runs timers before it reads from sockets."""
 
 
-class TimerHandle(Protocol):
-    """A timer of the event loop."""
-
-    def cancel(self) -> None:
-        """Cancels the timer."""
-
-
-CallLater = Callable[[float, Callable[[], None]], TimerHandle]
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 class Due(Protocol):
@@ -57,7 +51,7 @@ class TimerQueue:
         self._count = 0  # breaks ties, so that items are not compared
         self._armed_s = float("inf")
         self._is_delayed = False  # whether the timer was late, and replies are read first
-        self._timer: TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def push(self, due_s: float, item: Due, now_s: float) -> None:
         """Calls ``item.on_due`` at ``due_s`` or up to a few ms later, unless it is over by then."""
