@@ -13,16 +13,17 @@ import pytest
 from server.gate import Gate
 from server.waiting import WAIT_S_MAX, until
 
+from embedserve import file_reloader
 from embedserve.config import ServeSettings
 from embedserve.processes.serve import serve
 from embedserve.shard_client import discovery
 from embedserve.shard_client.discovery import (
     DnsDiscovery,
     DnsShards,
-    FileDiscovery,
     FileShards,
     RayShards,
     discover,
+    follow_file,
     parse_address,
     parse_shards,
     read_shards,
@@ -104,29 +105,29 @@ async def test_address_file_changes_are_followed(
     path = tmp_path / "shards.json"
     write(path, {"0": ["a:1", "b:1", "a:1"], "1": ["c:1"]})
     found: list[tuple[int, list[Address]]] = []
-    file_discovery = FileDiscovery(FileShards(str(path)), 2, lambda *one: found.append(one))
+    reloader = follow_file(FileShards(str(path)), 2, lambda *one: found.append(one))
     assert found == [(0, [("a", 1), ("b", 1)]), (1, [("c", 1)])]
     found.clear()
     write(path, {"0": ["a:1", "b:1"], "1": ["d:1"]})
-    await file_discovery.poll()
+    await reloader.poll()
     assert found == [(1, [("d", 1)])]
     found.clear()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             write(path, "{")
-            await file_discovery.poll()
+            await reloader.poll()
         path.unlink()
-        await file_discovery.poll()
+        await reloader.poll()
     assert found == []
     assert caplog.text.count("is not JSON") == 1
     write(path, {"0": [], "1": ["d:1"]})
-    await file_discovery.poll()
+    await reloader.poll()
     assert found == [(0, [])]
 
 
 def test_missing_address_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="--shards"):
-        discover(FileShards(str(tmp_path / "none")), 1, print)
+        follow_file(FileShards(str(tmp_path / "none")), 1, print)
 
 
 async def test_dns_changes_and_failures_are_followed(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +191,7 @@ async def test_discoveries_poll_until_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "DNS_S", 0.01)
-    monkeypatch.setattr(discovery, "FILE_S", 0.01)
+    monkeypatch.setattr(file_reloader, "POLL_S", 0.01)
     path = tmp_path / "shards.json"
     write(path, {"0": []})
     second = asyncio.Event()
@@ -206,11 +207,11 @@ async def test_discoveries_poll_until_cancelled(
             second.set()
 
     for running in (
-        DnsDiscovery(DNS, 1, on_addresses, resolve),
+        DnsDiscovery(DNS, 1, on_addresses, resolve).run(),
         discover(FileShards(str(path)), 1, on_addresses),
     ):
         second.clear()
-        task = asyncio.create_task(running.run())
+        task = asyncio.create_task(running)
         await asyncio.sleep(0)
         write(path, {"0": ["h:2"]})
         await asyncio.wait_for(second.wait(), 60)

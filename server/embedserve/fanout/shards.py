@@ -242,7 +242,7 @@ class Shards:
                 self._source, count, lambda part, found: clients[part].set_addresses(found)
             )
             self._clients[count] = clients
-            self._discoveries[count] = asyncio.ensure_future(discovery.run())
+            self._discoveries[count] = asyncio.ensure_future(discovery)
         for client, served in zip(self._clients[count], parts, strict=True):
             client.expect(VersionKey(served.model, served.version), served.fingerprint)
 

@@ -11,14 +11,14 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from embedserve.daemon_threads import run_in_daemon_thread
-from embedserve.file_reloader import FileReloader
+from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.periodic import repeat
 from embedserve.shard_client.shard_connection import Address
 
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 DNS_S = 2.0
 """Seconds between two resolutions of the names."""
-FILE_S = 1.0
-"""Seconds between two polls of the file."""
 PART = "{part}"
 EXPECTED = "expected dns:NAME-{part}:PORT, file:PATH or ray:NAME"
 
@@ -216,51 +214,38 @@ class DnsDiscovery:
         await repeat(DNS_S, partial(self.poll_part, part))
 
 
-class FileDiscovery:
-    """Reads the addresses from a file, and again when it changes."""
+def follow_file(
+    source: FileShards, part_count: int, on_addresses: OnAddresses
+) -> FileReloader[list[list[Address]]]:
+    """Reads the addresses from a file; the reloader reads them again when it changes.
 
-    def __init__(self, source: FileShards, part_count: int, on_addresses: OnAddresses) -> None:
-        """Reads the file.
+    Args:
+        on_addresses: called for each part whose addresses have changed.
 
-        Args:
-            source: path of the file.
-            part_count: number of parts.
-            on_addresses: called for each part whose addresses have changed.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: from ``read_shards``.
+    """
+    known: list[list[Address]] = [[] for _ in range(part_count)]
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: from ``read_shards``.
-        """
-        self._found: Sequence[list[Address]] = [[] for _ in range(part_count)]
-        self._on_addresses = on_addresses
-        self._reloader = FileReloader(
-            "--shards", [source.path], lambda: read_shards(source.path, part_count), self._adopt
-        )
-
-    def _adopt(self, found: list[list[Address]]) -> None:
-        former, self._found = self._found, found
+    def adopt(found: list[list[Address]]) -> None:
         for part, addresses in enumerate(found):
-            if addresses != former[part]:
-                self._on_addresses(part, addresses)
+            if addresses != known[part]:
+                known[part] = addresses
+                on_addresses(part, addresses)
 
-    async def poll(self) -> None:
-        """Reads the file if it has changed. Malformed content is logged once, and ignored."""
-        await self._reloader.poll()
-
-    async def run(self) -> None:
-        """Polls every FILE_S, until it is cancelled."""
-        await repeat(FILE_S, self.poll)
+    read = partial(read_shards, source.path, part_count)
+    return FileReloader("--shards", [source.path], read, adopt)
 
 
 def discover(
     source: DnsShards | FileShards, part_count: int, on_addresses: OnAddresses
-) -> DnsDiscovery | FileDiscovery:
-    """Returns the discovery of a source; ``run`` it as a task.
+) -> Coroutine[object, object, None]:
+    """Returns the discovery of a source, which runs as a task until it is cancelled.
 
     Raises:
-        OSError: the file of the source cannot be read.
-        ValueError: it is malformed.
+        OSError, ValueError: as ``follow_file``.
     """
     if isinstance(source, DnsShards):
-        return DnsDiscovery(source, part_count, on_addresses)
-    return FileDiscovery(source, part_count, on_addresses)
+        return DnsDiscovery(source, part_count, on_addresses).run()
+    return poll_all([follow_file(source, part_count, on_addresses)])
