@@ -116,6 +116,7 @@ def test_hold_survives_applier_restart(
     held.status.stall("the process that applies deltas was ended by SIGKILL")
     held.push(3)
     held.follower = held.started()
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         assert held.poll_once() == ("held", 1, 3)  # its first poll lists the line
         assert (held.status.read().reason, held.poll_once()) == ("", ("held", 1, 3))
