@@ -1,31 +1,26 @@
 """Goldens of the last delta, in memory that the applier writes and the workers read.
 
-There is no lock. A reader verifies the record's checksum, and skips the comparison if the record
-was written meanwhile.
+A worker skips the comparison if the goldens are written meanwhile.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.version_memory import VersionMemory
+from embedserve.deltas.version_memory import SharedRecord, VersionMemory
 from embedserve_store.format.delta_goldens import BYTES_MAX, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.delta_parity import check_results
 
-_HEADER = struct.Struct("<QQQQQQQ")
-"""seq, rows and columns of the lengths, rows and columns of the answers, row numbers, weights."""
-_CHECKSUM = struct.Struct("<I")
-_START = _CHECKSUM.size + _HEADER.size
-ROOM = _START + 2 * BYTES_MAX
-"""Bytes of the memory: the goldens, and bounds of at most the same size."""
+ROOM = 2 * BYTES_MAX + 4096
+"""Bytes of the memory: the goldens, bounds of at most the same size, and their names and shapes."""
 
 Lookup = Callable[
     [NDArray[np.int64], NDArray[np.int32], NDArray[np.float32] | None], NDArray[np.float32]
@@ -50,50 +45,24 @@ class SharedGoldens:
         Args:
             memory: as in LiveRows.
         """
-        self._memory = (memory or VersionMemory.create()).take(ROOM).data
+        self._record = SharedRecord((memory or VersionMemory.create()).take(ROOM))
 
     def write(self, checked: CheckedGoldens) -> None:
         """Replaces the goldens. Called before the delta is committed, by one process at a time."""
-        goldens = checked.goldens
-        weights = np.zeros(0, np.float32) if goldens.weights is None else goldens.weights
-        sizes = *goldens.lengths.shape, *goldens.answers.shape, len(goldens.numbers), len(weights)
-        arrays = goldens.numbers, goldens.lengths, weights, goldens.answers, checked.bounds
-        record = _HEADER.pack(checked.seq, *sizes)
-        record += b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
-        checksum = _CHECKSUM.pack(zlib.crc32(record))
-        self._memory[: _CHECKSUM.size + len(record)] = checksum + record
+        arrays = checked.goldens.arrays | {"bounds": checked.bounds, "seq": np.array([checked.seq])}
+        self._record.write(save({name: np.ascontiguousarray(one) for name, one in arrays.items()}))
 
     def clear(self) -> None:
         """Removes the goldens. Called before a delta without goldens is committed."""
-        self._memory[:_START] = bytes(_START)
+        self._record.write(b"")
 
     def read(self) -> CheckedGoldens | None:
         """Returns the goldens; None if there are none, or they are being replaced."""
-        header = bytes(self._memory[_CHECKSUM.size : _START])
-        seq, features, examples, rows, columns, ids, weighted = _HEADER.unpack(header)
-        answers = rows * columns
-        sizes = (8 * ids, 4 * features * examples, 4 * weighted, 4 * answers, 4 * answers)
-        if not seq or sum(sizes) > ROOM - _START:
+        if not (record := self._record.read()):
             return None
-        content = bytearray(self._memory[_START : _START + sum(sizes)])
-        checksum = bytes(self._memory[: _CHECKSUM.size])
-        if _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(header))) != checksum:
-            return None
-        dtypes = np.int64, np.int32, np.float32, np.float32, np.float32
-        starts = np.cumsum((0, *sizes))
-        numbers, lengths, weights, results, bounds = (
-            np.frombuffer(content[start : start + size], dtype)
-            for start, size, dtype in zip(starts, sizes, dtypes, strict=False)
-        )
-        shape = rows, columns
-        goldens = DeltaGoldens(
-            numbers,
-            lengths.reshape(features, examples),
-            weights if weighted else None,
-            results.reshape(shape),
-            "float32",
-        )
-        return CheckedGoldens(seq, goldens, bounds.reshape(shape))
+        arrays: dict[str, Any] = {"weights": None} | load(record)
+        seq, bounds = arrays.pop("seq").item(), arrays.pop("bounds")
+        return CheckedGoldens(seq, DeltaGoldens(**arrays, dtype="float32"), bounds)
 
 
 class LiveGoldens:

@@ -1,14 +1,12 @@
 """Status of a followed line, in memory that the applier writes and the workers read.
 
-A status is written alternately into two records, each with a checksum. A reader takes the last
-whole record, so that it never sees half of one, not even after a writer was killed while it wrote.
+A status is written alternately into two records. A reader takes the last whole one, so that there
+is one even after a writer was killed while it wrote.
 """
 
 from __future__ import annotations
 
-import struct
 import time
-import zlib
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,7 +18,7 @@ import msgspec
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
-from embedserve.deltas.version_memory import VersionMemory
+from embedserve.deltas.version_memory import SharedRecord, VersionMemory
 from embedserve_store.format.delta_manifest import LinePosition
 from embedserve_store.model_version import ModelVersion
 
@@ -30,10 +28,10 @@ REASON_BYTES_MAX = 500
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bucket bounds of the durations, in seconds."""
 
-_HEAD = struct.Struct("<II")
-"""Checksum and size of the record that follows: its number, then the state in MessagePack."""
 _NUMBER_BYTES = 8
-_SLOT_BYTES = 2048
+"""Bytes of the number of a record, big-endian, so that the last record is the largest. The state
+follows in MessagePack."""
+_RECORD_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,8 @@ class DeltaStatus:
         """
         memory = memory or VersionMemory.create()
         self.line = start.line
-        self._memory = memory.take(2 * _SLOT_BYTES).data
+        parts = memory.take(2 * _RECORD_BYTES).reshape(2, -1)
+        self._records = [SharedRecord(part) for part in parts]
         self._written = 0
         if memory.is_new:
             applied = Applied(start.seq, 0.0, start.checksum)
@@ -148,19 +147,16 @@ class DeltaStatus:
 
     def write(self, state: DeltaState) -> None:
         """Replaces the status; only one process at a time writes."""
-        self._written = max(self._written, self._last_record()[0]) + 1
+        self._written = max(self._written, _number_of(self._last_record())) + 1
         if (reason := _cut(state.reason)) != state.reason:
             state = replace(state, reason=reason)
-        record = self._written.to_bytes(_NUMBER_BYTES, "little") + msgspec.msgpack.encode(state)
-        slot = _HEAD.pack(zlib.crc32(record), len(record)) + record
-        at = self._written % 2 * _SLOT_BYTES
-        self._memory[at : at + _SLOT_BYTES] = slot.ljust(_SLOT_BYTES, b"\0")
+        number = self._written.to_bytes(_NUMBER_BYTES, "big")
+        self._records[self._written % 2].write(number + msgspec.msgpack.encode(state))
 
     def read(self) -> DeltaState:
         """Returns the status that was written last."""
-        number, record = self._last_record()
-        while not number:  # both records were written while they were read
-            number, record = self._last_record()
+        while not (record := self._last_record()):
+            pass  # both records were written while they were read
         return msgspec.msgpack.decode(record[_NUMBER_BYTES:], type=DeltaState)
 
     def stall(self, reason: str) -> None:
@@ -188,17 +184,9 @@ class DeltaStatus:
             "undo_from": now.undo_from,
         } | ({} if now.at_seq is None else {"at_seq": now.at_seq})
 
-    def _last_record(self) -> tuple[int, bytes]:
-        """Returns the number and the bytes of the last whole record; 0 if neither is whole."""
-        last = 0, b""
-        for at in (0, _SLOT_BYTES):
-            slot = bytes(self._memory[at : at + _SLOT_BYTES])
-            checksum, size = _HEAD.unpack_from(slot)
-            record = slot[_HEAD.size : _HEAD.size + size]
-            number = int.from_bytes(record[:_NUMBER_BYTES], "little")
-            if number > last[0] and zlib.crc32(record) == checksum:
-                last = number, record
-        return last
+    def _last_record(self) -> bytes:
+        """Returns the last whole record; b"" if neither is whole."""
+        return max(record.read() for record in self._records)
 
 
 @dataclass(frozen=True)
@@ -283,6 +271,10 @@ class SharedDeltaState:
         if self.notify is not None:
             described["notify"] = "connected" if self.notify.is_set else "disconnected"
         return described
+
+
+def _number_of(record: bytes) -> int:
+    return int.from_bytes(record[:_NUMBER_BYTES], "big")
 
 
 def _age_s(since: float) -> float:

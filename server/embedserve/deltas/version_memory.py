@@ -11,7 +11,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import struct
 import weakref
+import zlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,8 @@ from embedserve_store.memory.resident_tables import HUGE_PAGE_BYTES
 NAME = "embedserve-deltas"
 """Name of the file in /proc/PID/maps."""
 _MFD_NOEXEC_SEAL = 0x8  # of linux/memfd.h, which os lacks
+_RECORD_HEAD = struct.Struct("<II")
+"""Checksum and size of the record that follows."""
 
 
 class VersionMemory:
@@ -107,6 +111,26 @@ class VersionMemory:
         elif (found := os.fstat(self._fd).st_size) < self._end:
             raise StoreError(f"memory for changed rows has {found} bytes, {self._end} are expected")
         map_file(address, size, READ_WRITE, self._fd, start)
+
+
+class SharedRecord:
+    """Bytes with a checksum in a part of the memory, without a lock: no reader takes half of them,
+    not even after a writer was killed while it wrote."""
+
+    def __init__(self, part: NDArray[np.uint8]) -> None:
+        self._part = part.data
+
+    def write(self, record: bytes) -> None:
+        """Replaces the record; only one process at a time writes. Raises ValueError if it is larger
+        than the part."""
+        content = _RECORD_HEAD.pack(zlib.crc32(record), len(record)) + record
+        self._part[: len(content)] = content
+
+    def read(self) -> bytes:
+        """Returns the record; b"" if there is none, or it is being replaced."""
+        checksum, nbytes = _RECORD_HEAD.unpack_from(self._part)
+        record = bytes(self._part[_RECORD_HEAD.size : _RECORD_HEAD.size + nbytes])
+        return record if zlib.crc32(record) == checksum else b""
 
 
 def _file_in_memory() -> int:

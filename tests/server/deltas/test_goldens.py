@@ -13,7 +13,6 @@ import pytest
 from server.deltas.followed import ROWS, Followed
 from server.deltas.tables import changed, random_changes, state_of, version_of
 
-from embedserve.deltas import shared_goldens
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
@@ -194,13 +193,14 @@ def test_partially_written_goldens_are_not_read() -> None:
     shared.write(checked_goldens(1))
     other = SharedGoldens()
     other.write(checked_goldens(3, examples=3))
+    part = shared._record._part
     for size in range(4, 100, 3):
-        whole = bytes(shared._memory[:400])
-        shared._memory[:size] = other._memory[:size]
+        whole = bytes(part[:800])
+        part[:size] = other._record._part[:size]
         found = shared.read()
         assert found is None or found.seq == 1
-        shared._memory[:400] = whole
-    shared._memory[4 : shared_goldens._START] = b"\xff" * (shared_goldens._START - 4)
+        part[:800] = whole
+    part[4:8] = b"\xff" * 4  # its size
     assert shared.read() is None
 
 

@@ -85,8 +85,7 @@ def test_damaged_record_is_ignored_for_the_previous_record() -> None:
     status = DeltaStatus(START)
     status.write(state_of(status, 5))
     status.write(state_of(status, 6))
-    at = status._written % 2 * module._SLOT_BYTES
-    status._memory[at + 20] ^= 1
+    status._records[status._written % 2]._part[20] ^= 1
     assert status.read().applied.seq == 5
     status.write(state_of(status, 7))
     assert status.read().applied.seq == 7
