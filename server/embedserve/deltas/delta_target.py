@@ -10,8 +10,11 @@ import msgspec
 import orjson
 
 from embedserve.config import ServeSettings
+from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import memory_bytes
-from embedserve.deltas.status import SharedDeltaState
+from embedserve.deltas.shared_flag import SharedFlag
+from embedserve.deltas.shared_goldens import SharedGoldens
+from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
@@ -113,17 +116,25 @@ def check_room(settings: ServeSettings, version: ModelVersion, available: int) -
 def _shared_state(
     settings: ServeSettings, version: ModelVersion, memory: VersionMemory
 ) -> SharedDeltaState:
-    room, undo = memory_bytes(settings, version), settings.delta_undo
-    percent = settings.delta_new_ids_percent
-    return SharedDeltaState.of(
+    """Returns ``version`` in ``memory``, new or as another process has left it. Raises StoreError,
+    or OSError if the address space is too small."""
+    live = LiveRows(
         version,
-        room,
+        memory_bytes(settings, version),
         settings.workers,
-        undo,
+        settings.delta_undo,
         memory,
-        percent,
-        is_notified=bool(settings.delta_notify),
-        are_signed=bool(settings.delta_key),
+        settings.delta_new_ids_percent,
+    )
+    return SharedDeltaState(
+        live,
+        DeltaStatus(live.start, memory),
+        SharedFlag(memory),
+        SharedGoldens(memory),
+        SharedFlag(memory),
+        memory,
+        SharedFlag(memory) if settings.delta_notify else None,
+        bool(settings.delta_key),
     )
 
 

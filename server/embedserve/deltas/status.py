@@ -20,7 +20,6 @@ from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
 from embedserve.deltas.version_memory import SharedRecord, VersionMemory
 from embedserve_store.format.delta_manifest import LinePosition
-from embedserve_store.model_version import ModelVersion
 
 CATCHING_UP, FOLLOWING, STALLED = "catching up", "following", "stalled"
 FULL, HELD = "full", "held"
@@ -212,36 +211,6 @@ class SharedDeltaState:
     memory: VersionMemory = field(default_factory=VersionMemory.create)
     notify: SharedFlag | None = None
     are_signed: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        version: ModelVersion,
-        memory_max: int,
-        readers: int,
-        undo: int,
-        memory: VersionMemory,
-        new_ids_percent: float = 0.0,
-        *,
-        is_notified: bool = False,
-        are_signed: bool = False,
-    ) -> SharedDeltaState:
-        """Returns ``version`` in ``memory``, new or as another process has left it.
-
-        Args:
-            memory_max, readers, undo, new_ids_percent: as in LiveRows, the same in all processes.
-            is_notified: whether a broker notifies the applier.
-            are_signed: whether deltas need a signature.
-
-        Raises:
-            StoreError: the version's deltas cannot be served.
-            OSError: the address space is too small.
-        """
-        live = LiveRows(version, memory_max, readers, undo, memory, new_ids_percent)
-        status, hold = DeltaStatus(live.start, memory), SharedFlag(memory)
-        goldens, caught_up = SharedGoldens(memory), SharedFlag(memory)
-        notify = SharedFlag(memory) if is_notified else None
-        return cls(live, status, hold, goldens, caught_up, memory, notify, are_signed)
 
     def read(self) -> DeltaState:
         """Returns the status, with the last delta that lookups of this process read. On a GPU that

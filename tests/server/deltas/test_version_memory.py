@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from server.deltas.tables import by_key, changed, random_changes, read, state_of, version_of
 
+from embedserve.config import ServeSettings
 from embedserve.deltas import version_memory
+from embedserve.deltas.delta_target import make_shared_state, open_shared_state
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens
@@ -20,9 +23,12 @@ from embedserve.deltas.version_memory import NAME, VersionMemory
 from embedserve_store import StoreError
 from embedserve_store.format.delta_goldens import DeltaGoldens
 
+SETTINGS = ServeSettings("store", delta_memory=64 << 10, workers=2, delta_undo=3)
 
-def followed_state(folder: Path, memory: VersionMemory) -> SharedDeltaState:
-    return SharedDeltaState.of(version_of(folder), 64 << 10, 2, 3, memory)
+
+def opened_state(folder: Path, made: SharedDeltaState) -> SharedDeltaState:
+    """Returns the state that another process finds in the memory of ``made``."""
+    return open_shared_state(SETTINGS, version_of(folder), made.memory.path, made.memory.generation)
 
 
 def count_mappings() -> int:
@@ -32,15 +38,14 @@ def count_mappings() -> int:
 
 
 def test_opened_memory_shares_rows_readers_status_and_goldens(tmp_path: Path) -> None:
-    memory = VersionMemory.create(7)
-    ours = followed_state(tmp_path, memory)
+    ours = make_shared_state(SETTINGS, version_of(tmp_path), 7)
     published = state_of(ours.live.version)
     writer, random = RowsWriter(ours.live), np.random.default_rng(1)
     changes = random_changes(random, 5)
     writer.apply(1, changes)
     ours.hold.set(True)
     ours.status.stall("for the test")
-    theirs = followed_state(tmp_path, VersionMemory.open(memory.path, 7))
+    theirs = opened_state(tmp_path, ours)
     assert theirs.live.tables.data.ctypes.data != ours.live.tables.data.ctypes.data
     assert (theirs.hold.is_set, theirs.status.read().reason) == (True, "for the test")
     assert theirs.live.committed == ours.live.committed
@@ -67,12 +72,11 @@ def test_opened_memory_shares_rows_readers_status_and_goldens(tmp_path: Path) ->
 
 def test_unused_memory_is_released(tmp_path: Path) -> None:
     before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
-    memory = VersionMemory.create(1)
-    one = followed_state(tmp_path, memory)
-    other = followed_state(tmp_path, VersionMemory.open(memory.path, 1))
+    one = make_shared_state(SETTINGS, version_of(tmp_path), 1)
+    other = opened_state(tmp_path, one)
     rows = other.live.last_spares
     assert count_mappings() > before
-    del one, other, memory
+    del one, other
     assert count_mappings() == before + 1  # the array that is left
     assert rows.sum() == 0
     del rows
@@ -92,11 +96,10 @@ def test_memory_of_another_rollout_is_not_opened() -> None:
 
 
 def test_memory_created_with_other_settings_is_rejected(tmp_path: Path) -> None:
-    memory = VersionMemory.create(1)
-    kept = followed_state(tmp_path, memory)
-    opened = VersionMemory.open(memory.path, 1)
+    made = make_shared_state(SETTINGS, version_of(tmp_path), 1)
+    others = replace(SETTINGS, delta_memory=640 << 10)
     with pytest.raises(StoreError, match=r"memory for changed rows has \d+ bytes, \d+ are expec"):
-        SharedDeltaState.of(kept.live.version, 640 << 10, 2, 3, opened)
+        open_shared_state(others, version_of(tmp_path), made.memory.path, 1)
 
 
 def test_memory_is_created_on_kernels_without_the_noexec_seal(
