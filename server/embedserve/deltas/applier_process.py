@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -81,7 +82,9 @@ def run_applier(
         Path("/proc/self/comm").write_text(PROCESS_NAME)
     os.nice(NICENESS)
     waiter = DeltaWaiter()
-    inbox = Inbox(supervisor, waiter)
+    messages: deque[bytes] = deque(maxlen=1)  # versions to follow; only the last message counts
+    arguments = supervisor, messages, waiter
+    threading.Thread(target=_read_messages, args=arguments, daemon=True).start()
     heartbeat = Heartbeat(supervisor)
     models = BeatingStore(settings, heartbeat)
 
@@ -109,8 +112,8 @@ def run_applier(
     subscriber = _subscriber(settings, waiter, lines)
     is_announced = False
     while True:
-        if (wanted := inbox.take()) is not None:
-            lines.follow(wanted)
+        if messages:
+            lines.follow(from_bytes(messages.pop()))
         if subscriber is not None:
             subscriber.follow(lines.topics())
             lines.set_notified(subscriber.is_connected)
@@ -139,34 +142,14 @@ def _subscriber(
     return subscriber
 
 
-class Inbox:
-    """Messages of the supervisor; only the last counts. Ends this process when the
-    supervisor's end of the channel is closed."""
-
-    def __init__(self, supervisor: socket.socket, waiter: DeltaWaiter) -> None:
-        """
-        Args:
-            waiter: is woken by each message.
-        """
-        self._waiter = waiter
-        self._has_arrived = threading.Event()
-        self._last_message = b""
-        threading.Thread(target=self._read, args=(supervisor,), daemon=True).start()
-
-    def take(self) -> list[DeltaTarget] | None:
-        """Returns the versions to follow from now on; None if no message came since."""
-        if not self._has_arrived.is_set():
-            return None
-        self._has_arrived.clear()
-        return from_bytes(self._last_message)
-
-    def _read(self, supervisor: socket.socket) -> None:
-        with suppress(OSError), supervisor.makefile("rb") as lines:
-            for line in lines:
-                self._last_message = line
-                self._has_arrived.set()
-                self._waiter.wake()
-        os._exit(0)
+def _read_messages(supervisor: socket.socket, messages: deque[bytes], waiter: DeltaWaiter) -> None:
+    """Adds what the supervisor sends to ``messages``. Ends this process when the supervisor's end
+    of the channel is closed."""
+    with suppress(OSError), supervisor.makefile("rb") as lines:
+        for line in lines:
+            messages.append(line)
+            waiter.wake()
+    os._exit(0)
 
 
 class PollSchedule:
