@@ -148,23 +148,18 @@ class Training:
 
 
 class Served:
-    """A version that follows deltas, and an engine over its rows.
-
-    Attributes:
-        last_seq: delta that the alias is bound to, if any.
-    """
+    """A version that follows deltas, and an engine over its rows."""
 
     def __init__(self, compiled_once: CompiledOnce, training: Training, device: str) -> None:
         self.training = training
         version = ModelStore(training.store).load("m", 1)
-        self.last_seq: int | None = None
         models = ModelStore(training.store)
-        self._line = BoundedLine(models, version.manifest, None, lambda: self.last_seq)
+        self.line = BoundedLine(models, version.manifest)
         self.live = LiveRows(version, MEMORY, 1, UNDO, new_ids_percent=1000)
         self.engine = compiled_once.restore(self.live.version, device, live=self.live)
         upload = None if self.engine.spare_rows is None else self.engine.spare_rows.upload
         self.reader = self.engine.rows_reader = RowsReader(self.live, 0, self.engine.plan, upload)
-        self._status = DeltaStatus(self._line.start)
+        self._status = DeltaStatus(self.line.start)
         self.start_applier()
         self.info = ModelInfo(
             manifest=self.engine.manifest,
@@ -180,7 +175,7 @@ class Served:
     def start_applier(self) -> None:
         """Starts an applier that knows only the newest rows, as after a killed one."""
         followed = SharedDeltaState(self.live, self._status)
-        self._follower = DeltaFollower("m", self._line, followed, MEMORY)
+        self._follower = DeltaFollower("m", self.line, followed, MEMORY)
 
     def follow(self) -> None:
         while self._follower.poll_once() or self._follower.poll_once():
@@ -265,7 +260,7 @@ def test_alias_moves_between_deltas_while_another_alias_follows_all(
     for bound in (5, 2, 0, 4, None, 1, 6, None):
         if kept == "store":
             stable.start_applier()
-        stable.last_seq = bound
+        stable.line.last_seq = bound
         training.push()
         last = training.writer.seq
         assert stable.look_up_all() == (last if bound is None else bound)
@@ -303,7 +298,7 @@ def test_concurrent_lookups_return_the_ids_of_their_seq(
                     training.undo(max(0, training.writer.seq - int(random.integers(1, 9))))
                 if step % 5 == 4:
                     back = int(random.integers(0, 9))
-                    served.last_seq = max(0, training.writer.seq - back) if back else None
+                    served.line.last_seq = max(0, training.writer.seq - back) if back else None
                 served.follow()
         finally:
             ended.set()

@@ -20,14 +20,11 @@ from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
-from embedserve.deltas.bounded_line import BoundedLine, LastSeq
-from embedserve.deltas.delta_target import DeltaTarget, from_bytes, open_shared_state
+from embedserve.deltas.delta_target import DeltaTarget, from_bytes
 from embedserve.deltas.delta_waiter import DeltaWaiter
-from embedserve.deltas.followed_lines import FollowedLines
-from embedserve.deltas.follower import DeltaFollower
-from embedserve.deltas.memory import memory_bytes
+from embedserve.deltas.followed_lines import FollowedLines, shortest_poll_s
 from embedserve.deltas.read_changes import CheckRows
-from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import SharedDeltaState
 from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
@@ -41,21 +38,9 @@ logger = logging.getLogger(__name__)
 PROCESS_NAME = "delta-applier"
 NICENESS = 3
 """Added to the niceness of the process. Where both want a core, lookups get two thirds of it."""
-RETRY_S_MAX = 5.0
-"""Longest interval of polls while no delta can be applied."""
 BEAT_S = 1.0
 """Shortest interval of heartbeats: each wakes the supervisor, which itself checks all processes
 once in a second."""
-
-SHORTEST_POLL_S_MAX = 0.05
-"""Upper bound of ``shortest_poll_s``: a flood of notifications costs at most 20 requests to the
-store a second."""
-
-
-def shortest_poll_s(poll_s: float) -> float:
-    """Returns the shortest interval of polls, however many notifications come: a fifth of the
-    configured interval."""
-    return min(poll_s / 5, SHORTEST_POLL_S_MAX)
 
 
 def run_applier(
@@ -87,27 +72,9 @@ def run_applier(
     threading.Thread(target=_read_messages, args=arguments, daemon=True).start()
     heartbeat = Heartbeat(supervisor)
     models = BeatingStore(settings, heartbeat)
-
-    def make_schedule(
-        target: DeltaTarget, shared: SharedDeltaState, last_seq: LastSeq
-    ) -> PollSchedule:
-        published = shared.live.version
-
-        def follower() -> DeltaFollower:
-            line = BoundedLine(models, published.manifest, keys, last_seq)
-            room = memory_bytes(settings, published)
-            return DeltaFollower(target.name, line, shared, room, check_on_device)
-
-        return PollSchedule(follower, shared.status, delta_poll_s(settings))
-
-    def open_state(target: DeltaTarget) -> SharedDeltaState:
-        return open_shared_state(
-            settings, open_version(target.path), target.memory, target.generation
-        )
-
     targets = [*versions]
     inherited = {one.key: versions.pop(one) for one in targets}
-    lines = FollowedLines(make_schedule, open_state, inherited)
+    lines = FollowedLines(settings, models, open_version, inherited, check_on_device, keys)
     lines.follow(targets)
     subscriber = _subscriber(settings, waiter, lines)
     is_announced = False
@@ -150,59 +117,6 @@ def _read_messages(supervisor: socket.socket, messages: deque[bytes], waiter: De
             messages.append(line)
             waiter.wake()
     os._exit(0)
-
-
-class PollSchedule:
-    """Polls of one follower, at an interval that grows while no delta can be applied.
-
-    Attributes:
-        due_s: time of the next poll, on the monotonic clock.
-    """
-
-    def __init__(
-        self, make: Callable[[], DeltaFollower], status: DeltaStatus, poll_s: float
-    ) -> None:
-        """
-        Args:
-            make: makes the follower, as the successor of one that may have failed anywhere.
-
-        Raises:
-            StoreError: as ``make``.
-        """
-        self.due_s = 0.0
-        self._make, self._status = make, status
-        self._poll_s = self._wait_s = poll_s
-        self._polled_s = 0.0
-        self._is_failed = False
-        self._follower: DeltaFollower | None = make()
-
-    def poll_if_due(self) -> None:
-        if self.due_s > time.monotonic():
-            return
-        has_more = self._poll()
-        self._is_failed = bool(self._status.read().reason)
-        longest_s = max(RETRY_S_MAX, self._poll_s)
-        self._wait_s = min(2 * self._wait_s, longest_s) if self._is_failed else self._poll_s
-        self._polled_s = time.monotonic()
-        self.due_s = self._polled_s + (0.0 if has_more else self._wait_s)
-
-    def hurry(self) -> None:
-        """Makes the next poll due as early as ``shortest_poll_s`` allows. While no delta can be
-        applied its time stays: each of these polls may read a large delta again."""
-        if not self._is_failed:
-            self.due_s = min(self.due_s, self._polled_s + shortest_poll_s(self._poll_s))
-
-    def _poll(self) -> bool:
-        """Polls once. An unexpected error is that of this follower alone."""
-        try:
-            if self._follower is None:
-                self._follower = self._make()  # reads the status
-            return self._follower.poll_once()
-        except Exception as error:
-            logger.exception("deltas cannot be applied")
-            self._status.stall(f"{type(error).__name__}: {error}")
-            self._follower = None
-            return False
 
 
 class Heartbeat:

@@ -17,27 +17,97 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from embedserve.deltas.bounded_line import LastSeq
-from embedserve.deltas.delta_target import DeltaTarget
-from embedserve.deltas.status import HELD, SharedDeltaState
+from embedserve.config import ServeSettings
+from embedserve.config_checks import delta_poll_s
+from embedserve.deltas.bounded_line import BoundedLine
+from embedserve.deltas.delta_target import DeltaTarget, open_shared_state
+from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.memory import memory_bytes
+from embedserve.deltas.read_changes import CheckRows
+from embedserve.deltas.status import HELD, DeltaStatus, SharedDeltaState
+from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.errors import StoreError
+from embedserve_store.model_store import ModelStore
+from embedserve_store.model_version import ModelVersion
 
 if TYPE_CHECKING:
-    from embedserve.deltas.applier_process import PollSchedule
     from embedserve_store.deltas.notify.channel import Topic
 
 logger = logging.getLogger(__name__)
 
 OPEN_S = 1.0
 """Interval of the tries to open versions while none is open."""
+RETRY_S_MAX = 5.0
+"""Longest interval of polls while no delta can be applied."""
+SHORTEST_POLL_S_MAX = 0.05
+"""Upper bound of ``shortest_poll_s``: a flood of notifications costs at most 20 requests to the
+store a second."""
 
-MakeSchedule = Callable[[DeltaTarget, SharedDeltaState, LastSeq], "PollSchedule"]
+
+def shortest_poll_s(poll_s: float) -> float:
+    """Returns the shortest interval of polls, however many notifications come: a fifth of the
+    configured interval."""
+    return min(poll_s / 5, SHORTEST_POLL_S_MAX)
+
+
+class PollSchedule:
+    """Polls of one follower, at an interval that grows while no delta can be applied.
+
+    Attributes:
+        due_s: time of the next poll, on the monotonic clock.
+    """
+
+    def __init__(
+        self, make: Callable[[], DeltaFollower], status: DeltaStatus, poll_s: float
+    ) -> None:
+        """
+        Args:
+            make: makes the follower, as the successor of one that may have failed anywhere.
+
+        Raises:
+            StoreError: as ``make``.
+        """
+        self.due_s = 0.0
+        self._make, self._status = make, status
+        self._poll_s = self._wait_s = poll_s
+        self._polled_s = 0.0
+        self._is_failed = False
+        self._follower: DeltaFollower | None = make()
+
+    def poll_if_due(self) -> None:
+        if self.due_s > time.monotonic():
+            return
+        has_more = self._poll()
+        self._is_failed = bool(self._status.read().reason)
+        longest_s = max(RETRY_S_MAX, self._poll_s)
+        self._wait_s = min(2 * self._wait_s, longest_s) if self._is_failed else self._poll_s
+        self._polled_s = time.monotonic()
+        self.due_s = self._polled_s + (0.0 if has_more else self._wait_s)
+
+    def hurry(self) -> None:
+        """Makes the next poll due as early as ``shortest_poll_s`` allows. While no delta can be
+        applied its time stays: each of these polls may read a large delta again."""
+        if not self._is_failed:
+            self.due_s = min(self.due_s, self._polled_s + shortest_poll_s(self._poll_s))
+
+    def _poll(self) -> bool:
+        """Polls once. An unexpected error is that of this follower alone."""
+        try:
+            if self._follower is None:
+                self._follower = self._make()  # reads the status
+            return self._follower.poll_once()
+        except Exception as error:
+            logger.exception("deltas cannot be applied")
+            self._status.stall(f"{type(error).__name__}: {error}")
+            self._follower = None
+            return False
 
 
 @dataclass
 class _FollowedLine:
     target: DeltaTarget
     shared: SharedDeltaState
+    line: BoundedLine
     schedule: PollSchedule
 
 
@@ -46,19 +116,22 @@ class FollowedLines:
 
     def __init__(
         self,
-        make_schedule: MakeSchedule,
-        open_shared_state: Callable[[DeltaTarget], SharedDeltaState],
+        settings: ServeSettings,
+        models: ModelStore,
+        open_version: Callable[[str], ModelVersion],
         inherited: dict[tuple[str, int], SharedDeltaState],
+        check_on_device: CheckRows | None = None,
+        keys: TrustedKeys | None = None,
     ) -> None:
         """
         Args:
-            make_schedule: makes the schedule of a version, and may raise StoreError.
-            open_shared_state: opens a version that came after the start; raises StoreError.
+            models: store of the lines.
+            open_version, check_on_device, keys: as for ``run_applier``.
             inherited: versions from before the start, by their keys. They are taken out as they are
                 followed.
         """
-        self._make_schedule, self._open_shared_state = make_schedule, open_shared_state
-        self._inherited = inherited
+        self._settings, self._models, self._open_version = settings, models, open_version
+        self._inherited, self._check_on_device, self._keys = inherited, check_on_device, keys
         self._lines: dict[tuple[str, int], _FollowedLine] = {}
         self._wanted: dict[tuple[str, int], DeltaTarget] = {}
         self._unopened = ""
@@ -89,6 +162,7 @@ class FollowedLines:
         if len(self._lines) < len(self._wanted):
             self._open_wanted()
         for one in self._lines.values():
+            one.line.last_seq = self._last_seq(one)
             one.schedule.poll_if_due()
         due_s = [one.schedule.due_s for one in self._lines.values()]
         return min(due_s, default=time.monotonic() + OPEN_S)
@@ -143,16 +217,15 @@ class FollowedLines:
         served = self._served(name)
         return served is not None and served.shared.hold.is_set
 
-    def _last_seq(self, shared: SharedDeltaState, key: tuple[str, int]) -> int | None:
+    def _last_seq(self, one: _FollowedLine) -> int | None:
         """Returns the last delta that a version may have: that of its alias. Once the next version
         of its name may serve, it gets no delta that the next one lacks."""
-        target = self._wanted.get(key)
-        bounds = [] if target is None or target.at_seq is None else [target.at_seq]
-        for one in self._lines.values():
-            is_next = one.target.is_next and one.target.name == key[0]
-            if is_next and one.shared is not shared and one.shared.caught_up.is_set:
-                last = max(one.shared.live.seq, shared.live.seq)
-                bounds += [last] if _are_of_one_line(shared, one.shared) else []
+        bounds = [] if one.target.at_seq is None else [one.target.at_seq]
+        for other in self._lines.values():
+            is_next = other.target.is_next and other.target.name == one.target.name
+            if is_next and other is not one and other.shared.caught_up.is_set:
+                last = max(other.shared.live.seq, one.shared.live.seq)
+                bounds += [last] if _are_of_one_line(one.shared, other.shared) else []
         return min(bounds, default=None)
 
     def _open_wanted(self) -> None:
@@ -160,16 +233,24 @@ class FollowedLines:
             if key in self._lines:
                 continue
             try:
-                shared = self._inherited.get(key) or self._open_shared_state(target)
-                last_seq = partial(self._last_seq, shared, key)
-                schedule = self._make_schedule(target, shared, last_seq)
+                self._lines[key] = self._open(target)
+                self._inherited.pop(key, None)
             except StoreError as error:  # it is tried again, or is not wanted any more
                 if str(error) != self._unopened:
                     self._unopened = str(error)
                     logger.error("%s: is not followed: %s", target.name, error)
-                continue
-            self._inherited.pop(key, None)
-            self._lines[key] = _FollowedLine(target, shared, schedule)
+
+    def _open(self, target: DeltaTarget) -> _FollowedLine:
+        settings = self._settings
+        shared = self._inherited.get(target.key) or open_shared_state(
+            settings, self._open_version(target.path), target.memory, target.generation
+        )
+        version = shared.live.version
+        line = BoundedLine(self._models, version.manifest, self._keys)
+        room = memory_bytes(settings, version)
+        make = partial(DeltaFollower, target.name, line, shared, room, self._check_on_device)
+        schedule = PollSchedule(make, shared.status, delta_poll_s(settings))
+        return _FollowedLine(target, shared, line, schedule)
 
 
 def _topic(one: _FollowedLine) -> Topic:

@@ -174,7 +174,7 @@ class DeltaFollower:
 
     def _known_undo(self) -> Waiting | None:
         """Returns the last undo that was read ahead and leaves none of the deltas before it."""
-        last = self._line.last_seq()
+        last = self._line.last_seq
         for undo in reversed(self._undos):
             is_shown = last is None or undo.end.seq <= last
             if is_shown and cast(int, undo.delta.reverts_to) <= self._position.seq:
@@ -283,7 +283,7 @@ class DeltaFollower:
         Raises:
             RowsFullError, StoreError: as ``_revert``.
         """
-        last, start = self._line.last_seq(), self._line.start
+        last, start = self._line.last_seq, self._line.start
         if last != self._state.at_seq:
             self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S  # a gap counts now
             self._state = replace(self._state, at_seq=last)

@@ -79,8 +79,7 @@ class Followed:
         self.deltas = folder / "m/deltas/1"
         self.models = ModelStore(folder)
         version = self.models.load("m", number)
-        self.last_seq: int | None = None
-        self.line = BoundedLine(self.models, version.manifest, None, lambda: self.last_seq)
+        self.line = BoundedLine(self.models, version.manifest)
         self.live = LiveRows(version, 1 << 20, 2, undo=5)
         self.published = version.tables.rows("t").view(np.float32)[:, 0].copy()
         self._reader = RowsReader(self.live, 0, version.plan)

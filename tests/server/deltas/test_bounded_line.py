@@ -28,16 +28,16 @@ def rows_at(seq: int) -> dict[int, float]:
 
 def test_no_delta_after_the_bound_is_applied(followed: Followed) -> None:
     push_each(followed, 1, 4)
-    followed.last_seq = 2
+    followed.line.last_seq = 2
     assert not followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq, now.lag_s()) == ("following", 2, 2, 0)
     assert followed.changed() == rows_at(2)
     assert followed.status.describe()["at_seq"] == 2
-    followed.last_seq = 3
+    followed.line.last_seq = 3
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (3, rows_at(3))
-    followed.last_seq = None
+    followed.line.last_seq = None
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (4, rows_at(4))
     assert "at_seq" not in followed.status.describe()
@@ -53,7 +53,7 @@ def test_lowered_bound_reverts_rows_from_memory(
     for seq in range(1, 5):
         push_each(followed, seq, seq)
         followed.follower.poll_once()
-    followed.last_seq = target
+    followed.line.last_seq = target
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(followed.line, "rows", None)  # no file is read
         assert not followed.follower.poll_once()
@@ -62,7 +62,7 @@ def test_lowered_bound_reverts_rows_from_memory(
     assert (now.state, now.applied.seq, now.wanted_seq) == ("following", target, target)
     assert (now.applied.as_of > 0, now.undos) == (target > 0, 0)
     assert (followed.live.seq, followed.changed()) == (target, rows_at(target))
-    followed.last_seq = None
+    followed.line.last_seq = None
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (4, rows_at(4))
 
@@ -71,7 +71,7 @@ def test_lowered_bound_reverts_rows_from_the_store_after_restart(followed: Follo
     push_each(followed, 1, 4)
     followed.follower.poll_once()
     followed.follower = followed.started()  # a new applier has the newest rows only
-    followed.last_seq = 1
+    followed.line.last_seq = 1
     repair = followed.damage(1)
     followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 4, rows_at(4))
@@ -83,7 +83,7 @@ def test_lowered_bound_reverts_rows_from_the_store_after_restart(followed: Follo
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (1, rows_at(1))
     push_each(followed, 5, 5)
-    followed.last_seq = None
+    followed.line.last_seq = None
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (5, rows_at(5))
 
@@ -94,7 +94,7 @@ def test_revert_without_memory_keeps_rows_and_is_retried(
     push_each(followed, 1, 3)
     followed.follower.poll_once()
     followed.follower = followed.started()
-    followed.last_seq = 1
+    followed.line.last_seq = 1
     with monkeypatch.context() as patch:
         patch.setattr(followed.rows, "apply", Mock(side_effect=RowsFullError("no room")))
         followed.follower.poll_once()
@@ -111,13 +111,13 @@ def test_undo_after_the_bound_is_not_applied(followed: Followed) -> None:
     followed.damage(3)
     followed.follower.poll_once()
     undo_deltas(followed.models.where, "m", to=1, why="wrong")
-    followed.last_seq = 2
+    followed.line.last_seq = 2
     followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, rows_at(2))
-    followed.last_seq = None
+    followed.line.last_seq = None
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (4, rows_at(1))
-    followed.last_seq = 2  # and back, past the undo
+    followed.line.last_seq = 2  # and back, past the undo
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (2, rows_at(2))
 
@@ -131,11 +131,11 @@ def test_undo_read_ahead_during_a_hold_is_not_applied_past_the_bound(followed: F
     for _ in range(4):  # each reads one manifest ahead
         followed.follower.poll_once()
     followed.hold.set(False)
-    followed.last_seq = 2
+    followed.line.last_seq = 2
     followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq) == ("stalled", 1, 2)
-    followed.last_seq = None
+    followed.line.last_seq = None
     followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 4)
 
@@ -148,7 +148,7 @@ def test_rows_are_not_reverted_during_a_hold(followed: Followed) -> None:
     followed.follower.poll_once()
     followed.follower.poll_once()
     assert followed.status.read().wanted_seq == 5
-    followed.last_seq = 1
+    followed.line.last_seq = 1
     followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, followed.live.seq, now.wanted_seq, now.lag_s()) == ("held", 3, 3, 0)
@@ -159,7 +159,7 @@ def test_rows_are_not_reverted_during_a_hold(followed: Followed) -> None:
 
 def test_bound_after_the_last_delta_has_no_effect(followed: Followed) -> None:
     push_each(followed, 1, 2)
-    followed.last_seq = DELTA_SEQ_MAX
+    followed.line.last_seq = DELTA_SEQ_MAX
     followed.follower.poll_once()
     push_each(followed, 3, 3)
     followed.follower.poll_once()
@@ -172,11 +172,11 @@ def test_gap_after_the_bound_does_not_stall_the_line(
 ) -> None:
     push_each(followed, 1, 3)
     (followed.deltas / f"{2:020d}.json").unlink()
-    followed.last_seq = 1
+    followed.line.last_seq = 1
     followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 1)
     followed.follower._list_after_s = LIST_AFTER_S_MAX  # long without a new delta
-    followed.last_seq = None
+    followed.line.last_seq = None
     followed.follower.poll_once()
     assert followed.state == "following"
     now_s = time.monotonic() + LIST_AFTER_S
@@ -191,7 +191,7 @@ def test_revert_is_completed_after_the_applier_was_killed(
 ) -> None:
     push_each(followed, 1, 3)
     followed.follower.poll_once()
-    followed.last_seq = 1
+    followed.line.last_seq = 1
     bring_back = followed.follower._bring_back
 
     def killed(target: int, seq: int) -> None:
@@ -207,7 +207,7 @@ def test_revert_is_completed_after_the_applier_was_killed(
     now = followed.status.read()
     assert (now.state, now.applied.seq, followed.changed()) == ("following", 1, rows_at(1))
     assert now.undo_from <= 1
-    followed.last_seq = None
+    followed.line.last_seq = None
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (3, rows_at(3))
 
@@ -219,6 +219,6 @@ def test_compacted_version_is_reverted_no_further_than_its_own_rows(followed: Fo
     push_each(followed, 3, 3)
     followed.follower.poll_once()
     assert followed.live.seq == 3
-    followed.last_seq = 1
+    followed.line.last_seq = 1
     followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, {})

@@ -16,14 +16,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.config import ServeSettings
 from embedserve.deltas import rows_writer
-from embedserve.deltas.applier_process import PollSchedule
-from embedserve.deltas.bounded_line import BoundedLine, LastSeq
 from embedserve.deltas.delta_target import (
     DeltaTarget,
     check_room,
     from_bytes,
     make_shared_state,
-    open_shared_state,
     to_bytes,
 )
 from embedserve.deltas.followed_lines import FollowedLines
@@ -31,6 +28,7 @@ from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import SharedDeltaState
+from embedserve.processes.open_store import open_folder
 from embedserve_store import compact_deltas, publish, undo_deltas
 from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.errors import StoreError
@@ -42,7 +40,9 @@ class DeltaRollout:
     def __init__(self, folder: Path) -> None:
         self.store = folder / "store"
         self.training = Followed(self.store)
-        self.settings = ServeSettings(str(self.store), deltas="follow", delta_memory=1 << 20)
+        self.settings = ServeSettings(
+            str(self.store), deltas="follow", delta_memory=1 << 20, delta_poll_s=1e-12
+        )
         self.models: dict[int, SharedDeltaState] = {}
         self.served = self.version(1, 0)
         self.lines = self.started()
@@ -56,21 +56,7 @@ class DeltaRollout:
 
     def started(self) -> FollowedLines:
         """Returns an applier that has inherited no state."""
-
-        def make(version: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq) -> PollSchedule:
-            def follower() -> DeltaFollower:
-                line = BoundedLine(
-                    self.training.models, model.live.version.manifest, None, last_seq
-                )
-                return DeltaFollower(version.name, line, model, 1 << 20)
-
-            return PollSchedule(follower, model.status, 0.0)
-
-        return FollowedLines(make, self._open, {})
-
-    def _open(self, version: DeltaTarget) -> SharedDeltaState:
-        opened = self.training.models.load("m", int(Path(version.path).name))
-        return open_shared_state(self.settings, opened, version.memory, version.generation)
+        return FollowedLines(self.settings, self.training.models, open_folder, {})
 
     def prepare(self, number: int) -> DeltaTarget:
         made = replace(self.version(number, number), is_next=True)

@@ -72,8 +72,7 @@ class Model:
         self.writer = DeltaWriter(folder, model="m")
         self.models = ModelStore(folder)
         version = self.models.load("m")
-        self.last_seq: int | None = None
-        self.line = BoundedLine(self.models, version.manifest, None, lambda: self.last_seq)
+        self.line = BoundedLine(self.models, version.manifest)
         self.live = LiveRows(version, 1 << 20, 1, undo, new_ids_percent=percent)
         self.reader = RowsReader(self.live, 0, self.live.version.plan)
         self.status = DeltaStatus(self.line.start)
@@ -352,13 +351,13 @@ class LiveIdsMachine(RuleBasedStateMachine):
     @rule(back=st.none() | st.integers(0, 6))
     def bound(self, back: int | None) -> None:
         """Sets or removes the last delta, as an alias does."""
-        self.model.last_seq = None if back is None else max(0, len(self.states) - 1 - back)
+        self.model.line.last_seq = None if back is None else max(0, len(self.states) - 1 - back)
 
     @rule()
     def poll(self) -> None:
         self.model.follower.poll_once()
         assert not self.model.status.read().reason
-        last = self.model.last_seq
+        last = self.model.line.last_seq
         assert last is None or self.model.live.seq <= last
 
     @rule()

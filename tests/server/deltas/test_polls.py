@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from embedserve.deltas.applier_process import RETRY_S_MAX, PollSchedule, shortest_poll_s
+from embedserve.deltas.followed_lines import RETRY_S_MAX, PollSchedule, shortest_poll_s
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.status import STALLED, DeltaStatus
 from embedserve_store.errors import StoreError

@@ -229,14 +229,14 @@ class UndosAndRestarts(RuleBasedStateMachine):
     def poll(self, step_bytes: int) -> None:
         self.followed.follower._step_bytes = step_bytes
         self.followed.follower.poll_once()
-        last = self.followed.last_seq
+        last = self.followed.line.last_seq
         assert last is None or self.followed.live.seq <= last
 
     @rule(back=st.none() | st.integers(0, 8))
     def bound(self, back: int | None) -> None:
         """Sets or removes the last delta, as an alias does."""
         last = len(self.states) - 1
-        self.followed.last_seq = None if back is None else max(0, last - back)
+        self.followed.line.last_seq = None if back is None else max(0, last - back)
 
     @rule()
     def start_another_applier(self) -> None:
