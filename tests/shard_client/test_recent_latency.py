@@ -14,7 +14,7 @@ from embedserve.shard_client.timer_queue import TimerQueue
 
 @pytest.mark.parametrize("scale_s", [1e-3, 20e-3])
 def test_hedge_and_hung_delays_follow_the_latency_quantile(scale_s: float) -> None:
-    recent = RecentLatency(0.95)
+    recent = RecentLatency()
     rng = random.Random(1)
     samples = [scale_s * rng.lognormvariate(0, 1) for _ in range(640)]
     for sample in samples:
@@ -25,7 +25,7 @@ def test_hedge_and_hung_delays_follow_the_latency_quantile(scale_s: float) -> No
 
 
 def test_delays_have_minima_and_forget_old_latencies() -> None:
-    recent = RecentLatency(0.95)
+    recent = RecentLatency()
     for _ in range(64):
         recent.add(0.0)
     assert (recent.hedge_s, recent.hung_s) == (0.001, 0.05)

@@ -41,12 +41,10 @@ class PartOptions:
 
     Attributes:
         call_timeout_s: seconds that one call may take; then another replica is called.
-        hedge_quantile: quantile of the latency beyond which a call is hedged.
         hedge_share: hedges allowed per lookup, beyond a burst; 0: none.
     """
 
     call_timeout_s: float = 0.5
-    hedge_quantile: float = 0.95
     hedge_share: float = 0.1
 
 
@@ -77,10 +75,7 @@ class PartClient:
     ) -> None:
         """
         Args:
-            part: number of the part.
-            part_count: number of parts.
             connect: makes a connection.
-            options: options of the lookups.
             timers: deadlines of calls, also of other parts. Default: of this part alone.
             clock: monotonic clock, which also sets ``last_received_s`` of the connections.
             call_later: starts a timer; default: the running event loop's.
@@ -88,7 +83,7 @@ class PartClient:
         self.part, self.part_count = part, part_count
         self.options = options or PartOptions()
         self.stats = PartStats()
-        self.recent = RecentLatency(self.options.hedge_quantile)
+        self.recent = RecentLatency()
         self.hedges = ShareBudget(self.options.hedge_share)
         self.retries = ShareBudget(RETRY_SHARE)
         self.clock = clock

@@ -15,6 +15,8 @@ SAMPLES_PER_UPDATE = 64
 DECAY = 0.9
 """Factor of the former counts at each update: the quantiles are those of about the last 640
 latencies."""
+QUANTILE = 0.95
+"""Share of the calls that are not slow."""
 DELAY_AT_START_S = 5e-3
 """Assumed quantiles before the first update."""
 HEDGE_S_MIN = 1e-3
@@ -29,19 +31,14 @@ class RecentLatency:
     """Quantiles of recent latencies.
 
     Attributes:
-        hedge_s: seconds after which a call is slow: the quantile, at least twice the median
-            and 1 ms.
+        hedge_s: seconds after which a call is slow: the quantile of the latencies, at least twice
+            the median and 1 ms.
         hung_s: seconds after which a call hangs: ten times the quantile, at least 50 ms.
     """
 
-    __slots__ = ("_counts", "_new", "_quantile", "hedge_s", "hung_s")
+    __slots__ = ("_counts", "_new", "hedge_s", "hung_s")
 
-    def __init__(self, quantile: float) -> None:
-        """
-        Args:
-            quantile: fraction of the calls that are not slow, such as 0.95.
-        """
-        self._quantile = quantile
+    def __init__(self) -> None:
         self._counts = [0.0] * BUCKETS
         self._new = 0
         self.hedge_s = self.hung_s = 0.0
@@ -59,7 +56,7 @@ class RecentLatency:
     def _update(self) -> None:
         passed = list(accumulate(self._counts))
         median, quantile = (
-            bisect_left(passed, passed[-1] * fraction) for fraction in (0.5, self._quantile)
+            bisect_left(passed, passed[-1] * fraction) for fraction in (0.5, QUANTILE)
         )
         self._set_delays(BOUNDS_S[median], BOUNDS_S[quantile])
         self._counts = [count * DECAY for count in self._counts]
