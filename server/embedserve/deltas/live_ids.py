@@ -45,7 +45,6 @@ class LiveIds:
         Args:
             vocabularies: tables of each vocabulary. Vocabulary n is the owner n + 1 of its ids.
             percent: ids that may change, in percent of those of each vocabulary.
-            memory: memory that the processes share.
 
         Raises:
             OSError, StoreError: as VersionMemory.take.

@@ -59,7 +59,6 @@ class BatchFanout:
     ) -> None:
         """
         Args:
-            version: parts of the version.
             messages: messages of each part that shards serve.
             required: bool [features], whether examples fail if a part with their ids is missing.
             cache: rows that need no lookup; None for none.

@@ -176,10 +176,7 @@ class DnsDiscovery:
     ) -> None:
         """
         Args:
-            source: name with ``{part}``, and port.
-            part_count: number of parts.
             on_addresses: called for each part whose addresses have changed.
-            resolve: resolves one name.
         """
         self._source = source
         self._on_addresses = on_addresses

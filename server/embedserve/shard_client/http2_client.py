@@ -75,7 +75,6 @@ class Http2Client:
         """Sends the preface and SETTINGS.
 
         Args:
-            write: sends bytes.
             response_bytes_max: limit of a response message; a larger one fails its call.
             on_change: called after ``is_begun``, ``is_draining`` or ``is_closed`` was set, and
                 before the calls fail that end with the connection.

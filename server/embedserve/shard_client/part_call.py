@@ -70,9 +70,7 @@ class Attempt:
         """Calls the replica.
 
         Args:
-            part_call: lookup that the call is part of.
             replica: replica with a connection.
-            now_s: present time.
             next_due: HEDGE_DUE if the call may be hedged, otherwise HANG_DUE.
             reason: why the replica is called, for traces.
         """

@@ -81,9 +81,6 @@ class PartReplica:
         """Begins to connect.
 
         Args:
-            address: host and port.
-            connect: makes a connection.
-            call_later: starts a timer.
             on_change: called when the replica serves other versions than before.
         """
         self.address = address

@@ -59,7 +59,6 @@ class ResponseFrames:
     def __init__(self, client: Http2Client, message_bytes_max: int) -> None:
         """
         Args:
-            client: the connection.
             message_bytes_max: limit of a response message with its prefix; a larger one fails its
                 call.
         """

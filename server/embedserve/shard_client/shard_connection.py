@@ -103,8 +103,6 @@ class ShardConnection(asyncio.Protocol):
         """Begins to connect.
 
         Args:
-            address: host and port of the shard.
-            options: options of the connection.
             on_ready: called once, when calls may begin.
             on_end: called once with the reason, when calls may not or no longer begin: the
                 connection cannot be made, is lost or drains. Calls that end with the connection
