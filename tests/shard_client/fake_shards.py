@@ -189,10 +189,12 @@ class Bench:
     """A part's client over fake shards.
 
     Attributes:
+        hosts: hosts of replicas that join at first, a letter each.
         connections: newest connection to each host.
         replies: replies to lookups, by their numbers.
     """
 
+    hosts: str = ""
     options: PartOptions = field(default_factory=PartOptions)
     connections: dict[str, FakeConnection] = field(default_factory=dict)
     replies: dict[int, Reply] = field(default_factory=dict)
@@ -209,6 +211,7 @@ class Bench:
             call_later=self.time.call_later,
         )
         self.part.expect(KEY, FINGERPRINT)
+        self.join(*self.hosts)
 
     def _connect(
         self, address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]

@@ -28,8 +28,7 @@ from embedserve.shard_client.share_budget import BURST
 
 def test_less_busy_of_two_random_replicas_is_called() -> None:
     random.seed(3)
-    bench = Bench()
-    bench.join("a", "b", "c")
+    bench = Bench("abc")
     bench.connections["a"].extra_in_flight = 1000
     for _ in range(300):
         bench.look_up()
@@ -42,8 +41,7 @@ def test_less_busy_of_two_random_replicas_is_called() -> None:
 
 
 def test_lost_call_is_retried_immediately() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.look_up()
     lost_connection = bench.calls[0].connection
     lost_connection.lose()
@@ -69,8 +67,7 @@ def test_lost_calls_are_retried_without_a_budget_until_no_replica_is_left() -> N
 
 
 def test_unavailable_is_retried_within_the_budget() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     attempts = 0
     for _ in range(200):
         bench.look_up()
@@ -83,8 +80,7 @@ def test_unavailable_is_retried_within_the_budget() -> None:
 
 
 def test_overload_is_retried_once_and_the_longest_retry_after_is_returned() -> None:
-    bench = Bench()
-    bench.join("a", "b", "c")
+    bench = Bench("abc")
     bench.look_up()
     bench.calls[0].answer(Reply(RESOURCE_EXHAUSTED, "full", retry_after_s=5))
     bench.calls[0].answer(OVERLOADED)
@@ -99,8 +95,7 @@ def test_overload_is_retried_once_and_the_longest_retry_after_is_returned() -> N
 
 
 def test_overloaded_part_gets_few_more_calls_than_lookups() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     for _ in range(500):
         bench.look_up()
         bench.time.advance(0.02)  # until a hedge, if the budget allows
@@ -115,8 +110,7 @@ def test_overloaded_part_gets_few_more_calls_than_lookups() -> None:
 
 def test_too_large_request_is_not_retried() -> None:
     """Checks rejections: an overloaded shard sends retry-after, but not for a large request."""
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.look_up()
     too_large = Reply(RESOURCE_EXHAUSTED, "the message has 9 bytes, the limit is 8")
     bench.calls[0].answer(too_large)
@@ -127,8 +121,7 @@ def test_too_large_request_is_not_retried() -> None:
 
 
 def test_other_statuses_are_returned_to_the_caller() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.look_up()
     bench.calls[0].answer(Reply(INTERNAL, "bug"))
     assert bench.replies[0] == Reply(INTERNAL, "bug")
@@ -144,8 +137,7 @@ def test_every_status_has_a_counted_outcome() -> None:
 
 
 def test_deadline_ends_all_calls_of_a_lookup() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.look_up(0.03)
     (first,) = bench.calls
     assert first.timeout_s == pytest.approx(0.03)
@@ -160,8 +152,7 @@ def test_deadline_ends_all_calls_of_a_lookup() -> None:
 
 
 def test_each_call_ends_at_the_call_timeout() -> None:
-    bench = Bench(PartOptions(call_timeout_s=0.02, hedge_share=0))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(call_timeout_s=0.02, hedge_share=0))
     bench.look_up(1)
     (first,) = bench.calls
     assert first.timeout_s == 0.02
@@ -176,8 +167,7 @@ def test_each_call_ends_at_the_call_timeout() -> None:
 
 def test_late_replica_counts_before_a_lost_one() -> None:
     for is_lost_first in (False, True):
-        bench = Bench(PartOptions(call_timeout_s=0.02, hedge_share=0))
-        bench.join("a", "b")
+        bench = Bench("ab", PartOptions(call_timeout_s=0.02, hedge_share=0))
         bench.look_up(1)
         if is_lost_first:
             bench.calls[0].connection.lose()
@@ -193,8 +183,7 @@ def test_late_replica_counts_before_a_lost_one() -> None:
 
 
 def test_calls_and_bytes_are_counted() -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     bench.look_up()
     bench.look_up()
     stats = bench.part.stats
@@ -231,8 +220,7 @@ REPLIES = {
 @given(steps, st.integers(0, 1000))
 def test_every_lookup_ends_exactly_once(steps: list[tuple[str, float]], seed: int) -> None:
     random.seed(seed)
-    bench = Bench(PartOptions(call_timeout_s=0.2))
-    bench.join("a", "b", "c")
+    bench = Bench("abc", PartOptions(call_timeout_s=0.2))
     for step, value in steps:
         calls = bench.calls
         connections = [one for one in bench.connections.values() if one.is_ready]

@@ -11,8 +11,7 @@ from embedserve.shard_client.share_budget import BURST
 
 
 def test_slow_call_is_hedged_and_the_loser_cancelled() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.add_latencies(0.002)
     bench.look_up()
     (first,) = bench.calls
@@ -29,8 +28,7 @@ def test_slow_call_is_hedged_and_the_loser_cancelled() -> None:
 
 
 def test_call_is_not_hedged_within_a_millisecond() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.add_latencies(20e-6)
     bench.look_up()
     bench.time.advance(0.00095)
@@ -40,8 +38,7 @@ def test_call_is_not_hedged_within_a_millisecond() -> None:
 
 
 def test_hedges_stay_within_their_share() -> None:
-    bench = Bench(PartOptions(hedge_share=0.1))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(hedge_share=0.1))
     for _ in range(300):
         bench.add_latencies(0.002)
         bench.look_up()
@@ -55,8 +52,7 @@ def test_hedges_stay_within_their_share() -> None:
 
 
 def test_no_hedges_with_a_share_of_zero() -> None:
-    bench = Bench(PartOptions(hedge_share=0))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(hedge_share=0))
     bench.look_up()
     bench.time.advance(0.04)
     assert len(bench.calls) == 1
@@ -66,8 +62,7 @@ def test_no_hedges_with_a_share_of_zero() -> None:
 
 
 def test_silent_replica_is_avoided_until_it_responds() -> None:
-    bench = Bench(PartOptions(hedge_share=0))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(hedge_share=0))
     bench.add_latencies(0.001)
     for _ in range(40):
         bench.look_up()
@@ -94,8 +89,7 @@ def test_silent_replica_is_avoided_until_it_responds() -> None:
 
 
 def test_hung_replica_is_used_if_it_is_the_only_one() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.add_latencies(0.001)
     bench.look_up()
     hung = bench.calls[0].connection
@@ -108,8 +102,7 @@ def test_hung_replica_is_used_if_it_is_the_only_one() -> None:
 
 
 def test_repeated_calls_of_silent_replicas_stay_within_a_budget() -> None:
-    bench = Bench(PartOptions(hedge_share=0))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(hedge_share=0))
     bench.add_latencies(0.001)
     for _ in range(200):
         bench.look_up()
@@ -124,8 +117,7 @@ def test_repeated_calls_of_silent_replicas_stay_within_a_budget() -> None:
 
 def test_busy_event_loop_does_not_mark_replicas_as_hung() -> None:
     """Checks replies that have arrived, but that the event loop has not read yet."""
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.add_latencies(0.001)
     for _ in range(10):
         bench.look_up()
@@ -139,8 +131,7 @@ def test_busy_event_loop_does_not_mark_replicas_as_hung() -> None:
 
 
 def test_slow_replica_that_responds_to_other_calls_is_not_hung() -> None:
-    bench = Bench(PartOptions(hedge_share=0))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(hedge_share=0))
     bench.add_latencies(0.001)
     attempts = 0
     for _ in range(100):

@@ -66,8 +66,7 @@ def test_replica_of_another_part_or_fingerprint_does_not_join(listed: object, re
 
 
 def test_replica_that_stops_serving_the_version_leaves() -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     for reply in (OVERLOADED, Reply(DEADLINE_EXCEEDED, "late")):
         bench.time.advance(1)
         bench.connections["a"].lists[0].answer(reply)
@@ -84,8 +83,7 @@ def test_replica_that_stops_serving_the_version_leaves() -> None:
 
 
 def test_replica_that_fails_to_list_models_leaves() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     for _ in range(7):
         bench.time.advance(1)
         if bench.connections["b"].lists:
@@ -100,8 +98,7 @@ def test_replica_that_fails_to_list_models_leaves() -> None:
 
 
 def test_lost_connections_are_reopened_with_backoff() -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     first = bench.connections["a"]
     first.lose("reset")
     assert bench.part.reasons(KEY) == {("a", 1): "reset"}
@@ -123,8 +120,7 @@ def test_lost_connections_are_reopened_with_backoff() -> None:
 
 
 def test_connection_that_has_lasted_is_reopened_at_once() -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     bench.time.advance(1)
     bench.answer_polls()
     aged = bench.connections["a"]
@@ -142,8 +138,7 @@ def test_connection_that_has_lasted_is_reopened_at_once() -> None:
 @pytest.mark.parametrize("status", [UNAUTHENTICATED, PERMISSION_DENIED])
 def test_replica_that_rejects_the_credentials_is_reconnected(status: int) -> None:
     """Checks that the client reconnects: credentials belong to a connection, and may change."""
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     first = bench.connections["a"]
     bench.time.advance(1)
     bench.look_up()
@@ -180,8 +175,7 @@ def test_changed_credentials_replace_connections_without_a_gap(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     before = dict(bench.connections)
     bench.look_up()
     bench.part.renew()
@@ -208,8 +202,7 @@ def test_rejected_new_credentials_keep_old_connections_and_are_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     first = bench.connections["a"]
     bench.part.renew()
     until_s = bench.time.now_s + 9
@@ -239,8 +232,7 @@ def test_rejected_new_credentials_keep_old_connections_and_are_retried(
 
 
 def test_connection_being_replaced_may_be_lost_removed_or_replaced_again() -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     bench.part.renew()
     second = bench.connections["a"]
     bench.part.renew()
@@ -266,8 +258,7 @@ def test_connection_being_replaced_may_be_lost_removed_or_replaced_again() -> No
 
 
 def test_unchanged_addresses_keep_their_connections() -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     kept_connection, removed_connection = bench.connections["a"], bench.connections["b"]
     bench.look_up()
     bench.part.set_addresses([("a", 1), ("c", 1)])

@@ -25,8 +25,7 @@ def reasons_and_outcomes(calls: CallTrace) -> list[tuple[str, str, str]]:
 
 
 def test_traced_call_has_a_span_that_the_replica_continues(calls: CallTrace) -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     bench.look_up(calls=calls)
     (sent,) = bench.calls
     (call,) = calls.calls
@@ -39,15 +38,13 @@ def test_traced_call_has_a_span_that_the_replica_continues(calls: CallTrace) -> 
 
 
 def test_untraced_calls_have_no_traceparent() -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     bench.look_up()
     assert [call.traceparent for call in bench.calls] == [b""]
 
 
 def test_hedge_is_traced_as_its_own_call_and_the_loser_as_cancelled(calls: CallTrace) -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.add_latencies(0.002)
     bench.look_up(calls=calls)
     (first,) = bench.calls
@@ -60,8 +57,7 @@ def test_hedge_is_traced_as_its_own_call_and_the_loser_as_cancelled(calls: CallT
 
 
 def test_call_that_replaces_a_hung_call_is_traced_as_hung(calls: CallTrace) -> None:
-    bench = Bench(PartOptions(hedge_share=0))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(hedge_share=0))
     bench.add_latencies(0.001)
     bench.look_up(calls=calls)
     (first,) = bench.calls
@@ -72,8 +68,7 @@ def test_call_that_replaces_a_hung_call_is_traced_as_hung(calls: CallTrace) -> N
 
 
 def test_failed_call_and_its_retry_are_traced_with_their_errors(calls: CallTrace) -> None:
-    bench = Bench()
-    bench.join("a", "b")
+    bench = Bench("ab")
     bench.look_up(calls=calls)
     bench.calls[0].answer(Reply(UNAVAILABLE, "draining"))
     bench.calls[0].answer(Reply(INTERNAL, "bug"))
@@ -84,8 +79,7 @@ def test_failed_call_and_its_retry_are_traced_with_their_errors(calls: CallTrace
 
 
 def test_calls_over_timeout_or_deadline_are_traced_as_deadline_exceeded(calls: CallTrace) -> None:
-    bench = Bench(PartOptions(call_timeout_s=0.02, hedge_share=0))
-    bench.join("a", "b")
+    bench = Bench("ab", PartOptions(call_timeout_s=0.02, hedge_share=0))
     bench.look_up(0.03, calls=calls)
     bench.time.advance(0.05)
     assert [call.outcome for call in calls.calls] == ["DEADLINE_EXCEEDED"] * 2
@@ -93,8 +87,7 @@ def test_calls_over_timeout_or_deadline_are_traced_as_deadline_exceeded(calls: C
 
 
 def test_traced_calls_of_a_batch_are_bounded(calls: CallTrace) -> None:
-    bench = Bench()
-    bench.join("a")
+    bench = Bench("a")
     for _ in range(CALLS_MAX + 2):
         bench.look_up(calls=calls)
     assert len(calls.calls) == CALLS_MAX
