@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from embedserve_store import ModelStore, ModelVersion
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.reference_pooling import pool_stored
 from embedserve_store.parts.part import NO_ROWS, LocalTables, Part
+
+T = TypeVar("T")
 
 
 class LocalShards:
@@ -177,8 +179,9 @@ def batch_of(
     weights: np.ndarray | None = None,
     sizes: Sequence[int] = (),
     calls: CallTrace | None = None,
-) -> tuple[Batch, np.ndarray | EmbedServeError]:
-    """Returns a batch of ``ids`` after its lookup, and its values or error.
+) -> tuple[Batch, np.ndarray]:
+    """Returns a batch of ``ids`` after its lookup, and its values; raises the error that fails all
+    of it.
 
     Without ``sizes`` the batch has one request.
     """
@@ -195,5 +198,17 @@ def batch_of(
 
     loop.call_soon_threadsafe(engine.begin, batch, perf_counter() + 60, end)
     assert is_done.wait(60)
-    assert len(ends) == 1
-    return batch, ends[0]
+    (values,) = ends
+    if isinstance(values, EmbedServeError):
+        raise values
+    return batch, values
+
+
+def on_loop(shards: LocalShards, function: Callable[[], T]) -> T:
+    """Returns the result of ``function``, which the router's event loop calls."""
+
+    async def call() -> T:
+        return function()
+
+    assert shards.loop is not None
+    return asyncio.run_coroutine_threadsafe(call(), shards.loop).result(60)

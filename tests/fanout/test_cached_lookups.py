@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fanout.conftest import Published
-from fanout.local_shards import LocalShards, batch_of, routed
+from fanout.local_shards import LocalShards, batch_of, on_loop, routed
 from fanout.random_ids import Ids, random_ids
 from pooled import collection
 from reference import assert_same
@@ -54,7 +54,6 @@ def expected(store: Path, ids: Ids) -> np.ndarray:
 def look_up(engine: RouterEngine, ids: Ids) -> np.ndarray:
     batch, values = batch_of(engine, *ids)
     assert not batch.failures
-    assert isinstance(values, np.ndarray)
     return values
 
 
@@ -250,9 +249,7 @@ def test_sums_of_cached_rows_count_as_work(
 
         monkeypatch.setattr(engine._parted, "divide", divide_recorded)
         look_up(engine, (ids, lengths, None))
-        loop = engine._shards.loop
-        assert loop is not None
-        is_inline = threads == [loop._thread_id]  # type: ignore[attr-defined]
+        is_inline = threads == [on_loop(shards, threading.get_ident)]
         assert is_inline == (not row_cache_bytes)
 
 

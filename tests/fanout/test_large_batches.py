@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -12,7 +11,7 @@ from time import monotonic, perf_counter
 import numpy as np
 import pytest
 from fanout.conftest import Published
-from fanout.local_shards import LocalShards, batch_of, routed
+from fanout.local_shards import LocalShards, batch_of, on_loop, routed
 from server.gate import Gate
 from server.thread_limit import make_thread_start_fail
 from waits import wait_until
@@ -46,15 +45,6 @@ def ids_of(engine: RouterEngine, ids_per_bag: int = 3) -> tuple[np.ndarray, np.n
     return np.random.default_rng(0).integers(0, rows), lengths
 
 
-def set_thread(future: Future[int]) -> None:
-    future.set_result(threading.get_ident())
-
-
-def array(values: np.ndarray | EmbedServeError) -> np.ndarray:
-    assert isinstance(values, np.ndarray)
-    return values
-
-
 @all_kinds
 def test_large_batches_are_divided_and_merged_in_threads(
     published: Published, monkeypatch: pytest.MonkeyPatch, kind: type[PartedBatch]
@@ -77,11 +67,9 @@ def test_large_batches_are_divided_and_merged_in_threads(
     for inline_bytes_max in (1 << 30, 0):
         shards = LocalShards(store, "m", PARTS)
         with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
-            assert shards.loop is not None
-            loop_thread: Future[int] = Future()
-            shards.loop.call_soon_threadsafe(set_thread, loop_thread)
-            found.append(array(batch_of(engine, *ids_of(engine))[1]))
-            used.append([thread == loop_thread.result(60) for thread in threads.values()])
+            loop_thread = on_loop(shards, threading.get_ident)
+            found.append(batch_of(engine, *ids_of(engine))[1])
+            used.append([thread == loop_thread for thread in threads.values()])
     assert np.array_equal(found[0], found[1])
     assert used == [[True, True], [False, False]]
 
@@ -107,14 +95,12 @@ def test_ids_of_a_failed_part_are_counted_in_a_thread(
         with routed(
             shards, store, "m", on_missing=zeros, inline_bytes_max=inline_bytes_max
         ) as engine:
-            assert shards.loop is not None
-            loop_thread: Future[int] = Future()
-            shards.loop.call_soon_threadsafe(set_thread, loop_thread)
+            loop_thread = on_loop(shards, threading.get_ident)
             batch, values = batch_of(engine, *ids_of(engine))
             assert batch.missing_counts is not None
             counts = batch.missing_counts.tolist()
-            found.append((array(values).tolist(), counts, sorted(batch.missing_parts)))
-            is_on_loop = [thread == loop_thread.result(60) for thread in threads]
+            found.append((values.tolist(), counts, sorted(batch.missing_parts)))
+            is_on_loop = [thread == loop_thread for thread in threads]
             assert is_on_loop == [inline_bytes_max > 0] * 2
             threads.clear()
     assert found[0] == found[1]
@@ -136,10 +122,10 @@ def test_batch_fails_if_no_thread_can_be_started(
         shards.loop.call_soon_threadsafe(shards.loop.run_in_executor, None, hold)
         wait_until(lambda: gate.threads)
         make_thread_start_fail(monkeypatch, "asyncio")
-        error = batch_of(engine, *ids_of(engine))[1]
+        with pytest.raises(EngineError):
+            batch_of(engine, *ids_of(engine))
         gate.opened.set()  # its thread takes the step that was queued
-        assert isinstance(error, EngineError)
-        assert isinstance(batch_of(engine, *ids_of(engine))[1], np.ndarray)
+        batch_of(engine, *ids_of(engine))
 
 
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0])
@@ -160,15 +146,13 @@ def test_failing_step_fails_the_batch_once_and_frees_its_budget(
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
-        expected = array(batch_of(engine, *ids_of(engine))[1])
+        expected = batch_of(engine, *ids_of(engine))[1]
         with monkeypatch.context() as patched:
             patched.setattr(kind, step, fail)
-            assert isinstance(batch_of(engine, *ids_of(engine))[1], EngineError)
-        assert np.array_equal(array(batch_of(engine, *ids_of(engine))[1]), expected)
-        used: Future[int] = Future()
-        assert shards.loop is not None
-        shards.loop.call_soon_threadsafe(lambda: used.set_result(shards.budget._used))
-        assert used.result(60) == 0
+            with pytest.raises(EngineError):
+                batch_of(engine, *ids_of(engine))
+        assert np.array_equal(batch_of(engine, *ids_of(engine))[1], expected)
+        assert on_loop(shards, lambda: shards.budget._used) == 0
 
 
 def test_batches_wait_for_the_memory_budget_of_part_values(
@@ -200,10 +184,11 @@ def test_batches_wait_for_the_memory_budget_of_part_values(
                 batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
                 engine.begin(batch, perf_counter() + 60, end)
 
-        assert shards.loop is not None
-        shards.loop.call_soon_threadsafe(begin)
+        on_loop(shards, begin)
         assert is_done.wait(60)
-        assert all(np.array_equal(array(values), expected) for values in ends)
+        for values in ends:
+            assert isinstance(values, np.ndarray)
+            assert np.array_equal(values, expected)
         parts = len(set(shards.called_parts))
         assert [len(one) for one in called_parts] == [parts, 2 * parts, 3 * parts]
 
@@ -292,4 +277,4 @@ def test_event_loop_is_free_while_a_large_batch_is_divided(
 
     with routed(shards, store, "m", inline_bytes_max=0) as engine:
         monkeypatch.setattr(Partition, "divide", divide_slowly)
-        assert isinstance(batch_of(engine, *ids_of(engine))[1], np.ndarray)
+        batch_of(engine, *ids_of(engine))
