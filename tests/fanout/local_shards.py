@@ -34,9 +34,10 @@ T = TypeVar("T")
 
 
 class LocalShards:
-    """Serves lookups of parts on the router's event loop.
+    """Serves lookups of the parts of model "m" on the router's event loop.
 
     Attributes:
+        store: folder of the model's store.
         replies: replies of parts that return no values, by part.
         changes: functions that change the response of a part, by part.
         called_parts: numbers of the called parts, in order.
@@ -46,7 +47,7 @@ class LocalShards:
 
     traces_calls = True
 
-    def __init__(self, store: Path, model: str, parts: int) -> None:
+    def __init__(self, store: Path) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.budget = ValuesBudget()
         self.replies: dict[int, Reply] = {}
@@ -54,9 +55,11 @@ class LocalShards:
         self.called_parts: list[int] = []
         self.dtypes: list[str] = []
         self.traced: dict[int, CallTrace | None] = {}
-        self.versions: list[ModelVersion] = [
-            ModelStore(store, selection=Part(part, parts)).load(model) for part in range(parts)
-        ]
+        self.store = store
+        hosts = ModelStore(store).load("m").plan.hosts
+        assert hosts is not None
+        parts = [Part(part, hosts.parts) for part in range(hosts.parts)]
+        self.versions = [ModelStore(store, selection=part).load("m") for part in parts]
 
     def call_part(
         self,
@@ -137,8 +140,6 @@ def _in_order(
 @contextmanager
 def routed(
     shards: LocalShards,
-    store: Path,
-    model: str,
     partial_dtype: str = "float32",
     on_missing: MissingPolicy = FAIL_ALL,
     local: LocalTables = NO_ROWS,
@@ -154,7 +155,7 @@ def routed(
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        version = ModelStore(store, selection=local).load(model)
+        version = ModelStore(shards.store, selection=local).load("m")
         parts = LocalParts(inline_bytes_max)
         parts._programs = programs
         yield RouterEngine(

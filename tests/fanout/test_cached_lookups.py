@@ -65,9 +65,8 @@ def test_cached_rows_give_the_results_of_whole_tables_without_calls(
 ) -> None:
     is_weighted = kind == "weighted sums"
     store = published(kind != "rows", PARTS, dtype)
-    shards = LocalShards(store, "m", PARTS)
-    options: dict[str, Any] = {"row_cache_bytes": ENOUGH_BYTES}
-    with routed(shards, store, "m", inline_bytes_max=inline_bytes_max, **options) as engine:
+    shards = LocalShards(store)
+    with routed(shards, inline_bytes_max=inline_bytes_max, row_cache_bytes=ENOUGH_BYTES) as engine:
         engine.warm_up()
         ids = random_ids(engine.manifest, 6, np.random.default_rng(1), is_weighted=is_weighted)
         whole = expected(store, ids)
@@ -96,12 +95,12 @@ def store(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def shards(store: Path) -> LocalShards:
-    return LocalShards(store, "m", PARTS)
+    return LocalShards(store)
 
 
 @pytest.fixture
-def engine(store: Path, shards: LocalShards) -> Iterator[RouterEngine]:
-    with routed(shards, store, "m", row_cache_bytes=ENOUGH_BYTES) as routing:
+def engine(shards: LocalShards) -> Iterator[RouterEngine]:
+    with routed(shards, row_cache_bytes=ENOUGH_BYTES) as routing:
         yield routing
 
 
@@ -162,8 +161,8 @@ def test_a_fetch_without_a_replica_of_a_part_stores_the_rows_of_the_others(
 ) -> None:
     for is_pooled in (True, False):
         store = published(is_pooled, PARTS, "float32")
-        shards = LocalShards(store, "m", PARTS)
-        with routed(shards, store, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
+        shards = LocalShards(store)
+        with routed(shards, row_cache_bytes=ENOUGH_BYTES) as engine:
             ids = random_ids(engine.manifest, 6, np.random.default_rng(1))
             shards.replies[1] = lost("part 1 has no replica")
             for _ in range(TRIES):
@@ -202,10 +201,9 @@ def test_local_tables_are_not_cached(tmp_path: Path) -> None:
         ("small", 5, 8, ["small"], PoolingType.SUM),
     ]
     publish(collection(tables), tmp_path, model="m", hosts=2)
-    shards, local = LocalShards(tmp_path, "m", 2), LocalTables(1 << 10)
-    options: dict[str, Any] = {"local": local, "row_cache_bytes": ENOUGH_BYTES}
+    shards, local = LocalShards(tmp_path), LocalTables(1 << 10)
     ids = np.array([3, 8999, 4]), np.array([1, 1, 0, 1], np.int32), None
-    with routed(shards, tmp_path, "m", **options) as engine:
+    with routed(shards, local=local, row_cache_bytes=ENOUGH_BYTES) as engine:
         assert engine.local_tables == ("small",)
         cache_rows(engine, shards, ids)
         batch, values = batch_of(engine, *ids)
@@ -234,10 +232,9 @@ def test_sums_of_cached_rows_count_as_work(
 ) -> None:
     """20,000 ids take 0.5 ms to divide, and as cached rows of 64 columns over 2 ms to add."""
     store = published(True, PARTS, "float32")
-    shards = LocalShards(store, "m", PARTS)
+    shards = LocalShards(store)
     limit = Limits().inline_bytes_max
-    options: dict[str, Any] = {"row_cache_bytes": row_cache_bytes, "inline_bytes_max": limit}
-    with routed(shards, store, "m", **options) as engine:
+    with routed(shards, inline_bytes_max=limit, row_cache_bytes=row_cache_bytes) as engine:
         ids, features = np.zeros(20_000, np.int64), len(engine.manifest.features)
         lengths = np.array([ids.size, *[0] * (features - 1)], np.int32)
         threads: list[int] = []
@@ -255,8 +252,8 @@ def test_sums_of_cached_rows_count_as_work(
 
 def test_sums_of_cached_rows_count_toward_the_bytes_of_batches(published: Published) -> None:
     store = published(True, PARTS, "float32")
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", row_cache_bytes=ENOUGH_BYTES) as engine:
+    shards = LocalShards(store)
+    with routed(shards, row_cache_bytes=ENOUGH_BYTES) as engine:
         ids, lengths, _ = random_ids(engine.manifest, 100, np.random.default_rng(1))
         batch = Batch(ids, lengths, None, [100], 100)
         parted, dims = engine._parted, sum(engine.manifest.length_per_key)

@@ -65,8 +65,8 @@ def test_large_batches_are_divided_and_merged_in_threads(
     record_thread(kind, "merge")
     found, used = [], []
     for inline_bytes_max in (1 << 30, 0):
-        shards = LocalShards(store, "m", PARTS)
-        with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
+        shards = LocalShards(store)
+        with routed(shards, inline_bytes_max=inline_bytes_max) as engine:
             loop_thread = on_loop(shards, threading.get_ident)
             found.append(batch_of(engine, *ids_of(engine))[1])
             used.append([thread == loop_thread for thread in threads.values()])
@@ -89,12 +89,10 @@ def test_ids_of_a_failed_part_are_counted_in_a_thread(
     monkeypatch.setattr(kind, "count_ids_on", record_thread)
     found = []
     for inline_bytes_max in (1 << 30, 0):
-        shards = LocalShards(store, "m", PARTS)
+        shards = LocalShards(store)
         shards.replies = dict.fromkeys([0, 2], lost("no replica"))
         zeros = MissingPolicy("zeros")
-        with routed(
-            shards, store, "m", on_missing=zeros, inline_bytes_max=inline_bytes_max
-        ) as engine:
+        with routed(shards, on_missing=zeros, inline_bytes_max=inline_bytes_max) as engine:
             loop_thread = on_loop(shards, threading.get_ident)
             batch, values = batch_of(engine, *ids_of(engine))
             assert batch.missing_counts is not None
@@ -115,8 +113,8 @@ def store(published: Published) -> Path:
 def test_batch_fails_if_no_thread_can_be_started(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards, gate = LocalShards(store, "m", PARTS), Gate()
-    with routed(shards, store, "m", inline_bytes_max=0) as engine:
+    shards, gate = LocalShards(store), Gate()
+    with routed(shards, inline_bytes_max=0) as engine:
         assert shards.loop is not None
         hold = gate.before(lambda: None)
         shards.loop.call_soon_threadsafe(shards.loop.run_in_executor, None, hold)
@@ -144,8 +142,8 @@ def test_failing_step_fails_the_batch_once_and_frees_its_budget(
         raise RuntimeError("step")
 
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
+    shards = LocalShards(store)
+    with routed(shards, inline_bytes_max=inline_bytes_max) as engine:
         expected = batch_of(engine, *ids_of(engine))[1]
         with monkeypatch.context() as patched:
             patched.setattr(kind, step, fail)
@@ -164,8 +162,8 @@ def test_batches_wait_for_the_memory_budget_of_part_values(
     """
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 1)
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m") as engine:
+    shards = LocalShards(store)
+    with routed(shards) as engine:
         ids, lengths = ids_of(engine)
         expected = engine.lookup(ids, lengths)
         shards.called_parts.clear()
@@ -248,8 +246,8 @@ def test_estimate_of_part_values_is_a_close_upper_bound(
     With a larger estimate, batches would wait and use threads needlessly.
     """
     store = published(kind is not UnpooledBatch, PARTS, "float32")
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m") as engine:
+    shards = LocalShards(store)
+    with routed(shards) as engine:
         ids, lengths = ids_of(engine, ids_per_bag)
         batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
         divided = engine._parted.divide(batch, None)
@@ -267,7 +265,7 @@ def test_event_loop_is_free_while_a_large_batch_is_divided(
     On the event loop it would block itself.
     """
     divide = Partition.divide
-    shards = LocalShards(store, "m", PARTS)
+    shards = LocalShards(store)
 
     def divide_slowly(self: Partition, *arguments: np.ndarray) -> object:
         assert shards.loop is not None
@@ -275,6 +273,6 @@ def test_event_loop_is_free_while_a_large_batch_is_divided(
         iteration.result(60)
         return divide(self, *arguments)
 
-    with routed(shards, store, "m", inline_bytes_max=0) as engine:
+    with routed(shards, inline_bytes_max=0) as engine:
         monkeypatch.setattr(Partition, "divide", divide_slowly)
         batch_of(engine, *ids_of(engine))

@@ -81,8 +81,8 @@ def test_results_with_local_tables_equal_those_of_whole_tables(
     """Checks tables of four dtypes; other tests have local tables of float32."""
     dtypes = {"movie": "float32", "genre": "int8", "user": "int4", "recent": "float16"}
     publish_small(tmp_path, is_pooled=is_pooled, dtype=dtypes)
-    shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m", local=UNLIMITED) as engine:
+    shards = LocalShards(tmp_path)
+    with routed(shards, local=UNLIMITED) as engine:
         assert engine.local_tables == ("genre", "user", "recent")
         engine.warm_up()
         check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
@@ -99,19 +99,16 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shards(published: Path) -> LocalShards:
-    return LocalShards(published, "m", PARTS)
+    return LocalShards(published)
 
 
 @pytest.fixture(params=[1 << 20, 0], ids=["inline", "in a thread"])
 def engine(
-    published: Path, shards: LocalShards, programs: Programs, request: pytest.FixtureRequest
+    shards: LocalShards, programs: Programs, request: pytest.FixtureRequest
 ) -> Iterator[RouterEngine]:
-    options: dict[str, Any] = {
-        "local": UNLIMITED,
-        "inline_bytes_max": request.param,
-        "programs": programs,
-    }
-    with routed(shards, published, "m", **options) as routing:
+    with routed(
+        shards, local=UNLIMITED, inline_bytes_max=request.param, programs=programs
+    ) as routing:
         yield routing
 
 
@@ -131,14 +128,10 @@ def test_batch_with_only_local_ids_calls_no_shard(
     batch, values = batch_of(engine, *SMALL)
     assert list(batch.failures) == []
     assert shards.called_parts == []
-    whole = LocalShards(shards_store(shards), "m", PARTS)
-    with routed(whole, shards_store(shards), "m") as other:
+    whole = LocalShards(shards.store)
+    with routed(whole) as other:
         np.testing.assert_array_equal(values, other.lookup(*SMALL))
     assert whole.called_parts
-
-
-def shards_store(shards: LocalShards) -> Path:
-    return shards.versions[0].path.parent.parent
 
 
 def test_unavailable_shards_fail_only_examples_with_their_ids(
@@ -175,8 +168,8 @@ def test_a_failed_local_lookup_fails_only_its_examples(
 def test_all_tables_may_be_local(tmp_path: Path, is_pooled: bool) -> None:
     """Checks a router that holds all requested tables, so that the shards' parts have none."""
     publish_small(tmp_path, is_pooled=is_pooled, sharding="table_wise")
-    shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m", local=UNLIMITED) as engine:
+    shards = LocalShards(tmp_path)
+    with routed(shards, local=UNLIMITED) as engine:
         assert engine.local_tables == ("genre", "movie", "user", "recent")
         engine.warm_up()
         check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
@@ -217,7 +210,7 @@ def test_later_version_with_other_table_offsets_matches_its_goldens(
 
 
 def test_byte_limit_of_zero_keeps_no_table_local(published: Path, shards: LocalShards) -> None:
-    with routed(shards, published, "m", local=LocalTables(0)) as engine:
+    with routed(shards, local=LocalTables(0)) as engine:
         assert engine.local_tables == ()
         engine.lookup(*SMALL)
     assert shards.called_parts
@@ -231,7 +224,7 @@ def test_damaged_local_table_is_rejected_before_serving(published: Path, tmp_pat
     path.write_bytes(data)
     with (
         pytest.raises(StoreError, match="table 'user': sha256 is "),
-        routed(LocalShards(store, "m", PARTS), store, "m", local=UNLIMITED),
+        routed(LocalShards(store), local=UNLIMITED),
     ):
         pass
 
@@ -240,8 +233,8 @@ def test_check_detects_rows_changed_after_the_start(
     published: Path, tmp_path: Path, programs: Programs
 ) -> None:
     store = writable(shutil.copytree(published, tmp_path / "store"))
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", local=UNLIMITED, programs=programs) as engine:
+    shards = LocalShards(store)
+    with routed(shards, local=UNLIMITED, programs=programs) as engine:
         engine.check()
         path = store / "m" / "1" / "tables.safetensors"
         path.write_bytes(path.read_bytes())
@@ -253,7 +246,7 @@ def test_released_engine_is_freed_without_garbage_collection(
     published: Path, shards: LocalShards, programs: Programs
 ) -> None:
     """Checks references: objects of a server's start are never collected (gc.freeze)."""
-    with routed(shards, published, "m", local=UNLIMITED, programs=programs) as engine:
+    with routed(shards, local=UNLIMITED, programs=programs) as engine:
         engine.warm_up()
         version = weakref.ref(engine._version)
         freed = weakref.ref(engine)

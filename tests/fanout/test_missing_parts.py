@@ -70,8 +70,8 @@ def test_result_equals_a_request_without_the_missing_ids(
     store: Path, parts: list[int], weights: np.ndarray | None
 ) -> None:
     """Checks that a mean counts only the ids that were found."""
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+    shards = LocalShards(store)
+    with routed(shards, on_missing=ZEROS) as engine:
         expected = values_without(engine, parts, weights)
         shards.replies = dict.fromkeys(parts, NO_REPLICA)
         batch, values = batch_of(engine, IDS, LENGTHS, weights, SIZES)
@@ -84,8 +84,8 @@ def test_result_equals_a_request_without_the_missing_ids(
 
 
 def test_complete_batch_reports_no_missing_parts(store: Path) -> None:
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+    shards = LocalShards(store)
+    with routed(shards, on_missing=ZEROS) as engine:
         shards.replies[2] = NO_REPLICA
         batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
     assert batch.is_whole
@@ -94,8 +94,8 @@ def test_complete_batch_reports_no_missing_parts(store: Path) -> None:
 
 def test_missing_rows_of_a_required_table_fail_the_request(store: Path) -> None:
     """Checks a request with missing rows of a table that must not be missing: it fails."""
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", on_missing=USER_FAILS) as engine:
+    shards = LocalShards(store)
+    with routed(shards, on_missing=USER_FAILS) as engine:
         expected = values_without(engine, [1], None)
         shards.replies[1] = NO_REPLICA
         batch, values = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
@@ -128,8 +128,8 @@ def other_version(response: embedding_pb2.EmbedResponse) -> None:
 )
 def test_only_parts_without_a_replica_count_as_missing(store: Path, reply: Reply | None) -> None:
     """Checks that a late, overloaded or wrong part is an ordinary error."""
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+    shards = LocalShards(store)
+    with routed(shards, on_missing=ZEROS) as engine:
         if reply is None:
             shards.changes[1] = other_version
         else:
@@ -145,8 +145,8 @@ def test_only_parts_without_a_replica_count_as_missing(store: Path, reply: Reply
 
 def test_goldens_fail_if_a_part_is_missing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_engine, "GOLDENS_RETRY_S_MAX", 0)
-    shards = LocalShards(store, "m", PARTS)
-    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+    shards = LocalShards(store)
+    with routed(shards, on_missing=ZEROS) as engine:
         engine.warm_up()
         shards.replies[1] = NO_REPLICA
         with pytest.raises(StoreError, match="part 1 of 3 of 'm' version 1 is not available"):
@@ -157,8 +157,8 @@ def test_goldens_fail_if_a_part_is_missing(store: Path, monkeypatch: pytest.Monk
 
 def test_missing_rows_of_an_unpooled_model_are_zeros(tmp_path: Path) -> None:
     publish(unpooled_source(), tmp_path, model="m", hosts=PARTS)
-    shards = LocalShards(tmp_path, "m", PARTS)
-    with routed(shards, tmp_path, "m", on_missing=ZEROS) as engine:
+    shards = LocalShards(tmp_path)
+    with routed(shards, on_missing=ZEROS) as engine:
         rows = np.array(engine.manifest.rows_per_feature)
         ids = np.stack([np.zeros_like(rows), rows - 1], axis=1).reshape(-1)
         lengths = np.full(rows.size, 2, np.int32)

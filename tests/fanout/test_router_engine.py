@@ -48,8 +48,8 @@ def test_results_equal_those_of_whole_tables(
     published: Published, dtype: str, is_pooled: bool, parts: int
 ) -> None:
     store = published(is_pooled, parts, dtype)
-    shards = LocalShards(store, "m", parts)
-    with routed(shards, store, "m") as engine:
+    shards = LocalShards(store)
+    with routed(shards) as engine:
         engine.warm_up()
         check_lookup(engine.lookup, engine, ModelStore(store).load("m"))
 
@@ -58,7 +58,7 @@ def test_repeated_lookups_are_bitwise_equal(published: Published) -> None:
     store = published(True, 4, "float32")
     ids, lengths = np.tile(np.arange(20), 6), np.full(24, 5, np.int32)
     ids = ids % np.repeat(ModelStore(store).manifest("m").rows_per_feature, 30)
-    with routed(LocalShards(store, "m", 4), store, "m") as engine:
+    with routed(LocalShards(store)) as engine:
         assert len({engine.lookup(ids, lengths).tobytes() for _ in range(5)}) == 1
 
 
@@ -73,12 +73,12 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shards(store: Path) -> LocalShards:
-    return LocalShards(store, "m", PARTS)
+    return LocalShards(store)
 
 
 @pytest.fixture
-def engine(store: Path, shards: LocalShards) -> Iterator[RouterEngine]:
-    with routed(shards, store, "m") as routing:
+def engine(shards: LocalShards) -> Iterator[RouterEngine]:
+    with routed(shards) as routing:
         yield routing
 
 
@@ -127,8 +127,8 @@ def test_partial_values_are_rounded_to_the_partial_dtype(
     store = published(is_pooled, PARTS, "float32")
     answers = {}
     for dtype in ("float32", "float16"):
-        shards = LocalShards(store, "m", PARTS)
-        with routed(shards, store, "m", dtype) as engine:
+        shards = LocalShards(store)
+        with routed(shards, dtype) as engine:
             engine.warm_up()
             assert set(shards.dtypes) == {"float32"}  # goldens are compared without rounding
             shards.dtypes.clear()
@@ -152,14 +152,14 @@ class StoppingShards(LocalShards):
 
 def test_lookup_fails_when_the_event_loop_ends(store: Path) -> None:
     with (
-        routed(StoppingShards(store, "m", PARTS), store, "m") as engine,
+        routed(StoppingShards(store)) as engine,
         pytest.raises(EngineError, match="the event loop has ended"),
     ):
         engine.lookup(IDS, LENGTHS)
 
 
 def test_failing_part_keeps_rounded_values_of_other_parts(store: Path, shards: LocalShards) -> None:
-    with routed(shards, store, "m", "float16") as engine:
+    with routed(shards, "float16") as engine:
         expected = engine.lookup(IDS, LENGTHS)
         shards.replies[1] = Reply(UNAVAILABLE)
         batch, values = batch_of(engine, IDS, LENGTHS)
