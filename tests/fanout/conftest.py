@@ -1,4 +1,4 @@
-"""Stores of the models that several tests of routers look up."""
+"""Fixtures of the tests of routers: stores of models, and their shards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from fanout.local_shards import LocalShards
 from lookup_cases import pooled_source, unpooled_source
 
 from embedserve_store import publish
@@ -27,3 +28,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
         return store
 
     return publish_once
+
+
+@pytest.fixture
+def shards(store: Path) -> LocalShards:
+    """Returns the shards of the fixture ``store`` of the test."""
+    return LocalShards(store)

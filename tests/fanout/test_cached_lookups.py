@@ -94,11 +94,6 @@ def store(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def shards(store: Path) -> LocalShards:
-    return LocalShards(store)
-
-
-@pytest.fixture
 def engine(shards: LocalShards) -> Iterator[RouterEngine]:
     with routed(shards, row_cache_bytes=ENOUGH_BYTES) as routing:
         yield routing
@@ -252,8 +247,7 @@ def test_sums_of_cached_rows_count_as_work(
 
 def test_sums_of_cached_rows_count_toward_the_bytes_of_batches(published: Published) -> None:
     store = published(True, PARTS, "float32")
-    shards = LocalShards(store)
-    with routed(shards, row_cache_bytes=ENOUGH_BYTES) as engine:
+    with routed(LocalShards(store), row_cache_bytes=ENOUGH_BYTES) as engine:
         ids, lengths, _ = random_ids(engine.manifest, 100, np.random.default_rng(1))
         batch = Batch(ids, lengths, None, [100], 100)
         parted, dims = engine._parted, sum(engine.manifest.length_per_key)

@@ -111,9 +111,9 @@ def store(published: Published) -> Path:
 
 
 def test_batch_fails_if_no_thread_can_be_started(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    shards: LocalShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards, gate = LocalShards(store), Gate()
+    gate = Gate()
     with routed(shards, inline_bytes_max=0) as engine:
         assert shards.loop is not None
         hold = gate.before(lambda: None)
@@ -154,7 +154,7 @@ def test_failing_step_fails_the_batch_once_and_frees_its_budget(
 
 
 def test_batches_wait_for_the_memory_budget_of_part_values(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    shards: LocalShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the budget of memory: without it, eight batches could take gigabytes.
 
@@ -162,7 +162,6 @@ def test_batches_wait_for_the_memory_budget_of_part_values(
     """
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 1)
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
-    shards = LocalShards(store)
     with routed(shards) as engine:
         ids, lengths = ids_of(engine)
         expected = engine.lookup(ids, lengths)
@@ -258,14 +257,13 @@ def test_estimate_of_part_values_is_a_close_upper_bound(
 
 
 def test_event_loop_is_free_while_a_large_batch_is_divided(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    shards: LocalShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that dividing runs in a thread, which waits for the event loop.
 
     On the event loop it would block itself.
     """
     divide = Partition.divide
-    shards = LocalShards(store)
 
     def divide_slowly(self: Partition, *arguments: np.ndarray) -> object:
         assert shards.loop is not None

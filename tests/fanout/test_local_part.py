@@ -81,8 +81,7 @@ def test_results_with_local_tables_equal_those_of_whole_tables(
     """Checks tables of four dtypes; other tests have local tables of float32."""
     dtypes = {"movie": "float32", "genre": "int8", "user": "int4", "recent": "float16"}
     publish_small(tmp_path, is_pooled=is_pooled, dtype=dtypes)
-    shards = LocalShards(tmp_path)
-    with routed(shards, local=UNLIMITED) as engine:
+    with routed(LocalShards(tmp_path), local=UNLIMITED) as engine:
         assert engine.local_tables == ("genre", "user", "recent")
         engine.warm_up()
         check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
@@ -90,16 +89,11 @@ def test_results_with_local_tables_equal_those_of_whole_tables(
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes a store of a model with small tables; tests must not change it."""
     store = tmp_path_factory.mktemp("small") / "store"
     publish_small(store)
     return store
-
-
-@pytest.fixture
-def shards(published: Path) -> LocalShards:
-    return LocalShards(published)
 
 
 @pytest.fixture(params=[1 << 20, 0], ids=["inline", "in a thread"])
@@ -209,15 +203,15 @@ def test_later_version_with_other_table_offsets_matches_its_goldens(
     assert offsets[0] != offsets[1]
 
 
-def test_byte_limit_of_zero_keeps_no_table_local(published: Path, shards: LocalShards) -> None:
+def test_byte_limit_of_zero_keeps_no_table_local(shards: LocalShards) -> None:
     with routed(shards, local=LocalTables(0)) as engine:
         assert engine.local_tables == ()
         engine.lookup(*SMALL)
     assert shards.called_parts
 
 
-def test_damaged_local_table_is_rejected_before_serving(published: Path, tmp_path: Path) -> None:
-    store = writable(shutil.copytree(published, tmp_path / "store"))
+def test_damaged_local_table_is_rejected_before_serving(store: Path, tmp_path: Path) -> None:
+    store = writable(shutil.copytree(store, tmp_path / "store"))
     whole, path = ModelStore(store).load("m"), store / "m" / "1" / "tables.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) - whole.tables.nbytes + whole.tables.offsets["user"]] ^= 1
@@ -230,11 +224,10 @@ def test_damaged_local_table_is_rejected_before_serving(published: Path, tmp_pat
 
 
 def test_check_detects_rows_changed_after_the_start(
-    published: Path, tmp_path: Path, programs: Programs
+    store: Path, tmp_path: Path, programs: Programs
 ) -> None:
-    store = writable(shutil.copytree(published, tmp_path / "store"))
-    shards = LocalShards(store)
-    with routed(shards, local=UNLIMITED, programs=programs) as engine:
+    store = writable(shutil.copytree(store, tmp_path / "store"))
+    with routed(LocalShards(store), local=UNLIMITED, programs=programs) as engine:
         engine.check()
         path = store / "m" / "1" / "tables.safetensors"
         path.write_bytes(path.read_bytes())
@@ -243,7 +236,7 @@ def test_check_detects_rows_changed_after_the_start(
 
 
 def test_released_engine_is_freed_without_garbage_collection(
-    published: Path, shards: LocalShards, programs: Programs
+    shards: LocalShards, programs: Programs
 ) -> None:
     """Checks references: objects of a server's start are never collected (gc.freeze)."""
     with routed(shards, local=UNLIMITED, programs=programs) as engine:

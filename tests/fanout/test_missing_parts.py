@@ -67,10 +67,9 @@ def values_without(
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("parts", [[1], [0, 1], [0, 1, 2]])
 def test_result_equals_a_request_without_the_missing_ids(
-    store: Path, parts: list[int], weights: np.ndarray | None
+    shards: LocalShards, parts: list[int], weights: np.ndarray | None
 ) -> None:
     """Checks that a mean counts only the ids that were found."""
-    shards = LocalShards(store)
     with routed(shards, on_missing=ZEROS) as engine:
         expected = values_without(engine, parts, weights)
         shards.replies = dict.fromkeys(parts, NO_REPLICA)
@@ -83,8 +82,7 @@ def test_result_equals_a_request_without_the_missing_ids(
     assert batch.missing_parts == [part for part in parts if part < 2]  # no id is on part 2
 
 
-def test_complete_batch_reports_no_missing_parts(store: Path) -> None:
-    shards = LocalShards(store)
+def test_complete_batch_reports_no_missing_parts(shards: LocalShards) -> None:
     with routed(shards, on_missing=ZEROS) as engine:
         shards.replies[2] = NO_REPLICA
         batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
@@ -92,9 +90,8 @@ def test_complete_batch_reports_no_missing_parts(store: Path) -> None:
     assert batch.missing_parts == ()
 
 
-def test_missing_rows_of_a_required_table_fail_the_request(store: Path) -> None:
+def test_missing_rows_of_a_required_table_fail_the_request(shards: LocalShards) -> None:
     """Checks a request with missing rows of a table that must not be missing: it fails."""
-    shards = LocalShards(store)
     with routed(shards, on_missing=USER_FAILS) as engine:
         expected = values_without(engine, [1], None)
         shards.replies[1] = NO_REPLICA
@@ -126,9 +123,10 @@ def other_version(response: embedding_pb2.EmbedResponse) -> None:
         None,
     ],
 )
-def test_only_parts_without_a_replica_count_as_missing(store: Path, reply: Reply | None) -> None:
+def test_only_parts_without_a_replica_count_as_missing(
+    shards: LocalShards, reply: Reply | None
+) -> None:
     """Checks that a late, overloaded or wrong part is an ordinary error."""
-    shards = LocalShards(store)
     with routed(shards, on_missing=ZEROS) as engine:
         if reply is None:
             shards.changes[1] = other_version
@@ -143,9 +141,10 @@ def test_only_parts_without_a_replica_count_as_missing(store: Path, reply: Reply
     assert batch.missing_counts.tolist() == [[1, 2], [1, 0]]
 
 
-def test_goldens_fail_if_a_part_is_missing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goldens_fail_if_a_part_is_missing(
+    shards: LocalShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_engine, "GOLDENS_RETRY_S_MAX", 0)
-    shards = LocalShards(store)
     with routed(shards, on_missing=ZEROS) as engine:
         engine.warm_up()
         shards.replies[1] = NO_REPLICA

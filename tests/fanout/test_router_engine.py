@@ -48,8 +48,7 @@ def test_results_equal_those_of_whole_tables(
     published: Published, dtype: str, is_pooled: bool, parts: int
 ) -> None:
     store = published(is_pooled, parts, dtype)
-    shards = LocalShards(store)
-    with routed(shards) as engine:
+    with routed(LocalShards(store)) as engine:
         engine.warm_up()
         check_lookup(engine.lookup, engine, ModelStore(store).load("m"))
 
@@ -69,11 +68,6 @@ def store(tmp_path: Path) -> Path:
     tables = [("user", 30, 4, ["user"], PoolingType.SUM)]
     publish(collection(tables), tmp_path, model="m", hosts=PARTS)
     return tmp_path
-
-
-@pytest.fixture
-def shards(store: Path) -> LocalShards:
-    return LocalShards(store)
 
 
 @pytest.fixture
