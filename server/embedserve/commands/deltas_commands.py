@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.store_commands import Cache, DryRun, Model, Store
 from embedserve.commands.switch import Command, Group, switch
 
@@ -57,19 +56,17 @@ def list_deltas(
     last: Annotated[int, typer.Option(help="Number of deltas to list; 0 lists all.", min=0)] = 20,
 ) -> None:
     """List the last deltas, or the tables of one delta. The word list may be left out."""
-    with cli_errors():
-        from embedserve_store.commands.deltas import list_deltas as run
+    from embedserve_store.commands.deltas import list_deltas as run
 
-        run(store, model, seq, version, last)
+    run(store, model, seq, version, last)
 
 
 @deltas.command(cls=Command)
 def verify(store: Store, model: Model, version: OfVersion = None, key: PublicKey = None) -> None:
     """Read every byte of the deltas, and check that each continues the one before it."""
-    with cli_errors():
-        from embedserve_store.commands.deltas import verify_deltas as run
+    from embedserve_store.commands.deltas import verify_deltas as run
 
-        run(store, model, version, key)
+    run(store, model, version, key)
 
 
 @deltas.command(cls=Command)
@@ -110,10 +107,9 @@ def undo(
     ] = None,
 ) -> None:
     """Take the last deltas back: servers return to the rows after an earlier delta."""
-    with cli_errors():
-        from embedserve_store.commands.deltas import undo as run
+    from embedserve_store.commands.deltas import undo as run
 
-        run(store, model, to, why, version, alone, key, notify)
+    run(store, model, to, why, version, alone, key, notify)
 
 
 @deltas.command(cls=Command)
@@ -128,10 +124,9 @@ def compact(
     key: PublicKey = None,
 ) -> None:
     """Publish a version and the deltas after it as the next version."""
-    with cli_errors():
-        from embedserve_store.commands.deltas import compact as run
+    from embedserve_store.commands.deltas import compact as run
 
-        run(store, model, version, seq, cache, key)
+    run(store, model, version, seq, cache, key)
 
 
 @deltas.command(cls=Command)
@@ -144,7 +139,6 @@ def prune(
     dry_run: DryRun = False,
 ) -> None:
     """Remove the deltas that no stored version needs, the oldest first."""
-    with cli_errors():
-        from embedserve_store.commands.deltas import prune as run
+    from embedserve_store.commands.deltas import prune as run
 
-        run(store, model, keep_hours, dry_run)
+    run(store, model, keep_hours, dry_run)

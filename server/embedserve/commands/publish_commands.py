@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine, check_releases, installed_versions
 from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
 from embedserve.commands.store_commands import Version, store_argument
@@ -187,11 +186,10 @@ def demo(
     ] = False,
 ) -> None:
     """Train a small model on real movie ratings and publish it."""
-    with cli_errors():
-        check_engine()
-        from embedserve_store.commands.demo import demo as run
+    check_engine()
+    from embedserve_store.commands.demo import demo as run
 
-        run(Path(store), model, dtype, sharding, world_size, checkpoint, if_missing)
+    run(Path(store), model, dtype, sharding, world_size, checkpoint, if_missing)
 
 
 def publish(
@@ -217,38 +215,37 @@ def publish(
     meta: Meta = None,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
-    with cli_errors():
-        check_engine()
-        from embedserve_store.commands.per_table_option import (
-            parse_per_table_option,
-            parse_sharding,
-        )
-        from embedserve_store.commands.publish import parse_meta, publish_checkpoint
-        from embedserve_store.plans.constraints import read_constraints
-        from embedserve_store.terminal.sizes import parse_bytes
+    check_engine()
+    from embedserve_store.commands.per_table_option import (
+        parse_per_table_option,
+        parse_sharding,
+    )
+    from embedserve_store.commands.publish import parse_meta, publish_checkpoint
+    from embedserve_store.plans.constraints import read_constraints
+    from embedserve_store.terminal.sizes import parse_bytes
 
-        publish_checkpoint(
-            checkpoint,
-            tables,
-            store,
-            model,
-            prefix=prefix,
-            dtype=parse_per_table_option(dtype) if dtype else None,
-            sharding=parse_sharding(sharding) if sharding else None,
-            world_size=world_size,
-            hosts=hosts,
-            constraints=read_constraints(constraints) if constraints else None,
-            device_memory_bytes=(
-                parse_bytes(device_memory, "device_memory") if device_memory else None
-            ),
-            max_error=max_error,
-            expected=expected,
-            accept_unchecked=accept_unchecked,
-            accept_draft=accept_draft,
-            layout_changed=layout_changed,
-            if_changed=if_changed,
-            meta=parse_meta(meta or ()),
-        )
+    publish_checkpoint(
+        checkpoint,
+        tables,
+        store,
+        model,
+        prefix=prefix,
+        dtype=parse_per_table_option(dtype) if dtype else None,
+        sharding=parse_sharding(sharding) if sharding else None,
+        world_size=world_size,
+        hosts=hosts,
+        constraints=read_constraints(constraints) if constraints else None,
+        device_memory_bytes=(
+            parse_bytes(device_memory, "device_memory") if device_memory else None
+        ),
+        max_error=max_error,
+        expected=expected,
+        accept_unchecked=accept_unchecked,
+        accept_draft=accept_draft,
+        layout_changed=layout_changed,
+        if_changed=if_changed,
+        meta=parse_meta(meta or ()),
+    )
 
 
 def describe(
@@ -266,10 +263,9 @@ def describe(
     ] = None,
 ) -> None:
     """Draft the description of a checkpoint's tables for publish."""
-    with cli_errors():
-        from embedserve_store.commands.describe import describe as run
+    from embedserve_store.commands.describe import describe as run
 
-        run(checkpoint, prefix, output, expected)
+    run(checkpoint, prefix, output, expected)
 
 
 def plan(
@@ -313,23 +309,22 @@ def plan(
 
     Reads no table, and pulls nothing of a version behind a URL but its manifest and its plan.
     """
-    with cli_errors():
-        check_releases(installed_versions())
-        from embedserve.commands.planning.plan import PlanOptions, plan_tables, plan_version
-        from embedserve.commands.planning.pod_patch import PodOptions
-        from embedserve.commands.running_server import server_at
+    check_releases(installed_versions())
+    from embedserve.commands.planning.plan import PlanOptions, plan_tables, plan_version
+    from embedserve.commands.planning.pod_patch import PodOptions
+    from embedserve.commands.running_server import server_at
 
-        asked = None
-        if from_metrics is not None:
-            asked = server_at(from_metrics, ca, cert, key, token_file)
-        elif ca or cert or key or token_file:
-            raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
-        pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
-        if not kubernetes and pod != PodOptions():
-            raise ValueError(f"{POD_OPTIONS} are of --kubernetes")
-        options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
-        options = replace(options, from_metrics=asked, hosts=hosts, pod=pod if kubernetes else None)
-        if model:
-            plan_version(source, model, version, options)
-        else:
-            plan_tables(Path(source), options)
+    asked = None
+    if from_metrics is not None:
+        asked = server_at(from_metrics, ca, cert, key, token_file)
+    elif ca or cert or key or token_file:
+        raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
+    pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
+    if not kubernetes and pod != PodOptions():
+        raise ValueError(f"{POD_OPTIONS} are of --kubernetes")
+    options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
+    options = replace(options, from_metrics=asked, hosts=hosts, pod=pod if kubernetes else None)
+    if model:
+        plan_version(source, model, version, options)
+    else:
+        plan_tables(Path(source), options)

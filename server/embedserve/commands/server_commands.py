@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine
 from embedserve.commands.serve_options import REPEATABLE, check_config
 from embedserve.commands.store_commands import CACHE, Store
@@ -69,11 +68,10 @@ def serve(**values: Any) -> None:
     limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
     values |= {name: tuple(values[name] or ()) for name in REPEATABLE}
     settings = ServeSettings(**values, limits=limits)
-    with cli_errors():
-        check_engine()
-        from embedserve.processes.serve import serve as run
+    check_engine()
+    from embedserve.processes.serve import serve as run
 
-        run(settings)
+    run(settings)
 
 
 def cluster(
@@ -121,28 +119,27 @@ def cluster(
     Ray, shards on several hosts are run by themselves, with serve --part and serve --shards. A
     process that ends is started again. Variables of serve have no effect.
     """
-    with cli_errors():
-        check_engine()
-        from embedserve.processes.local_cluster import ClusterSettings, run_cluster
+    check_engine()
+    from embedserve.processes.local_cluster import ClusterSettings, run_cluster
 
-        run_cluster(
-            ClusterSettings(
-                store,
-                tuple(model or ()),
-                replicas,
-                http_port,
-                grpc_port,
-                follow,
-                cache,
-                backend,
-                name,
-                ray_address,
-                shard_memory,
-                shard_timeout_ms,
-                shard_config,
-                router_config,
-            )
+    run_cluster(
+        ClusterSettings(
+            store,
+            tuple(model or ()),
+            replicas,
+            http_port,
+            grpc_port,
+            follow,
+            cache,
+            backend,
+            name,
+            ray_address,
+            shard_memory,
+            shard_timeout_ms,
+            shard_config,
+            router_config,
         )
+    )
 
 
 def admin(
@@ -162,12 +159,11 @@ def admin(
 ) -> None:
     """Load or unload a version on a running server, make it check its store now, or hold the deltas
     that it follows."""
-    with cli_errors():
-        from embedserve.commands.admin import ask_server, parse_action
-        from embedserve.commands.running_server import server_at
+    from embedserve.commands.admin import ask_server, parse_action
+    from embedserve.commands.running_server import server_at
 
-        done, model = parse_action(action)
-        ask_server(server_at(url, ca, cert, key, token_file), done, model)
+    done, model = parse_action(action)
+    ask_server(server_at(url, ca, cert, key, token_file), done, model)
 
 
 def health(
@@ -201,11 +197,7 @@ def health(
     """Exit with 0 if the server on this host responds; for a container's healthcheck or probe."""
     from embedserve.commands.health import check_health, own_server
 
-    try:
-        check_health(own_server(host, http_port, bool(tls_cert), http_uds), ready)
-    except (OSError, ValueError) as error:  # cli_errors would import the store, which is slow
-        typer.echo(f"embedserve: {error}", err=True)
-        raise typer.Exit(1) from error
+    check_health(own_server(host, http_port, bool(tls_cert), http_uds), ready)
 
 
 def shadow(
@@ -216,11 +208,10 @@ def shadow(
     token_file: TokenFile = None,
 ) -> None:
     """Show how the results of shadow versions differ from those of the served versions."""
-    with cli_errors():
-        from embedserve.commands.running_server import server_at
-        from embedserve.commands.shadow import show_shadows
+    from embedserve.commands.running_server import server_at
+    from embedserve.commands.shadow import show_shadows
 
-        show_shadows(server_at(url, ca, cert, key, token_file))
+    show_shadows(server_at(url, ca, cert, key, token_file))
 
 
 def token(
@@ -245,7 +236,6 @@ def token(
 
     The token is stored nowhere: give it to its caller now.
     """
-    with cli_errors():
-        from embedserve.commands.token import make_token
+    from embedserve.commands.token import make_token
 
-        make_token(name, models, roles, expires, requests_per_second, concurrent)
+    make_token(name, models, roles, expires, requests_per_second, concurrent)

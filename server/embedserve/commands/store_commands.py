@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.switch import switch
 
 
@@ -48,10 +47,9 @@ def inspect_store(
     ] = "",
 ) -> None:
     """Show the models of a store, the versions of a model, or the tables of a version."""
-    with cli_errors():
-        from embedserve_store.commands.inspect import inspect as run
+    from embedserve_store.commands.inspect import inspect as run
 
-        run(store, model, version)
+    run(store, model, version)
 
 
 def verify(
@@ -69,10 +67,9 @@ def verify(
     cache: Cache = None,
 ) -> None:
     """Reread a version and check every byte against its checksums."""
-    with cli_errors():
-        from embedserve_store.commands.verify import verify as run
+    from embedserve_store.commands.verify import verify as run
 
-        run(store, model, version, part, cache)
+    run(store, model, version, part, cache)
 
 
 def diff(
@@ -91,11 +88,9 @@ def diff(
     Exits with status 1 if clients would notice: keys, their order, widths or tables, pooling, id
     rules or weights differ.
     """
-    with cli_errors():
-        from embedserve_store.commands.diff import diff as run
+    from embedserve_store.commands.diff import diff as run
 
-        is_same_layout = run(versions, cache)
-    if not is_same_layout:
+    if not run(versions, cache):
         raise typer.Exit(1)
 
 
@@ -137,21 +132,20 @@ def alias(
     cache: Cache = None,
 ) -> None:
     """Show, move or remove a model's aliases: names for versions, such as stable."""
-    with cli_errors():
-        from embedserve_store.commands.alias import change_alias, show_aliases
+    from embedserve_store.commands.alias import change_alias, show_aliases
 
-        is_change = remove or version is not None  # "" is an unset variable of a script
-        if remove and version:
-            raise ValueError(f"--remove takes no version, found {version!r}")
-        changes = ("--why", why), ("--share", share), ("--shadow", shadow)
-        for flag, given in (*changes, ("--at-seq", at_seq is not None)):
-            if given and not is_change:
-                raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
-        if is_change:
-            moved_to = None if remove else version
-            change_alias(store, model, name, moved_to, why, share, shadow, at_seq, may_be_new=new)
-        else:
-            show_aliases(store, model, name, cache)
+    is_change = remove or version is not None  # "" is an unset variable of a script
+    if remove and version:
+        raise ValueError(f"--remove takes no version, found {version!r}")
+    changes = ("--why", why), ("--share", share), ("--shadow", shadow)
+    for flag, given in (*changes, ("--at-seq", at_seq is not None)):
+        if given and not is_change:
+            raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
+    if is_change:
+        moved_to = None if remove else version
+        change_alias(store, model, name, moved_to, why, share, shadow, at_seq, may_be_new=new)
+    else:
+        show_aliases(store, model, name, cache)
 
 
 def rollback(
@@ -165,10 +159,9 @@ def rollback(
     why: Annotated[str, typer.Option(help="Reason, stored with each change.")] = "",
 ) -> None:
     """Move an alias back to the previous version, and remove aliases with a share or a shadow."""
-    with cli_errors():
-        from embedserve_store.commands.alias import roll_back_alias
+    from embedserve_store.commands.alias import roll_back_alias
 
-        roll_back_alias(store, model, alias, to, why)
+    roll_back_alias(store, model, alias, to, why)
 
 
 def note(
@@ -180,10 +173,9 @@ def note(
     text: Annotated[str, typer.Argument(help="Text that inspect shows with this version.")],
 ) -> None:
     """Store a note beside a version, which itself never changes."""
-    with cli_errors():
-        from embedserve_store.commands.note import note as run
+    from embedserve_store.commands.note import note as run
 
-        run(store, model, version, text)
+    run(store, model, version, text)
 
 
 def history(
@@ -197,10 +189,9 @@ def history(
 
     Commands record USER@HOST as the author, or EMBEDSERVE_BY if that variable is set.
     """
-    with cli_errors():
-        from embedserve_store.commands.history import history as run
+    from embedserve_store.commands.history import history as run
 
-        run(store, model, last, json, cache)
+    run(store, model, last, json, cache)
 
 
 def copy(
@@ -227,10 +218,9 @@ def copy(
     Versions keep their numbers. A version appears whole or not at all, and a version that the
     target has is left alone. If a copy was interrupted, start it again: it continues.
     """
-    with cli_errors():
-        from embedserve_store.commands.copy import copy as run
+    from embedserve_store.commands.copy import copy as run
 
-        run(source, target, model, aliases, not no_deltas)
+    run(source, target, model, aliases, not no_deltas)
 
 
 def prune(
@@ -240,10 +230,9 @@ def prune(
     dry_run: DryRun = False,
 ) -> None:
     """Remove old versions of a model, except those that an alias names or a server has open."""
-    with cli_errors():
-        from embedserve_store.commands.prune import prune as run
+    from embedserve_store.commands.prune import prune as run
 
-        run(store, model, keep, dry_run)
+    run(store, model, keep, dry_run)
 
 
 def delete(
@@ -252,7 +241,6 @@ def delete(
     version: Annotated[int, typer.Argument(help="Number of the version.")],
 ) -> None:
     """Remove one version of a model, unless it is the newest, has an alias or is open."""
-    with cli_errors():
-        from embedserve_store.commands.delete import delete as run
+    from embedserve_store.commands.delete import delete as run
 
-        run(store, model, version)
+    run(store, model, version)

@@ -1,4 +1,5 @@
-"""Boolean command line options without a value, --help included."""
+"""Commands of the command line: their switches, --help included, show no type, and an error that a
+user can fix is one line."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from embedserve.commands.cli_errors import usage_errors
+from embedserve.commands.cli_errors import cli_errors, usage_errors
 
 
 def switch(name: str, *, help: str, **more: Any) -> Any:  # noqa: A002  # typer's parameter name
@@ -16,7 +17,12 @@ def switch(name: str, *, help: str, **more: Any) -> Any:  # noqa: A002  # typer'
 
 
 class Command(TyperCommand):
-    """A command whose --help option is also shown without a type."""
+    """A command whose --help option is also shown without a type, and whose errors that a user can
+    fix are one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with cli_errors():
+            return super().invoke(ctx)
 
     def get_help_option(self, ctx: Any) -> Any:
         return _untyped(super().get_help_option(ctx))
