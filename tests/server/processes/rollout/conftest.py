@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from server.processes.rollout.coordinated_workers import Workers
-from server.processes.rollout.following_process import PUBLISH
+from server.processes.rollout.following_process import PUBLISH, FollowingProcess
 from server.processes.rollout.switching_process import SwitchingProcess
 from server.python import run_warm_python
 
@@ -49,3 +49,9 @@ def workers() -> Workers:
 @pytest.fixture
 def process(executor: ThreadPoolExecutor) -> SwitchingProcess:
     return SwitchingProcess(executor)
+
+
+@pytest.fixture
+def follower(store: Path, executor: ThreadPoolExecutor) -> FollowingProcess:
+    """Returns a process that follows the latest version of "shop"; version 1 at first."""
+    return FollowingProcess(store, executor)

@@ -43,12 +43,10 @@ for value in (1, 2, 3):
 """
 
 
-def add_version(unpublished: Path, store: Path, number: int) -> None:
-    move(unpublished / "shop" / str(number), store / "shop" / str(number))
-
-
-def move(one: Path, other: Path) -> Path:
-    return one.rename(other)
+def add_version(store: Path, number: int) -> None:
+    """Publishes a version that the fixture ``unpublished`` has, beside ``store``."""
+    version = f"shop/{number}"
+    (store.parent / "unpublished" / version).rename(store / version)
 
 
 def before_open(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], object]) -> None:
@@ -72,6 +70,7 @@ class FollowingProcess:
         model: str = "shop",
         follow: str = "latest",
     ) -> None:
+        self.store = Path(store)
         self.name = model
         self.settings = ServeSettings(str(store), model=(model,), follow=follow, follow_s=3600)
         first = ModelStore(store).load("shop", model.partition("@")[2] or None)
@@ -121,6 +120,9 @@ class FollowingProcess:
         metrics.flush()
         values = {name: value for name, _, value in metrics.models[self.name].samples()}
         return status["next"], bool(values["embedserve_model_refused"])
+
+    def add_version(self, number: int) -> None:
+        add_version(self.store, number)
 
     def start(self) -> None:
         """Follows the store until ``stop`` is set."""

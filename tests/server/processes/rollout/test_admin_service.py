@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from server.gate import Gate
-from server.processes.rollout.following_process import FollowingProcess, add_version
+from server.processes.rollout.following_process import FollowingProcess
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.errors import ConflictError
@@ -49,13 +49,15 @@ class AdministeredProcess(FollowingProcess):
         return {model.served_as: model.version for model in self.pipeline.models.models()}
 
 
-async def test_names_are_loaded_and_unloaded(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
-) -> None:
-    process = AdministeredProcess(store, executor)
+@pytest.fixture
+async def process(store: Path, executor: ThreadPoolExecutor) -> AdministeredProcess:
+    return AdministeredProcess(store, executor)
+
+
+async def test_names_are_loaded_and_unloaded(process: AdministeredProcess) -> None:
     admin = process.admin
-    add_version(unpublished, store, 2)
-    set_alias(store, "shop", "canary", 2)
+    process.add_version(2)
+    set_alias(process.store, "shop", "canary", 2)
     assert await admin.load("shop@canary") == 2
     assert await admin.load("shop@1") == 1
     assert process.served_versions() == {"shop": 1, "shop@canary": 2, "shop@1": 1}
@@ -72,10 +74,9 @@ async def test_names_are_loaded_and_unloaded(
 
 
 async def test_second_of_two_unloads_is_rejected_if_nothing_else_is_served(
-    store: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    process: AdministeredProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin_service, "UNLOAD_S_MAX", WAIT_S_MAX)
-    process = AdministeredProcess(store, executor)
     assert await process.admin.load("shop@1") == 1
     unloads = [asyncio.create_task(process.admin.unload(name)) for name in ("shop", "shop@1")]
     await unloads[0]
@@ -96,9 +97,8 @@ async def test_second_of_two_unloads_is_rejected_if_nothing_else_is_served(
     ],
 )
 async def test_load_of_unknown_or_invalid_name_is_rejected(
-    store: Path, executor: ThreadPoolExecutor, name: str, problem: str
+    process: AdministeredProcess, name: str, problem: str
 ) -> None:
-    process = AdministeredProcess(store, executor)
     with pytest.raises(ConflictError, match=problem) as caught:
         await process.admin.load(name)
     assert (caught.value.http_status, caught.value.field) == (409, "model")
@@ -106,10 +106,9 @@ async def test_load_of_unknown_or_invalid_name_is_rejected(
 
 
 async def test_load_of_unservable_version_is_rejected_and_may_be_retried(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
+    process: AdministeredProcess,
 ) -> None:
-    process = AdministeredProcess(store, executor)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     process.failures[2] = StoreError("no room")
     for _ in range(2):
         with pytest.raises(ConflictError, match=r"^shop version 2 stays out: no room$"):
@@ -120,15 +119,10 @@ async def test_load_of_unservable_version_is_rejected_and_may_be_retried(
 
 
 async def test_load_ignores_failure_of_the_load_before(
-    store: Path,
-    unpublished: Path,
-    executor: ThreadPoolExecutor,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
+    process: AdministeredProcess, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks a command that the coordinator receives after that failure."""
-    process = AdministeredProcess(store, executor)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     process.failures[2] = StoreError("no room")
     process.before_restore = gate.before(lambda: None)
     first = asyncio.create_task(process.admin.load("shop"))
@@ -145,11 +139,8 @@ async def test_load_ignores_failure_of_the_load_before(
     assert await second == 2
 
 
-async def test_failed_load_of_new_name_leaves_no_state(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
-) -> None:
-    process = AdministeredProcess(store, executor)
-    add_version(unpublished, store, 2)
+async def test_failed_load_of_new_name_leaves_no_state(process: AdministeredProcess) -> None:
+    process.add_version(2)
     process.failures[2] = StoreError("no room")
     with pytest.raises(ConflictError, match=r"^shop@2 version 2 stays out: no room$"):
         await process.admin.load("shop@2")
@@ -159,14 +150,13 @@ async def test_failed_load_of_new_name_leaves_no_state(
 
 
 async def test_load_is_rejected_if_store_gets_newer_version_meanwhile(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, gate: Gate
+    process: AdministeredProcess, gate: Gate
 ) -> None:
-    process = AdministeredProcess(store, executor)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     process.before_restore = gate.before(lambda: None)
     loading = asyncio.create_task(process.admin.load("shop"))
     await until(lambda: gate.threads)
-    add_version(unpublished, store, 3)
+    process.add_version(3)
     process.admin.reload()
     with pytest.raises(ConflictError, match=r"^shop version 2 is not loaded: the store names 3 "):
         await loading
@@ -175,16 +165,15 @@ async def test_load_is_rejected_if_store_gets_newer_version_meanwhile(
 
 
 async def test_load_is_rejected_if_store_rolls_back_meanwhile(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, gate: Gate
+    process: AdministeredProcess, gate: Gate
 ) -> None:
-    process = AdministeredProcess(store, executor)
     process.admin.reload()
     await until(lambda: desired_version(process) == 1)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     process.before_restore = gate.before(lambda: None)
     loading = asyncio.create_task(process.admin.load("shop"))
     await until(lambda: gate.threads)
-    shutil.rmtree(store / "shop" / "2")
+    shutil.rmtree(process.store / "shop" / "2")
     process.admin.reload()
     await until(loading.done)
     with pytest.raises(ConflictError, match=r"^shop version 2 is not loaded: the store names 1 "):
@@ -195,17 +184,16 @@ async def test_load_is_rejected_if_store_rolls_back_meanwhile(
 
 @pytest.mark.parametrize("waits", [False, True])
 async def test_load_is_rejected_if_another_load_cancels_it(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, gate: Gate, waits: bool
+    process: AdministeredProcess, gate: Gate, waits: bool
 ) -> None:
     """Covers a load that still waits for the version of another name."""
-    process = AdministeredProcess(store, executor)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     process.before_restore = gate.before(lambda: None)
     other = asyncio.create_task(process.admin.load("shop@2")) if waits else None
     await until(lambda: gate.threads or not waits)
     loading = asyncio.create_task(process.admin.load("shop"))
     await until(lambda: queued_version(process) == 2 if waits else gate.threads)
-    shutil.rmtree(store / "shop" / "2")
+    shutil.rmtree(process.store / "shop" / "2")
     assert await process.admin.load("shop") == 1
     await until(loading.done)
     why = "it was called off" if waits else "1 was requested"
@@ -226,12 +214,9 @@ def queued_version(process: AdministeredProcess) -> int:
     return 0 if target is None else target.queued
 
 
-async def test_load_waits_for_the_previous_load(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
-) -> None:
-    process = AdministeredProcess(store, executor)
+async def test_load_waits_for_the_previous_load(process: AdministeredProcess) -> None:
     for number in (2, 3):
-        add_version(unpublished, store, number)
+        process.add_version(number)
     process.failures[2] = StoreError("no room")
     names = ("shop@2", "shop@3")
     two, three = await asyncio.gather(*map(process.admin.load, names), return_exceptions=True)
@@ -241,22 +226,16 @@ async def test_load_waits_for_the_previous_load(
 
 @pytest.mark.parametrize("fails", [True, False])
 async def test_load_replaced_by_another_load_ends(
-    store: Path,
-    unpublished: Path,
-    executor: ThreadPoolExecutor,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
-    fails: bool,
+    process: AdministeredProcess, gate: Gate, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """Checks that the second load clears the failure of the first."""
-    process = AdministeredProcess(store, executor)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     if fails:
         process.failures[2] = StoreError("no room")
     process.before_restore = gate.before(lambda: None)
     first = asyncio.create_task(process.admin.load("shop"))
     await until(lambda: gate.threads)
-    add_version(unpublished, store, 3)
+    process.add_version(3)
     commands = record_commands(monkeypatch, process)
     second = asyncio.create_task(process.admin.load("shop"))
     await until(lambda: commands)
@@ -273,11 +252,10 @@ async def test_load_replaced_by_another_load_ends(
 
 @pytest.mark.parametrize("is_new", [False, True])
 async def test_load_ends_if_its_name_is_unloaded_meanwhile(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, gate: Gate, is_new: bool
+    process: AdministeredProcess, gate: Gate, is_new: bool
 ) -> None:
-    process = AdministeredProcess(store, executor)
     assert await process.admin.load("shop@1") == 1
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     process.before_restore = gate.before(lambda: None)
     name = "shop@2" if is_new else "shop"
     loading = asyncio.create_task(process.admin.load(name))
@@ -292,17 +270,14 @@ async def test_load_ends_if_its_name_is_unloaded_meanwhile(
 
 
 async def test_load_is_rejected_if_workers_share_resident_tables(
-    store: Path,
-    unpublished: Path,
-    executor: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
+    process: AdministeredProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the load is rejected before the tables fill the memory of a worker."""
-    process, opened = AdministeredProcess(store, executor), list[object]()
+    opened = list[object]()
     settings = replace(process.settings, tables="resident", workers=2)
     monkeypatch.setattr(version_resolver, "make_resident_and_verify", opened.append)
     resolver = VersionResolver(settings)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     message = "^what is served changes at a start only: a version that comes while workers run "
     with pytest.raises(ConflictError, match=message):
         await AdminService(resolver, process.rollout, lambda command: None).load("shop")
@@ -312,20 +287,16 @@ async def test_load_is_rejected_if_workers_share_resident_tables(
 
 
 async def test_load_of_version_without_parts_has_no_such_part_error_as_cause(
-    store: Path, executor: ThreadPoolExecutor
+    process: AdministeredProcess,
 ) -> None:
-    process = AdministeredProcess(store, executor)
     resolver = VersionResolver(replace(process.settings, part="0/2"))
     with pytest.raises(ConflictError, match="so it has no parts") as caught:
         await AdminService(resolver, process.rollout, lambda command: None).load("shop")
     assert isinstance(caught.value.__cause__, NoSuchPartError)
 
 
-async def test_reload_polls_served_names_and_retries_failures(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
-) -> None:
-    process = AdministeredProcess(store, executor)
-    add_version(unpublished, store, 2)
+async def test_reload_polls_served_names_and_retries_failures(process: AdministeredProcess) -> None:
+    process.add_version(2)
     process.failures[2] = StoreError("no room")
     process.admin.reload()
     await until(lambda: process.next_version_status()[1])
@@ -335,31 +306,29 @@ async def test_reload_polls_served_names_and_retries_failures(
 
 
 async def test_version_loaded_after_a_reload_is_not_counted_as_behind(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
+    process: AdministeredProcess,
 ) -> None:
-    process = AdministeredProcess(store, executor)
     metrics = process.pipeline.metrics.models["shop"]
     process.admin.reload()
     await until(lambda: metrics.wanted_version == 1)
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     assert await process.admin.load("shop") == 2
     await asyncio.sleep(0)
     assert (metrics.wanted_version, metrics.behind_seconds()) == (2, 0.0)
 
 
 async def test_reload_without_new_versions_is_logged(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    process: AdministeredProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    process = AdministeredProcess(store, executor)
     admin, nothing = process.admin, "polled the store on request: nothing new"
     for times in (1, 2):
         admin.reload()
         await until(lambda: caplog.messages == [nothing] * times)  # noqa: B023
-    add_version(unpublished, store, 2)
+    process.add_version(2)
     admin.reload()
     await until(lambda: process.rollout.number("shop") == 2)
     assert caplog.messages.count(nothing) == 2
-    (store / "shop").rename(store / "gone")
+    (process.store / "shop").rename(process.store / "gone")
     admin.reload()
     await until(lambda: caplog.messages[-1] == f"{nothing}; it cannot tell of shop")

@@ -34,18 +34,17 @@ from embedserve_store import ModelVersion, set_alias
 
 
 async def test_latest_version_is_served(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    follower: FollowingProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    process = FollowingProcess(store, executor)
-    assert await process.poll() == 1
-    add_version(unpublished, store, 3)
-    assert await process.poll() == 3
-    add_version(unpublished, store, 2)
-    assert await process.poll() == 3
-    shutil.rmtree(store / "shop" / "3")  # a deleted version is no longer served
-    assert await process.poll() == 2
-    assert process.attempts == [3, 2]
+    assert await follower.poll() == 1
+    follower.add_version(3)
+    assert await follower.poll() == 3
+    follower.add_version(2)
+    assert await follower.poll() == 3
+    shutil.rmtree(follower.store / "shop" / "3")  # a deleted version is no longer served
+    assert await follower.poll() == 2
+    assert follower.attempts == [3, 2]
     assert caplog.messages == [
         "shop: switched to version 3 (before: 1)",
         "shop: switched to version 2 (before: 3)",
@@ -53,9 +52,9 @@ async def test_latest_version_is_served(
 
 
 async def test_alias_is_followed_forward_and_back(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
+    store: Path, executor: ThreadPoolExecutor
 ) -> None:
-    add_version(unpublished, store, 2)
+    add_version(store, 2)
     set_alias(store, "shop", "stable", 1)
     for follow in ("alias", "latest"):
         process = FollowingProcess(store, executor, "shop@stable", follow)
@@ -69,28 +68,26 @@ async def test_alias_is_followed_forward_and_back(
     ("model", "follow"), [("", "alias"), ("shop", "alias"), ("shop@1", "latest")]
 )
 async def test_version_that_is_not_followed_stays(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, model: str, follow: str
+    store: Path, executor: ThreadPoolExecutor, model: str, follow: str
 ) -> None:
     process = FollowingProcess(store, executor, model, follow)
-    add_version(unpublished, store, 2)
+    add_version(store, 2)
     assert await process.poll() == 1
     assert process.attempts == []
 
 
 async def test_only_the_latest_of_several_new_versions_is_loaded(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
+    follower: FollowingProcess,
 ) -> None:
-    process = FollowingProcess(store, executor)
     for number in (2, 3):
-        add_version(unpublished, store, number)
-    assert await process.poll() == 3
-    assert process.attempts == [3]
+        follower.add_version(number)
+    assert await follower.poll() == 3
+    assert follower.attempts == [3]
 
 
 @pytest.mark.parametrize(("moved_to", "loaded"), [(1, []), (3, [3])])
 async def test_version_is_not_loaded_if_its_alias_moves_while_it_is_opened(
     store: Path,
-    unpublished: Path,
     executor: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     moved_to: int,
@@ -98,7 +95,7 @@ async def test_version_is_not_loaded_if_its_alias_moves_while_it_is_opened(
 ) -> None:
     """Covers a pull that takes minutes, while an operator rolls back."""
     for number in (2, 3):
-        add_version(unpublished, store, number)
+        add_version(store, number)
     set_alias(store, "shop", "stable", 1)
     process = FollowingProcess(store, executor, "shop@stable", "alias")
     assert await process.poll() == 1
@@ -109,27 +106,26 @@ async def test_version_is_not_loaded_if_its_alias_moves_while_it_is_opened(
 
 
 async def test_version_is_released_if_its_name_is_unloaded_while_it_is_opened(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    follower: FollowingProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = FollowingProcess(store, executor)
-    assert await process.poll() == 1
-    loop, admin = asyncio.get_running_loop(), process.agent.admin
+    assert await follower.poll() == 1
+    loop, admin = asyncio.get_running_loop(), follower.agent.admin
     assert await admin.load("shop@1") == 1
-    add_version(unpublished, store, 2)
+    follower.add_version(2)
 
     def unload(name: str) -> None:
         asyncio.run_coroutine_threadsafe(admin.unload(name), loop).result(WAIT_S_MAX)
 
     before_open(monkeypatch, unload)
-    await process.poll()
-    assert list(process.rollout.versions) == ["shop@1"]
-    assert process.agent._watcher._resolver._opened == {}
+    await follower.poll()
+    assert list(follower.rollout.versions) == ["shop@1"]
+    assert follower.agent._watcher._resolver._opened == {}
 
 
 async def test_alias_settings_changed_while_a_version_opens_apply_to_it(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    store: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_version(unpublished, store, 2)
+    add_version(store, 2)
     set_alias(store, "shop", "canary", 1)
     process = FollowingProcess(store, executor, "shop@canary", "alias")
     assert await process.poll() == 1
@@ -141,18 +137,14 @@ async def test_alias_settings_changed_while_a_version_opens_apply_to_it(
 
 
 async def test_a_remote_store_is_followed(
-    store: Path,
-    unpublished: Path,
-    executor: ThreadPoolExecutor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    store: Path, executor: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"file://{store}"
     set_alias(url, "shop", "stable", 1)
     process = FollowingProcess(url, executor, "shop@stable")
     assert await process.poll() == 1
-    add_version(unpublished, store, 2)
+    add_version(store, 2)
     for number in (2, 1):
         set_alias(url, "shop", "stable", number)
         assert await process.poll() == number
@@ -160,19 +152,16 @@ async def test_a_remote_store_is_followed(
     assert served_path.is_relative_to(tmp_path / "cache")
 
 
-async def test_store_is_polled_until_the_stop(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
-) -> None:
-    process = FollowingProcess(store, executor)
-    process.settings = replace(process.settings, follow_s=0.1)
-    process.start()
-    add_version(unpublished, store, 2)
-    await until(lambda: process.rollout.number("shop") == 2)
-    process.stop.set()
-    await process.wait_for_loads()  # a poll in flight may end
-    add_version(unpublished, store, 3)
-    await asyncio.sleep(5 * process.settings.follow_s)
-    assert await process.served_version() == 2
+async def test_store_is_polled_until_the_stop(follower: FollowingProcess) -> None:
+    follower.settings = replace(follower.settings, follow_s=0.1)
+    follower.start()
+    follower.add_version(2)
+    await until(lambda: follower.rollout.number("shop") == 2)
+    follower.stop.set()
+    await follower.wait_for_loads()  # a poll in flight may end
+    follower.add_version(3)
+    await asyncio.sleep(5 * follower.settings.follow_s)
+    assert await follower.served_version() == 2
 
 
 async def test_new_watcher_repeats_the_requested_poll(
@@ -211,10 +200,10 @@ def opened_paths(name: str, sent: list[Report]) -> list[str]:
 
 
 async def test_slow_open_of_one_name_does_not_delay_other_names(
-    store: Path, unpublished: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+    store: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     """Covers the version of a canary, whose pull takes minutes."""
-    add_version(unpublished, store, 2)
+    add_version(store, 2)
     for alias, number in (("canary", 2), ("stable", 1)):
         set_alias(store, "shop", alias, number)
     manager: Any = FakeManager("shop@canary", "shop@stable")
@@ -236,10 +225,10 @@ async def test_slow_open_of_one_name_does_not_delay_other_names(
 
 
 async def test_concurrently_opened_versions_are_read_into_memory_one_by_one(
-    store: Path, unpublished: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against concurrent reads, which would both find the same memory free."""
-    add_version(unpublished, store, 2)
+    add_version(store, 2)
     inside, concurrent_counts, is_concurrent = list[str](), list[int](), threading.Event()
 
     def make(settings: object, versions: dict[str, ModelVersion], **_: object) -> object:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server.processes.rollout.following_process import FollowingProcess, add_version, move
+from server.processes.rollout.following_process import FollowingProcess, add_version
 from server.thread_limit import make_thread_start_fail
 
 from embedserve.processes.rollout.messages import (
@@ -23,46 +23,40 @@ from embedserve_store.errors import UnopenedError
 
 
 async def test_failing_version_is_tried_once_and_logged_once(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    follower: FollowingProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process = FollowingProcess(store, executor)
-    process.failures[2] = StoreError("its goldens are answered otherwise")
-    add_version(unpublished, store, 2)
+    follower.failures[2] = StoreError("its goldens are answered otherwise")
+    follower.add_version(2)
     for _ in range(3):
-        assert await process.poll() == 1
-    assert process.attempts == [2]
+        assert await follower.poll() == 1
+    assert follower.attempts == [2]
     assert caplog.messages == ["shop: version 2 stays out: its goldens are answered otherwise"]
-    assert process.pipeline.models.pending_versions[process.name].state == "failed"
-    add_version(unpublished, store, 3)
-    assert await process.poll() == 3
-    assert process.pipeline.models.pending_versions == {}
+    assert follower.pipeline.models.pending_versions[follower.name].state == "failed"
+    follower.add_version(3)
+    assert await follower.poll() == 3
+    assert follower.pipeline.models.pending_versions == {}
 
 
 async def test_version_with_unanswered_goldens_is_retried_at_each_poll(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    follower: FollowingProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process = FollowingProcess(store, executor)
-    process.failures[2] = UnopenedError("its goldens were not answered")
-    add_version(unpublished, store, 2)
+    follower.failures[2] = UnopenedError("its goldens were not answered")
+    follower.add_version(2)
     for _ in range(3):
-        assert await process.poll() == 1
-    assert process.attempts[:3] == [2, 2, 2]
+        assert await follower.poll() == 1
+    assert follower.attempts[:3] == [2, 2, 2]
     assert caplog.messages == ["shop: version 2 stays out: its goldens were not answered"]
-    assert process.pipeline.models.pending_versions[process.name].state == "failed"
-    process.failures.clear()
-    assert await process.poll() == 2
-    assert process.next_version_status() == (None, False)
+    assert follower.pipeline.models.pending_versions[follower.name].state == "failed"
+    follower.failures.clear()
+    assert await follower.poll() == 2
+    assert follower.next_version_status() == (None, False)
 
 
 async def test_version_is_retried_after_no_thread_could_start_to_open_it(
-    store: Path,
-    unpublished: Path,
-    executor: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
+    follower: FollowingProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = FollowingProcess(store, executor)
-    assert await process.poll() == 1
-    add_version(unpublished, store, 2)
+    assert await follower.poll() == 1
+    follower.add_version(2)
     resolve = VersionResolver.resolve
 
     def resolve_then_fail_thread(*args: Any, **kwargs: Any) -> dict[str, StoreEntry]:
@@ -72,31 +66,30 @@ async def test_version_is_retried_after_no_thread_could_start_to_open_it(
 
     with monkeypatch.context() as patched:
         patched.setattr(VersionResolver, "resolve", resolve_then_fail_thread)
-        assert await process.poll() == 1
-    shown, _ = process.next_version_status()
+        assert await follower.poll() == 1
+    shown, _ = follower.next_version_status()
     assert shown is not None
     assert "can't start new thread" in shown["reason"]
-    assert await process.poll() == 2
+    assert await follower.poll() == 2
 
 
 async def test_incomplete_version_folder_is_retried_until_it_is_complete(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    follower: FollowingProcess, unpublished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Covers a folder that is copied into the store file by file."""
     caplog.set_level(logging.INFO)
-    process = FollowingProcess(store, executor)
-    (store / "shop" / "2").mkdir()
+    (follower.store / "shop" / "2").mkdir()
     for name in ("goldens.safetensors", "plan.json", "manifest.json", "tables.safetensors"):
         for _ in range(2):
-            assert await process.poll() == 1
-        shutil.copy(unpublished / "shop" / "2" / name, store / "shop" / "2")
-    assert await process.poll() == 2
-    assert process.attempts == [2]
+            assert await follower.poll() == 1
+        shutil.copy(unpublished / "shop" / "2" / name, follower.store / "shop" / "2")
+    assert await follower.poll() == 2
+    assert follower.attempts == [2]
     *logged, switched = caplog.messages
     assert len(logged) == len(set(logged)) == 2  # no manifest, then no tables
     assert all(line.startswith("shop: version 2 stays out: ") for line in logged)
     assert switched.startswith("shop: switched to version 2")
-    assert process.next_version_status() == (None, False)
+    assert follower.next_version_status() == (None, False)
 
 
 def cut_tables(folder: Path) -> None:
@@ -117,36 +110,33 @@ def damage_goldens(folder: Path) -> None:
     [(cut_tables, "tables.safetensors"), (damage_goldens, "goldens.safetensors")],
 )
 async def test_unopenable_version_is_shown_with_reason_and_retried_at_each_poll(
-    store: Path,
+    follower: FollowingProcess,
     unpublished: Path,
-    executor: ThreadPoolExecutor,
     caplog: pytest.LogCaptureFixture,
     damage: Callable[[Path], None],
     named: str,
 ) -> None:
-    process = FollowingProcess(store, executor)
     intact = shutil.copytree(unpublished / "shop" / "2", unpublished / "intact")
     damage(unpublished / "shop" / "2")
-    add_version(unpublished, store, 2)
+    follower.add_version(2)
     seen = []
     for _ in range(3):
-        assert await process.poll() == 1
-        shown, has_failed = process.next_version_status()
+        assert await follower.poll() == 1
+        shown, has_failed = follower.next_version_status()
         assert shown is not None
         assert (shown["version"], shown["state"], has_failed) == (2, "failed", True)
         assert named in shown["reason"]
         seen.append(shown)
     assert caplog.messages == [f"shop: version 2 stays out: {seen[0]['reason']}"]
     assert seen[0] == seen[2]
-    shutil.rmtree(store / "shop" / "2")
-    move(intact, store / "shop" / "2")
-    assert await process.poll() == 2
-    assert process.next_version_status() == (None, False)
+    shutil.rmtree(follower.store / "shop" / "2")
+    intact.rename(follower.store / "shop" / "2")
+    assert await follower.poll() == 2
+    assert follower.next_version_status() == (None, False)
 
 
 async def test_version_without_disk_space_for_its_pull_is_shown_with_reason(
     store: Path,
-    unpublished: Path,
     executor: ThreadPoolExecutor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +146,7 @@ async def test_version_without_disk_space_for_its_pull_is_shown_with_reason(
     once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     process = FollowingProcess(f"file://{store}", executor)
-    add_version(unpublished, store, 2)
+    add_version(store, 2)
     usage = SimpleNamespace(total=1 << 30)
     for usage.free in (0, 77, 1_088):
         with monkeypatch.context() as patched:
@@ -172,37 +162,35 @@ async def test_version_without_disk_space_for_its_pull_is_shown_with_reason(
 
 
 async def test_repaired_version_with_wrong_goldens_is_tried_once(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor
+    follower: FollowingProcess, unpublished: Path
 ) -> None:
     """Covers a version that opens and fails its goldens, also if it could not be opened at
     first."""
-    process = FollowingProcess(store, executor)
-    process.failures[2] = StoreError("its goldens are answered otherwise")
+    follower.failures[2] = StoreError("its goldens are answered otherwise")
     intact = shutil.copytree(unpublished / "shop" / "2", unpublished / "intact")
     cut_tables(unpublished / "shop" / "2")
-    add_version(unpublished, store, 2)
-    assert await process.poll() == 1
-    shutil.rmtree(store / "shop" / "2")
-    move(intact, store / "shop" / "2")
+    follower.add_version(2)
+    assert await follower.poll() == 1
+    shutil.rmtree(follower.store / "shop" / "2")
+    intact.rename(follower.store / "shop" / "2")
     for _ in range(3):
-        assert await process.poll() == 1
-    assert process.attempts == [2]
-    shown, has_failed = process.next_version_status()
+        assert await follower.poll() == 1
+    assert follower.attempts == [2]
+    shown, has_failed = follower.next_version_status()
     assert shown is not None
     assert (shown["reason"], has_failed) == ("its goldens are answered otherwise", True)
 
 
 async def test_unreachable_store_is_followed_again_once_it_is_back(
-    store: Path, unpublished: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    follower: FollowingProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    process = FollowingProcess(store, executor)
-    away = move(store, store.parent / "away")
+    away = follower.store.rename(follower.store.parent / "away")
     for _ in range(3):
-        assert await process.poll() == 1
-    move(away, store)
-    add_version(unpublished, store, 2)
-    assert await process.poll() == 2
+        assert await follower.poll() == 1
+    away.rename(follower.store)
+    follower.add_version(2)
+    assert await follower.poll() == 2
     lost, regained, switched = caplog.messages
     assert lost.startswith("shop cannot be followed: ")
     assert "No such file" in lost
