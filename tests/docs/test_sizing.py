@@ -10,7 +10,7 @@ from documents import ROOT
 from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_figures
 from embedserve.config import DEFAULT_LIMITS, ServeSettings
-from embedserve.processes.memory_bounds import Rows, memory_by_purpose, server_memory
+from embedserve.processes.memory_bounds import memory_by_purpose, server_memory
 from embedserve_store.terminal.sizes import human_bytes
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ def test_sizing_example_adds_up() -> None:
     request, limit = example()
     assert f"| **sum** of the exact figures | **{request} GiB** | **{limit} GiB** |" in SIZING
     settings = ServeSettings("", workers=4, follow="alias")
-    memory = server_memory(Rows(0), settings, features=features(SIZING, "rows and ids and "))
+    memory = server_memory(settings, 0, features=features(SIZING, "rows and ids and "))
     assert f"| {gib(memory.processes)} GiB | {gib(memory.processes)} GiB |" in SIZING
     assert f" hold | {gib(memory.work)} GiB | {gib(memory.clients)} GiB |" in SIZING
 
@@ -74,6 +74,6 @@ def test_example_overlay_takes_the_documented_memory() -> None:
     out."""
     settings = ServeSettings("", workers=2, follow="alias", tls_cert="tls.crt")
     count = features(DEPLOYING, "a small model of ")
-    memory = server_memory(Rows(0), settings, features=count, names=2)
+    memory = server_memory(settings, 0, features=count, names=2)
     assert memory.versions == 3
     assert f"a small model of {count} features take {human_bytes(memory.most)}:" in DEPLOYING

@@ -121,19 +121,6 @@ def memory_bytes_max(limits: Limits, has_tls: bool = False, **counts: int) -> in
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Bytes of one version.
-
-    Attributes:
-        mapped: bytes of the files that are read on demand, as rows and ids are requested.
-        copied: bytes of the shards that each worker copies.
-    """
-
-    mapped: int
-    copied: int = 0
-
-
-@dataclass(frozen=True)
 class ServerMemory:
     """Bytes that a server needs.
 
@@ -162,8 +149,9 @@ class ServerMemory:
 
 
 def server_memory(
-    rows: Rows,
     settings: ServeSettings,
+    mapped: int,
+    copied: int = 0,
     hot: float = 1.0,
     gpus: int = 0,
     parts: int = 0,
@@ -175,6 +163,8 @@ def server_memory(
     versions_held versions.
 
     Args:
+        mapped: bytes of a version's files that are read on demand, as rows and ids are requested.
+        copied: bytes of a version's shards that each worker copies.
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
         gpus, parts, features: as in memory_by_purpose.
         names: number of names under which versions of the model are served, such as the aliases
@@ -186,7 +176,7 @@ def server_memory(
     else:
         # one version is loaded at a time, beside those of all names
         versions = settings.versions_held if settings.part else names + 1
-    rows_bytes = int(share * rows.mapped) + settings.workers * rows.copied
+    rows_bytes = int(share * mapped) + settings.workers * copied
     clients = memory_bytes_max(
         settings.limits,
         bool(settings.tls_cert),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from embedserve.commands.installation import check_engine
 from embedserve.commands.planning.access_stats import measured_of
-from embedserve.commands.planning.plan_from_metrics import RequestedReads, propose, show_balance
+from embedserve.commands.planning.plan_from_metrics import propose, show_balance
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
 from embedserve.commands.planning.shard_manifests import shard_manifests
 from embedserve.commands.running_server import ServerClient
@@ -153,10 +153,17 @@ def _plan_from_metrics(
     else:
         world_size = measured.world_size if options.world_size is None else options.world_size
         constraints = read_constraints(options.constraints) if options.constraints else None
-        memory_bytes = _memory_bytes(options)
-        asked = RequestedReads(world_size, sharding, constraints, options.device_type, memory_bytes)
-        plan = replace(propose(tables, stored, measured, asked), hosts=stored.hosts)
-        plan = with_hosts(plan, tables, options.hosts)
+        plan = propose(
+            tables,
+            stored,
+            measured,
+            world_size,
+            sharding,
+            constraints,
+            options.device_type,
+            _memory_bytes(options),
+        )
+        plan = with_hosts(replace(plan, hosts=stored.hosts), tables, options.hosts)
     show_more = partial(show_balance, manifest, measured, options.device_type)
     _show(tables, plan, options, rows, show_more)
 

@@ -4,7 +4,7 @@ plan."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from embedserve.commands.planning.access_stats import AccessStats
@@ -29,27 +29,23 @@ BETTER = 0.99
 change."""
 
 
-@dataclass(frozen=True)
-class RequestedReads:
-    """Command line options of the plan; None leaves a choice to the measured reads."""
-
-    world_size: int
-    sharding: str | Mapping[str, str] | None
-    constraints: Mapping[str, TableConstraints] | None
-    device_type: str
-    device_memory_bytes: int | None
-
-
 def propose(
-    tables: Sequence[TableSpec], stored: Plan, measured: AccessStats, asked: RequestedReads
+    tables: Sequence[TableSpec],
+    stored: Plan,
+    measured: AccessStats,
+    world_size: int,
+    sharding: str | Mapping[str, str] | None,
+    constraints: Mapping[str, TableConstraints] | None,
+    device_type: str,
+    device_memory_bytes: int | None,
 ) -> Plan:
     """Returns the plan whose busiest rank reads least, or ``stored``, the current plan, if none is
-    better.
+    better. The measured reads decide what ``sharding`` and ``constraints`` leave open with None.
 
     Raises:
         InvalidModelError: the sharding or a constraint is wrong, or the planner found no plan.
     """
-    constraints = asked.constraints
+    is_free = sharding is None and constraints is None
     if constraints is None:  # the stored constraints, without the sharding types to be chosen here
         stored_ones = stored.constraints.items()
         constraints = {name: replace(one, sharding_types=None) for name, one in stored_ones}
@@ -58,18 +54,21 @@ def propose(
     plan = balanced_plan(
         tables,
         measured.reads,
-        world_size=asked.world_size,
-        sharding=asked.sharding or "auto",
+        world_size=world_size,
+        sharding=sharding or "auto",
         constraints=constraints,
-        device_type=asked.device_type,
-        device_memory_bytes=asked.device_memory_bytes,
+        device_type=device_type,
+        device_memory_bytes=device_memory_bytes,
     )
-    is_free = asked.sharding is None and asked.constraints is None
-    if is_free and measured.is_stored_plan and asked.world_size == measured.world_size:
+    if is_free and measured.is_stored_plan and world_size == measured.world_size:
         busiest, today = (
-            max(_expected(one, tables, measured, asked.device_type)[1]) for one in (plan, stored)
+            max(_expected(one, tables, measured, device_type)[1]) for one in (plan, stored)
         )
-        if busiest > BETTER * today and _fits(stored, tables, asked):
+        fits = (
+            device_memory_bytes is None
+            or max(stored.bytes_per_rank(tables, device_type)) <= device_memory_bytes
+        )
+        if busiest > BETTER * today and fits:
             say("no better plan was found: today's stays")
             return stored
     return plan
@@ -85,32 +84,17 @@ def show_balance(manifest: Manifest, measured: AccessStats, device_type: str, pl
     kinds = ("bytes", "lookups", "read")
     columns = [f"{kind} {when}" for when in ("today", "predicted") for kind in kinds]
     table = grid("", *columns, numbers=columns)
-    today = _cells(measured.table_bytes, measured.lookups, measured.read_bytes)
-    for name, before, after in zip_longest(
-        _names(max(plan.world_size, measured.world_size)),
-        today,
-        _cells(table_bytes, lookups, read_bytes),
-        fillvalue=("", "", ""),
-    ):
-        table.add_row(*map(plain, (str(name), *before, *after)))
-    ratios = [
-        f"{imbalance(one):.2f}"
-        for one in (*_of(measured), [float(one) for one in table_bytes], lookups, read_bytes)
-    ]
-    table.add_row("max/mean", *ratios)
+    today = measured.table_bytes, measured.lookups, measured.read_bytes
+    predicted = [float(one) for one in table_bytes], lookups, read_bytes
+    cells = zip_longest(_cells(*today), _cells(*predicted), fillvalue=("", "", ""))
+    for rank, (before, after) in enumerate(cells):
+        table.add_row(*map(plain, (f"rank {rank}", *before, *after)))
+    table.add_row("max/mean", *(f"{imbalance(one):.2f}" for one in (*today, *predicted)))
     what = f"{manifest.model} version {manifest.version}"
     write("")
     show(f"of {total:,.0f} rows that were read of {what}, on each rank", table)
     for line in _not_known(plan, tables, measured, device_type):
         say(line)
-
-
-def _of(measured: AccessStats) -> tuple[Sequence[float], ...]:
-    return measured.table_bytes, measured.lookups, measured.read_bytes
-
-
-def _names(ranks: int) -> list[str]:
-    return [f"rank {rank}" for rank in range(ranks)]
 
 
 def _cells(
@@ -132,11 +116,6 @@ def _expected(
 ) -> tuple[list[float], list[float]]:
     """Returns (lookups, bytes read) of each rank under ``plan``."""
     return reads_per_rank(plan, tables, under(plan, tables, measured.reads), device_type)
-
-
-def _fits(plan: Plan, tables: Sequence[TableSpec], asked: RequestedReads) -> bool:
-    table_bytes = plan.bytes_per_rank(tables, asked.device_type)
-    return asked.device_memory_bytes is None or max(table_bytes) <= asked.device_memory_bytes
 
 
 def _not_known(

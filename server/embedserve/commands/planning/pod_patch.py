@@ -15,7 +15,7 @@ import yaml
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device, check_settings
-from embedserve.processes.memory_bounds import FEATURES, Rows, ServerMemory, server_memory
+from embedserve.processes.memory_bounds import FEATURES, ServerMemory, server_memory
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
 
@@ -103,7 +103,7 @@ class PodRows:
 
     Attributes:
         name: their name for the user.
-        mapped, copied: bytes, as in Rows.
+        mapped, copied: bytes, as in server_memory.
         is_pulled: whether the store is remote.
         ids: bytes of vocabularies, a part of ``mapped``; estimated if the tables are not published.
         model: name of the model; "" if the tables are not published.
@@ -182,11 +182,12 @@ def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSetting
     # The Deployment may serve each of the aliases that there are, but --follow latest has one name.
     names = 1 if options.follow == "latest" else max(1, rows.aliases)
     if not gpus:
-        own = Rows(rows.mapped, rows.copied)
-        memory = server_memory(own, settings, options.hot, features=rows.features, names=names)
+        memory = server_memory(
+            settings, rows.mapped, rows.copied, options.hot, features=rows.features, names=names
+        )
         return settings, memory
     check_device(settings, "cuda")
-    memory = server_memory(Rows(0), settings, gpus=gpus, features=rows.features, names=names)
+    memory = server_memory(settings, 0, gpus=gpus, features=rows.features, names=names)
     return settings, replace(memory, rows=CUDA_BYTES)
 
 

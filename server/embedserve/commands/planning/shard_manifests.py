@@ -29,7 +29,7 @@ from embedserve.commands.planning.pod_patch import (
     quantity,
 )
 from embedserve.config import ServeSettings
-from embedserve.processes.memory_bounds import Rows, server_memory
+from embedserve.processes.memory_bounds import server_memory
 from embedserve_store.parts.part import Part
 from embedserve_store.terminal.sizes import human_bytes
 
@@ -84,9 +84,7 @@ def _raised(figures: Figures, manifests: Figures) -> Figures:
 def _router_lines(rows: PodRows, parts: int) -> list[str]:
     names = max(1, rows.aliases)
     settings = ServeSettings("", follow="latest")
-    memory = server_memory(
-        Rows(rows.ids), settings, parts=parts, features=rows.features, names=names
-    )
+    memory = server_memory(settings, rows.ids, parts=parts, features=rows.features, names=names)
     lines = [
         "# Needs deploy/kubernetes/overlays/parts, which has the routers. A router takes",
         f"# {human_bytes(memory.common)} of memory, of which {human_bytes(memory.rows)} are ids of"
