@@ -21,23 +21,18 @@ Comparison = tuple[str, ...]
 COMPARISON = ("model", "alias", "version", "against")
 
 
-class Shadows:
-    """Shadow metrics of a server, by comparison.
-
-    Attributes:
-        counts: values by comparison, then by (metric name, values of all other labels).
-    """
-
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        self.counts: dict[Comparison, dict[tuple[str, ...], float]] = defaultdict(dict)
-        for sample in samples:
-            if not sample.name.endswith("_total"):
-                continue
-            name = sample.name.removeprefix(PREFIX).removesuffix("_total")
-            labels = dict(sample.labels)
-            comparison = tuple(labels.pop(label, "") for label in COMPARISON)
-            key = (name, *(labels[label] for label in sorted(labels)))
-            self.counts[comparison][key] = sample.value
+def _by_comparison(samples: Iterable[Sample]) -> dict[Comparison, dict[tuple[str, ...], float]]:
+    """Returns values by comparison, then by (metric name, values of all other labels)."""
+    counts: dict[Comparison, dict[tuple[str, ...], float]] = defaultdict(dict)
+    for sample in samples:
+        if not sample.name.endswith("_total"):
+            continue
+        name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+        labels = dict(sample.labels)
+        comparison = tuple(labels.pop(label, "") for label in COMPARISON)
+        key = (name, *(labels[label] for label in sorted(labels)))
+        counts[comparison][key] = sample.value
+    return counts
 
 
 def show_shadows(client: ServerClient) -> None:
@@ -46,12 +41,12 @@ def show_shadows(client: ServerClient) -> None:
     Raises:
         ConnectionError, OSError, ValueError: as read_samples.
     """
-    shadows = Shadows(read_samples(client, [PREFIX]))
-    if not shadows.counts:
+    shadows = _by_comparison(read_samples(client, [PREFIX]))
+    if not shadows:
         write(
             f"{client.url}: no version runs in the shadow of another (embedserve alias … --shadow)"
         )
-    for (model, alias, version, against), counts in shadows.counts.items():
+    for (model, alias, version, against), counts in shadows.items():
         batches = {
             outcome: int(counts.get(("batches", outcome), 0))
             for outcome in ("compared", "skipped", "failed")
