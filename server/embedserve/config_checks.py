@@ -37,17 +37,11 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "log_format": ("text", "json"),
 }
 """Values of the settings that have a few."""
-ROUTER_SETTINGS: Mapping[str, object] = {
-    "local_bytes": ServeSettings.local_bytes,
-    "on_missing": (),
-    "partial_dtype": "float32",
-    "row_cache": ServeSettings.row_cache,
-    "shard_ca": "",
-    "shard_cert": "",
-    "shard_key": "",
-    "shard_token": "",
-}
-"""Settings that only a router has, with their defaults."""
+ROUTER_SETTINGS = (
+    *("local_bytes", "on_missing", "partial_dtype", "row_cache"),
+    *("shard_ca", "shard_cert", "shard_key", "shard_token"),
+)
+"""Settings that only a router has; other servers have their defaults."""
 
 
 def check_settings(settings: ServeSettings) -> None:
@@ -145,8 +139,8 @@ def _check_parts(settings: ServeSettings) -> None:
             "model in parts change by whole versions only"
         )
     if not settings.shards:
-        for setting, default in ROUTER_SETTINGS.items():
-            if (value := getattr(settings, setting)) != default:
+        for setting in ROUTER_SETTINGS:
+            if (value := getattr(settings, setting)) != getattr(ServeSettings, setting):
                 raise ValueError(
                     f"{setting} is {value!r}, but this server is no router: give shards"
                 )
