@@ -19,6 +19,7 @@ from hyperframe.frame import (
 
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
@@ -32,6 +33,8 @@ POST: Headers = [
     (b":path", b"/"),
     (b":authority", b"h"),
 ]
+OK, TAIL = encode([(b":status", b"200")]), encode([(b"grpc-status", b"0")])
+"""Header blocks of a response, and of its trailers."""
 
 
 class RecordingHandler(Handler):
@@ -159,6 +162,11 @@ class Peer:
         received = self.send(self.headers(stream_id, is_end=is_end))
         assert not of(received, RstStreamFrame, GoAwayFrame), received
         return self.handlers[stream_id]
+
+    def respond(self, stream_id: int, body: bytes = b"") -> list[Frame]:
+        """Sends the response to an open stream; returns the frames to send."""
+        self.handlers[stream_id].stream.send_response(OK, (body,), len(body), b"")
+        return self.take()
 
     def response_headers(self, frame: Frame) -> Headers:
         """Decodes a received HEADERS frame. The caller passes each frame once, in order."""

@@ -19,6 +19,7 @@ from hyperframe.frame import (
 from hypothesis import given
 from hypothesis import strategies as st
 from server.wire.http2.peer import (
+    OK,
     POST,
     Peer,
     assert_connection_error,
@@ -33,16 +34,7 @@ from server.wire.http2.peer import (
 from embedserve.wire.http2.closed_streams import UNREAD_BYTES_MAX
 from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
-from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX
-
-OK = encode([(b":status", b"200")])
-
-
-def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
-    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), b"")
-    return peer.take()
-
 
 # Start
 
@@ -95,7 +87,7 @@ def test_handler_receives_the_request_and_its_response_is_sent() -> None:
     assert (handler.body, handler.is_complete) == (b"ab", False)
     peer.send(data(1, b"c", is_end=True))
     assert (handler.body, handler.is_complete) == (b"abc", True)
-    head, body = respond(peer, 1, b"xyz")
+    head, body = peer.respond(1, b"xyz")
     assert peer.response_headers(head) == [(b":status", b"200")]
     assert isinstance(body, DataFrame)
     assert (body.data, set(body.flags)) == (b"xyz", {"END_STREAM"})
@@ -158,7 +150,7 @@ def test_stream_is_reset_when_its_body_continues_after_an_early_response() -> No
     """
     peer = Peer()
     handler = peer.open(1, is_end=False)
-    assert resets(respond(peer, 1)) == []
+    assert resets(peer.respond(1)) == []
     assert resets(peer.send(data(1, bytes(UNREAD_BYTES_MAX)))) == []
     assert resets(peer.send(data(1, b"x"))) == [(1, ErrorCode.NO_ERROR)]
     assert peer.send(data(1, b"on its way"), peer.headers(1, [(b"x", b"late")])) == []
@@ -170,7 +162,7 @@ def test_early_response_resets_only_requests_that_stay_incomplete() -> None:
     peer = Peer()
     for number in (1, 3):
         peer.open(number, is_end=False)
-        assert resets(respond(peer, number)) == []
+        assert resets(peer.respond(number)) == []
     assert peer.send(data(1, b"all of it", is_end=True)) == []
     peer.connection.check_time(perf_counter())
     assert peer.take() == []  # it may be in flight
@@ -184,12 +176,12 @@ def test_incomplete_requests_are_reset_with_the_next_early_response() -> None:
     """Checks that a client with repeated rejections causes one write for each rejection."""
     peer = Peer()
     peer.open(1, is_end=False)
-    assert resets(respond(peer, 1)) == []
+    assert resets(peer.respond(1)) == []
     peer.open(3, is_end=False)
-    assert resets(respond(peer, 3)) == []  # both together, since the first may still be in flight
+    assert resets(peer.respond(3)) == []  # both together, since the first may still be in flight
     peer.connection.check_time(perf_counter())
     peer.open(5, is_end=False)
-    assert resets(respond(peer, 5)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
+    assert resets(peer.respond(5)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
     peer.connection.check_time(perf_counter())
     assert peer.take() == []
 
@@ -202,16 +194,16 @@ def test_incomplete_answered_requests_are_reset_when_the_connection_ends() -> No
     peer = Peer()
     for number in (1, 3):
         peer.open(number, is_end=False)
-    assert resets(respond(peer, 1)) == []
+    assert resets(peer.respond(1)) == []
     peer.connection.shutdown.finish()
-    assert resets(respond(peer, 3)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
+    assert resets(peer.respond(3)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
     assert peer.connection.is_over
 
 
 def test_incomplete_answered_request_is_reset_when_idle_connection_ends() -> None:
     peer = Peer()
     peer.open(1, is_end=False)
-    respond(peer, 1)
+    peer.respond(1)
     peer.connection.shutdown.finish()
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
     assert peer.connection.is_over
@@ -224,7 +216,7 @@ def test_stream_over_the_limit_is_rejected_and_later_streams_open() -> None:
     over = 2 * STREAMS_MAX + 1
     assert resets(peer.send(peer.headers(over))) == [(over, ErrorCode.REFUSED_STREAM)]
     assert over not in peer.handlers
-    respond(peer, 1)
+    peer.respond(1)
     peer.open(over + 2)
 
 

@@ -15,16 +15,7 @@ from hyperframe.frame import (
     RstStreamFrame,
     SettingsFrame,
 )
-from server.wire.http2.peer import (
-    POST,
-    Peer,
-    continuation,
-    data,
-    of,
-    raw,
-    resets,
-    update,
-)
+from server.wire.http2.peer import OK, POST, Peer, continuation, data, of, raw, resets, update
 
 from embedserve.wire.http2.control import UPDATES_MAX
 from embedserve.wire.http2.frames import ErrorCode
@@ -40,14 +31,6 @@ from embedserve.wire.http2.turns import (
     WORK_PER_TURN,
 )
 from embedserve.wire.http_stream import NULL_HANDLER, Handler
-
-OK = encode([(b":status", b"200")])
-
-
-def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
-    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), b"")
-    return peer.take()
-
 
 Sent = Callable[[Peer], list[Frame | bytes]]
 
@@ -100,7 +83,7 @@ def test_window_updates_for_each_response_are_allowed() -> None:
     peer = Peer()
     for i in range(2 * IDLE_WORK_MAX):
         peer.open(2 * i + 1)
-        respond(peer, 2 * i + 1, b"x")
+        peer.respond(2 * i + 1, b"x")
         peer.send(update(0, 1), update(0, 1))
     assert not peer.connection.is_over
 
@@ -109,7 +92,7 @@ def test_window_updates_for_past_responses_are_bounded() -> None:
     peer = Peer()
     for i in range(IDLE_WORK_MAX):
         peer.open(2 * i + 1)
-        respond(peer, 2 * i + 1, b"x")
+        peer.respond(2 * i + 1, b"x")
     sent = 0
     while not peer.connection.is_over:
         peer.send(*[update(0, 1)] * 100)
@@ -207,7 +190,7 @@ def test_one_iteration_opens_at_least_the_stream_limit_and_stays_bounded() -> No
     peer = Peer()
     block = encode(POST)
     peer.send(raw(1, 0x4, 1, block), raw(0, 0x1, 1, b"x"))  # the block is cached from here on
-    respond(peer, 1)
+    peer.respond(1)
     peer.connection.receive(
         b"".join(raw(1, 0x4, i, block) + raw(0, 0x1, i, b"x") for i in range(3, 3 + 2 * 127, 2))
     )
@@ -274,9 +257,9 @@ def test_drain_accepts_streams_in_flight_and_rejects_later_streams() -> None:
     assert goaways(ended) == [(3, 0)]
     assert (first.drains, second.drains) == (2, 1)
     assert resets(peer.send(peer.headers(5))) == [(5, ErrorCode.REFUSED_STREAM)]
-    respond(peer, 1)
+    peer.respond(1)
     was_over = peer.connection.is_over
-    respond(peer, 3)
+    peer.respond(3)
     assert (was_over, peer.connection.is_over) == (False, True)
     assert (first.resets, second.resets) == (0, 0)
 
@@ -295,7 +278,7 @@ def test_streams_are_answered_after_a_goaway_from_the_client() -> None:
     peer = Peer()
     peer.open(1)
     assert peer.send(GoAwayFrame(0, error_code=0, additional_data=b"bye")) == []
-    assert of(respond(peer, 1, b"x"), DataFrame)
+    assert of(peer.respond(1, b"x"), DataFrame)
 
 
 def test_handlers_are_notified_once_when_the_connection_closes() -> None:

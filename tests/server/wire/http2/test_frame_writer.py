@@ -14,6 +14,8 @@ from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFr
 from hypothesis import given
 from hypothesis import strategies as st
 from server.wire.http2.peer import (
+    OK,
+    TAIL,
     Peer,
     RecordingHandler,
     assert_connection_error,
@@ -29,8 +31,6 @@ from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http_stream import UNREAD_S_MAX
 
-OK = encode([(b":status", b"200")])
-TAIL = encode([(b"grpc-status", b"0")])
 WINDOW = 65535
 LARGE = np.random.default_rng(0).integers(0, 256, 7_000_000, np.uint8).tobytes()
 

@@ -8,9 +8,6 @@ from server.wire.http2.peer import Peer, of, resets
 
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING, MAX_STREAM_ID
-from embedserve.wire.http2.header_blocks import encode
-
-OK = encode([(b":status", b"200")])
 
 
 def acknowledge_ping(peer: Peer) -> list[Frame]:
@@ -20,11 +17,6 @@ def acknowledge_ping(peer: Peer) -> list[Frame]:
 def last_stream_ids(frames: list[Frame]) -> list[int]:
     """Returns the last stream id of each GOAWAY."""
     return [one.last_stream_id for one in of(frames, GoAwayFrame)]
-
-
-def respond(peer: Peer, stream_id: int) -> list[Frame]:
-    peer.handlers[stream_id].stream.send_response(OK, (b"",), 0, b"")
-    return peer.take()
 
 
 @pytest.fixture
@@ -44,10 +36,10 @@ def test_goaway_lets_open_and_in_flight_streams_finish(peer: Peer) -> None:
     assert last_stream_ids(acknowledge_ping(peer)) == [3]
     assert [handler.drains for handler in peer.handlers.values()] == [0, 0]
     assert not peer.connection.is_over
-    respond(peer, 3)
+    peer.respond(3)
     assert not peer.connection.is_over
     peer.send(peer.headers(1))  # trailers: the request's end
-    respond(peer, 1)
+    peer.respond(1)
     assert peer.connection.is_over
 
 

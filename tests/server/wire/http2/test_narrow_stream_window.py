@@ -6,7 +6,7 @@ from time import perf_counter
 
 import pytest
 from hyperframe.frame import Frame, SettingsFrame
-from server.wire.http2.peer import Peer, data, has_ended, of, resets
+from server.wire.http2.peer import OK, Peer, data, has_ended, of, resets
 from server.wire.http2.uploads import (
     FRAME_BYTES,
     AdmissionSwitch,
@@ -16,7 +16,6 @@ from server.wire.http2.uploads import (
 )
 
 from embedserve.wire.http2.frames import ErrorCode
-from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.inbound_flow_control import (
     NARROW_S,
     NARROW_STREAM_WINDOW,
@@ -115,7 +114,7 @@ def test_grant_to_a_body_that_begins_with_an_empty_frame_is_returned(end: bytes 
             peer.send(peer.headers(number, [(b"trailer", b"1")]))
         else:
             peer.send(data(number, end, is_end=True))
-        stream.send_response(encode([(b":status", b"200")]), (b"x",), 1, b"")
+        stream.send_response(OK, (b"x",), 1, b"")
         assert has_ended(peer.take(), number)
         assert is_budget_free(uploads, bytes_max)
 

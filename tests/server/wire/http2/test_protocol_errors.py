@@ -13,6 +13,7 @@ from hyperframe.frame import (
     SettingsFrame,
 )
 from server.wire.http2.peer import (
+    OK,
     POST,
     Peer,
     assert_connection_error,
@@ -24,17 +25,10 @@ from server.wire.http2.peer import (
 )
 
 from embedserve.wire.http2.frames import ErrorCode
-from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_frames import BLOCK_BYTES_MAX
 
-OK = encode([(b":status", b"200")])
 UNDECODABLE_BLOCK = b"\x80"
 """A header block with an index that is in no table (RFC 7541, section 6.1)."""
-
-
-def respond(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
-    peer.handlers[stream_id].stream.send_response(OK, (body,), len(body), b"")
-    return peer.take()
 
 
 TRAILERS = [(b"x-sum", b"1")]
@@ -182,7 +176,7 @@ def test_connection_error_sends_goaway_with_its_code(name: str) -> None:
 def test_data_on_a_closed_stream_is_a_stream_error() -> None:
     peer = Peer()
     peer.open(1)
-    respond(peer, 1)
+    peer.respond(1)
     assert resets(peer.send(data(1, b"x"))) == [(1, ErrorCode.STREAM_CLOSED)]
     peer.open(3)
 
@@ -208,7 +202,7 @@ def test_late_control_frames_on_closed_streams_are_ignored() -> None:
     """Checks RFC 9113, section 5.1: closed."""
     peer = Peer()
     peer.open(1)
-    respond(peer, 1)
+    peer.respond(1)
     assert peer.send(update(1, 5), RstStreamFrame(1), PriorityFrame(1)) == []
     peer.open(3)
 

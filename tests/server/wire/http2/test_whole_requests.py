@@ -6,18 +6,10 @@ from collections.abc import Callable
 
 import pytest
 from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame
-from server.wire.http2.peer import (
-    POST,
-    Peer,
-    RecordingHandler,
-    data,
-    of,
-    resets,
-)
+from server.wire.http2.peer import OK, POST, TAIL, Peer, RecordingHandler, data, of, resets
 
 from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import FRAME_BYTES_MAX, ErrorCode
-from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
 from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
@@ -25,8 +17,6 @@ from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.wire_server import UPLOAD_BYTES_MAX
 
-OK = encode([(b":status", b"200")])
-TAIL = encode([(b"grpc-status", b"0")])
 DECLARED: Headers = [*POST, (b"content-length", b"5")]
 MALFORMED: Headers = [*POST, (b"Upper", b"case")]
 FULL = b"f" * FRAME_BYTES_MAX

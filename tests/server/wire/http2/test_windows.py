@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 from hyperframe.frame import DataFrame, Frame, GoAwayFrame, RstStreamFrame, SettingsFrame
-from server.wire.http2.peer import Peer, body_of, has_ended, of, update
+from server.wire.http2.peer import OK, TAIL, Peer, body_of, has_ended, of, update
 
 from embedserve.wire.http2.frames import WINDOW_AT_START, WINDOW_MAX
-from embedserve.wire.http2.header_blocks import encode
 
 INITIAL_WINDOW_SIZE = SettingsFrame.INITIAL_WINDOW_SIZE
-OK = encode([(b":status", b"200")])
-TAIL = encode([(b"grpc-status", b"0")])
 BODY = random.Random(0).randbytes(400_000)
 SEQUENCES = 2000
 ACTIONS_MAX = 30
