@@ -91,10 +91,10 @@ class RawServer:
         return dict(outcomes_of(self.pipeline.metrics.protocols["rest"]))
 
     async def open(
-        self, context: ssl.SSLContext | None = None
+        self, sent: bytes = b"", context: ssl.SSLContext | None = None
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Opens a connection with small buffers for data that the client does not read; over TLS
-        with a ``context``."""
+        """Opens a connection with small buffers for data that the client does not read, and sends
+        ``sent``; over TLS with a ``context``. The connection is closed with the server."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         sock.setblocking(False)
@@ -110,6 +110,7 @@ class RawServer:
         # uvloop does not propagate the exception that the alarm of the tests' time limit raises.
         late = TimeoutError(f"still reading after {READ_S_MAX:g} s")
         asyncio.get_running_loop().call_later(READ_S_MAX, reader.set_exception, late)
+        writer.write(sent)
         return reader, writer
 
     async def talk(self, *packets: bytes) -> bytes:
@@ -148,8 +149,7 @@ class OurServer(RawServer):
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Opens a connection whose ``request`` stays in its lookup until the engine is released."""
         engine.hold()
-        reader, writer = await self.open()
-        writer.write(request)
+        reader, writer = await self.open(request)
         await until(lambda: engine.lookups)
         return reader, writer
 

@@ -238,8 +238,7 @@ async def test_caller_keeps_its_limit_if_its_pipelining_connection_is_cut(
 ) -> None:
     """Makes the connection the largest by the buffered requests behind its first one."""
     request = post(BODY, *line_of("es_one"))  # at most one concurrent request
-    reader, writer = await server.open()
-    writer.write(request)
+    reader, writer = await server.open(request)
     assert (await read_response(reader))[0] == 200
     with monkeypatch.context() as patched:
         patched.setattr(wire_server, "CHECK_BYTES", 0)
@@ -248,12 +247,10 @@ async def test_caller_keeps_its_limit_if_its_pipelining_connection_is_cut(
         server.connection.data_received(request * 2)
     writer.close()
     await until(lambda: not server.wire.connections)
-    reader, writer = await server.open()
-    writer.write(request)
+    reader, writer = await server.open(request)
     assert (await read_response(reader))[0] == 200
     assert len(engine.lookups) == 2
     assert server.outcomes() == {"OK": 2, "CANCELLED": 1}
-    writer.close()
 
 
 async def test_python_clients_raise_authentication_errors(live: Live) -> None:
@@ -305,12 +302,11 @@ async def test_names_of_client_certificates_are_used(
     async with OurServer(pipeline, Certificates(files)) as server:
         for name, wanted in {"ranker": 200, "stranger": 401}.items():
             for make in MAKES:
-                reader, writer = await server.open(contexts[name])
-                writer.write(make(BODY))
+                reader, writer = await server.open(make(BODY), contexts[name])
                 assert (await read_response(reader))[0] == wanted
                 writer.write(make(BODY, *line_of("es_right")))  # a token takes precedence
                 assert (await read_response(reader))[0] == 200
-            client = Http2Client(*await server.open(contexts[name]))
+            client = Http2Client(*await server.open(context=contexts[name]))
             assert (await client.request("POST", "/embed", BODY)).status == wanted
             assert (await client.request("GET", "/models")).status == wanted
 

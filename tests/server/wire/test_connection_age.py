@@ -139,12 +139,10 @@ async def test_idle_connection_is_not_closed_for_its_age(server: OurServer) -> N
 
     A client whose request meets a close does not know whether the server handled it.
     """
-    _, writer = await server.open()
-    writer.write(b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n")
+    await server.open(b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n")
     await until(lambda: of_kind(server, Http1Connection) and not server.connection.is_busy())
     server.connection.retire()
     assert not server.connection.transport.is_closing()
-    writer.close()
 
 
 @pytest.mark.parametrize("grpc_server", GRPC_SERVERS)

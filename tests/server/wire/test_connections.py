@@ -88,8 +88,7 @@ async def test_late_bytes_do_not_discard_the_last_response(
 async def test_connection_is_closed_if_the_client_does_not(server: OurServer) -> None:
     client = H2Connection()
     client.initiate_connection()
-    reader, writer = await server.open()
-    writer.write(client.data_to_send())
+    reader, writer = await server.open(client.data_to_send())
     await read_frame(reader)
     drain = asyncio.create_task(server.wire.drain(WAIT_S_MAX))
     await reader.read()
@@ -99,7 +98,6 @@ async def test_connection_is_closed_if_the_client_does_not(server: OurServer) ->
     assert not drain.done()
     connection.check_time(perf_counter() + LINGER_S_MAX)
     await drain
-    writer.close()
 
 
 async def test_protocol_violation_is_reported_and_further_input_bounded(
@@ -115,8 +113,7 @@ async def test_protocol_violation_is_reported_and_further_input_bounded(
         discarded.append(data)
 
     monkeypatch.setattr(LingeringClose, "data_received", count)
-    reader, writer = await server.open()
-    writer.write(PREFACE + b"no settings, which come first")
+    reader, writer = await server.open(PREFACE + b"no settings, which come first")
     *_, goaway = frames_of(await reader.read())
     assert isinstance(goaway, GoAwayFrame)
     assert goaway.error_code == ErrorCode.FRAME_SIZE_ERROR
@@ -128,7 +125,6 @@ async def test_protocol_violation_is_reported_and_further_input_bounded(
     writer.write(b"x")
     await until(lambda: not server.wire.connections)
     assert b"".join(discarded) == bytes(1 << 20) + b"x"
-    writer.close()
 
 
 @pytest.mark.parametrize("protocol", ["HTTP/1.1", "HTTP/2"])
@@ -139,8 +135,7 @@ async def test_half_closed_connection_without_reads_is_closed(
     request = post(b'{"features": {"user": [%b[1]]}}' % (b"[1]," * 600))
     if protocol == "HTTP/2":
         request = requesting_client(EXAMPLES // 8).data_to_send()
-    _, writer = await server.open()
-    writer.write(request)
+    _, writer = await server.open(request)
     await until(lambda: server.outcomes().get("OK"))
     writer.write_eof()
     connection: Any
@@ -153,7 +148,6 @@ async def test_half_closed_connection_without_reads_is_closed(
     assert server.wire.connections
     connection.check_time(start_s + UNREAD_S_MAX + 1)
     await until(lambda: not server.wire.connections)
-    writer.close()
 
 
 class UnreadTransport(asyncio.Transport):
@@ -286,13 +280,11 @@ async def expect_failure(server: OurServer, sent: bytes) -> None:
     """Checks that a connection that sends ``sent`` ends, and that the error is reported."""
     loop_errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
-    reader, writer = await server.open()
-    writer.write(sent)
+    reader, _ = await server.open(sent)
     with contextlib.suppress(ConnectionResetError):
         await reader.read()
     await until(lambda: not server.wire.connections)
     assert isinstance(loop_errors[0]["exception"], ZeroDivisionError)
-    writer.close()
 
 
 async def test_unexpected_error_in_a_later_iteration_ends_the_connection(
@@ -355,14 +347,10 @@ async def test_response_that_cannot_be_written_ends_only_its_own_connection(
 
     monkeypatch.setattr(RequestPipeline, "submit", submit_both)
     monkeypatch.setattr(FastPathConnection, "write", fail_first)
-    opened = [await server.open() for _ in range(2)]
-    for _, writer in opened:
-        writer.write(post(b'{"features": {"user": [[1]]}}'))
+    opened = [await server.open(post(b'{"features": {"user": [[1]]}}')) for _ in range(2)]
     heads = [asyncio.ensure_future(reader.read(12)) for reader, _ in opened]
     done = await asyncio.wait_for(asyncio.gather(*heads, return_exceptions=True), WAIT_S_MAX)
     assert done.count(b"HTTP/1.1 200") == 1
-    for _, writer in opened:
-        writer.close()
 
 
 async def test_tests_run_on_uvloop() -> None:

@@ -133,7 +133,6 @@ async def test_oversized_body_is_rejected_before_its_end(server: OurServer) -> N
     status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (413, b"close")
     assert await reader.read() == b""
-    writer.close()
 
 
 @pytest.mark.parametrize("name", ["films 2", "filme-übersicht", "50%41", "映画"])

@@ -50,10 +50,10 @@ async def test_large_body_is_read_in_chunks_between_other_connections(
 ) -> None:
     turns = Turns()
     monkeypatch.setattr(server.wire, "record_growth", turns.count)
-    reader, writer = await server.open()
-    writer.write(post(b"\x08\x01" * (SENT_BYTES // 2), f"Content-Type: {PROTOBUF}"))
+    reader, _ = await server.open(
+        post(b"\x08\x01" * (SENT_BYTES // 2), f"Content-Type: {PROTOBUF}")
+    )
     status, _, _ = await read_response(reader)
-    writer.close()
     assert status == 413  # of its cost, which is known once the body is whole
     assert turns.nbytes.total() >= SENT_BYTES
     assert max(turns.nbytes.values()) <= ITERATION_BYTES_MAX
@@ -76,12 +76,10 @@ async def test_chunked_body_is_read_in_chunks_between_other_connections(
     body = b"\x08\x01" * (min(chunk_bytes * 16 * BODY_PIECES_MAX, SENT_BYTES) // 2)
     chunks = [body[start : start + chunk_bytes] for start in range(0, len(body), chunk_bytes)]
     head = chunked(b"", f"Content-Type: {PROTOBUF}").removesuffix(b"0\r\n\r\n")
-    reader, writer = await server.open()
-    writer.write(head)
+    reader, writer = await server.open(head)
     writer.writelines([b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks])
     writer.write(b"0\r\n\r\n")
     await read_response(reader)
-    writer.close()
     assert nbytes.nbytes.total() == len(body)
     assert max(nbytes.nbytes.values()) <= ITERATION_BYTES_MAX
     # An iteration may have a read beside the rest of an earlier one.
@@ -102,12 +100,12 @@ async def test_immediately_rejected_requests_are_processed_in_portions(
     monkeypatch.setattr(Http1Connection, "response_sent", count)
     rejected_request = b"GET /embed HTTP/1.1\r\nHost:a\r\n\r\n"
     number = 8 * HTTP1_CHUNK_BYTES // len(rejected_request)
-    reader, writer = await server.open()
-    writer.write(rejected_request * number + get("/health/live", "Connection: close"))
+    reader, _ = await server.open(
+        rejected_request * number + get("/health/live", "Connection: close")
+    )
     statuses = [(await read_response(reader))[0] for _ in range(number + 1)]
     assert statuses == [405] * number + [200]
     assert await reader.read() == b""
-    writer.close()
     assert turns.nbytes.total() == number + 1
     assert max(turns.nbytes.values()) <= 1 + HTTP1_CHUNK_BYTES // len(rejected_request)
 
@@ -124,13 +122,11 @@ async def test_discarded_input_is_processed_in_portions(
         receive(lingering, data)
 
     monkeypatch.setattr(LingeringClose, "data_received", data_received)
-    reader, writer = await server.open()
-    writer.write(PREFACE + b"no settings, which come first")
+    reader, writer = await server.open(PREFACE + b"no settings, which come first")
     await reader.read()
     writer.write(bytes(SENT_BYTES))
     await until(lambda: turns.nbytes.total() >= SENT_BYTES)
     assert max(turns.nbytes.values()) <= ITERATION_BYTES_MAX
-    writer.close()
 
 
 async def test_connection_that_fills_and_drains_has_one_turn_per_iteration(
@@ -145,8 +141,9 @@ async def test_connection_that_fills_and_drains_has_one_turn_per_iteration(
         receive(connection, data)
 
     monkeypatch.setattr(Http2Connection, "receive", count)
-    reader, writer = await server.open()
-    writer.write(PREFACE + SettingsFrame(0).serialize() + PingFrame(0, b"12345678").serialize())
+    reader, _ = await server.open(
+        PREFACE + SettingsFrame(0).serialize() + PingFrame(0, b"12345678").serialize()
+    )
     await reader.readexactly(1)
     (connection,) = server.wire.connections
     assert isinstance(connection, Http2Protocol)
@@ -158,7 +155,6 @@ async def test_connection_that_fills_and_drains_has_one_turn_per_iteration(
         await asyncio.sleep(0)
     assert turns.nbytes.total() > 10
     assert max(turns.nbytes.values()) <= 2  # that of the frames, and the first of the rest
-    writer.close()
 
 
 class CheckedConnection(Connection):

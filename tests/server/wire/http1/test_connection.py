@@ -45,7 +45,6 @@ async def send_request(server: OurServer, *packets: bytes) -> tuple[Http1Respons
         await asyncio.sleep(0)
     response = await read_response(reader)
     rest = await reader.read()
-    writer.close()
     return response, rest
 
 
@@ -82,17 +81,14 @@ async def test_upgrade_is_ignored(
         expected = expected or body
         assert status == 200
         assert sent == LIVE or body == expected
-    writer.close()
 
 
 async def test_pipelined_upgrades_are_ignored(server: OurServer) -> None:
-    reader, writer = await server.open()
-    writer.write(
+    reader, _ = await server.open(
         (post(BODY, *UPGRADE_LINES) + get("/health/live", *UPGRADE_LINES)) * 50 + chunked(BODY)
     )
     statuses = [(await read_response(reader))[0] for _ in range(101)]
     assert statuses == [200] * 101
-    writer.close()
 
 
 async def test_connect_method_is_rejected(server: OurServer) -> None:
@@ -168,12 +164,10 @@ async def test_expect_100_continue_is_answered_before_the_body(
     server: OurServer, make: Callable[..., bytes], value: str
 ) -> None:
     raw_headers, end, body = make(BODY, f"Expect: {value}").partition(b"\r\n\r\n")
-    reader, writer = await server.open()
-    writer.write(raw_headers + end)
+    reader, writer = await server.open(raw_headers + end)
     assert await reader.readexactly(len(CONTINUE)) == CONTINUE
     writer.write(body)
     assert (await read_response(reader))[0] == 200
-    writer.close()
 
 
 async def test_http_1_0_client_gets_no_100_continue(server: OurServer) -> None:
@@ -206,7 +200,6 @@ async def test_headers_within_the_limits_are_accepted(server: OurServer) -> None
         # Requests before it in the same packet do not count towards its limits.
         writer.write(LIVE * 100 + request)
         assert {(await read_response(reader))[0] for _ in range(101)} == {200}
-    writer.close()
 
 
 async def test_http_1_0_request_needs_no_host_header(server: OurServer) -> None:
@@ -220,10 +213,8 @@ async def test_http_1_0_request_needs_no_host_header(server: OurServer) -> None:
 async def test_endless_headers_are_rejected_at_the_byte_limit(
     server: OurServer, raw_headers: bytes
 ) -> None:
-    reader, writer = await server.open()
-    writer.write(raw_headers + b"a" * (HEAD_BYTES_MAX + 3 * CHUNK_BYTES))
+    reader, _ = await server.open(raw_headers + b"a" * (HEAD_BYTES_MAX + 3 * CHUNK_BYTES))
     assert error_of(await read_response(reader))["message"].endswith("the limit is 16384")
-    writer.close()
 
 
 # Pipelines
@@ -239,7 +230,6 @@ async def test_pipelined_requests_parsed_ahead_are_bounded_by_one_chunk(server: 
         (connection,) = server.http1()
         most = max(most, len(connection._streams))
     assert 0 < most <= CHUNK_BYTES // len(get("/x")) + 1  # a request began in the previous chunk
-    writer.close()
 
 
 async def test_garbage_after_a_request_does_not_lose_its_response(
@@ -255,19 +245,16 @@ async def test_garbage_after_a_request_does_not_lose_its_response(
     assert error["message"].startswith("not a request of HTTP/1.1: ")
     assert await reader.read() == b""
     assert server.outcomes() == {"OK": 1, "INVALID_ARGUMENT": 1}
-    writer.close()
 
 
 async def test_request_with_a_malformed_body_counts_once(server: OurServer) -> None:
-    reader, writer = await server.open()
-    writer.write(chunked(BODY).removesuffix(b"0\r\n\r\n"))
+    reader, writer = await server.open(chunked(BODY).removesuffix(b"0\r\n\r\n"))
     await until(lambda: server.http1() and server.connection.is_busy())
     writer.write(b"no chunk\r\n")
     error = error_of(await read_response(reader))
     assert error["message"].startswith("not a request of HTTP/1.1: ")
     assert await reader.read() == b""
     assert server.outcomes() == {"INVALID_ARGUMENT": 1}
-    writer.close()
 
 
 async def test_body_with_invalid_chunk_framing_is_rejected(server: OurServer) -> None:
@@ -279,19 +266,16 @@ async def test_body_with_invalid_chunk_framing_is_rejected(server: OurServer) ->
 async def test_connection_with_incomplete_headers_is_closed_after_the_timeout(
     server: OurServer,
 ) -> None:
-    reader, writer = await server.open()
-    writer.write(b"POST /embed HTTP/1.1\r\nHost: h\r\nX-Half:")
+    reader, _ = await server.open(b"POST /embed HTTP/1.1\r\nHost: h\r\nX-Half:")
     await until(lambda: server.http1() and server.connection.is_busy())
     server.connection.check_time(perf_counter() + HEAD_S_MAX - 5)
     assert not server.connection.transport.is_closing()
     server.connection.check_time(perf_counter() + HEAD_S_MAX)
     assert await reader.read() == b""
-    writer.close()
 
 
 async def test_incomplete_body_is_rejected_after_the_timeout(server: OurServer) -> None:
-    reader, writer = await server.open()
-    writer.write(chunked(BODY)[:-5])
+    reader, _ = await server.open(chunked(BODY)[:-5])
     await until(lambda: server.http1() and server.connection.is_busy())
     server.connection.check_time(perf_counter() + UPLOAD_S_MAX - 5)
     assert server.connection.is_busy()
@@ -299,7 +283,6 @@ async def test_incomplete_body_is_rejected_after_the_timeout(server: OurServer) 
     response = await read_response(reader)
     assert (response[0], error_of(response)["code"]) == (504, "DEADLINE_EXCEEDED")
     assert await reader.read() == b""
-    writer.close()
 
 
 # Unread responses
@@ -308,8 +291,7 @@ async def test_incomplete_body_is_rejected_after_the_timeout(server: OurServer) 
 async def test_connection_with_an_unread_response_is_closed_after_the_timeout(
     server: OurServer,
 ) -> None:
-    reader, writer = await server.open()
-    writer.write(post(LARGE))
+    reader, _ = await server.open(post(LARGE))
     await until(lambda: server.http1() and server.connection.is_write_paused)
     assert server.wire._checking is not None
     server.wire._checking.cancel()  # the times passed below are ahead of the server's clock
@@ -324,15 +306,13 @@ async def test_connection_with_an_unread_response_is_closed_after_the_timeout(
     assert connection.is_write_paused
     connection.check_time(start_s + 2 * UNREAD_S_MAX + 2)
     await until(lambda: not server.wire.connections)
-    writer.close()
 
 
 async def test_whole_response_counts_as_held_until_the_client_has_read_it(
     server: OurServer,
 ) -> None:
     """Checks that the whole response counts: uvloop keeps all chunks of a write until the last."""
-    reader, writer = await server.open()
-    writer.write(post(LARGE))
+    reader, _ = await server.open(post(LARGE))
     await until(lambda: server.http1() and server.connection.is_write_paused)
     connection = server.connection
     whole, before = connection.held_bytes, connection.unsent_bytes
@@ -342,7 +322,6 @@ async def test_whole_response_counts_as_held_until_the_client_has_read_it(
     assert connection.held_bytes == whole
     received += await reader.readexactly(whole - len(received))
     await until(lambda: not connection.held_bytes)
-    writer.close()
 
 
 async def test_connections_with_most_unread_bytes_are_closed_over_the_total_limit(
@@ -353,8 +332,7 @@ async def test_connections_with_most_unread_bytes_are_closed_over_the_total_limi
     clients = []
     for examples in (6000, 7600, 7800):
         features = {"user": [[i % 7] for i in range(examples)]}
-        reader, writer = await server.open()
-        writer.write(post(json.dumps({"features": features}).encode()))
+        reader, writer = await server.open(post(json.dumps({"features": features}).encode()))
         clients.append((reader, writer))
         await until(
             lambda: [one.is_write_paused for one in server.http1()] == [True] * len(clients)
@@ -367,5 +345,3 @@ async def test_connections_with_most_unread_bytes_are_closed_over_the_total_limi
     assert "connections are closed: 1, because all together held" in caplog.text
     for reader, _ in clients[:2]:
         assert (await read_response(reader))[0] == 200
-    for _, writer in clients:
-        writer.close()

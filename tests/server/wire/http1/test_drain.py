@@ -24,14 +24,12 @@ SHORT_IDLE_S = 0.05
 async def test_drain_closes_a_connection_without_a_complete_request(
     threaded_server: OurServer, sent: bytes
 ) -> None:
-    reader, writer = await threaded_server.open()
-    writer.write(post(BODY))
+    reader, writer = await threaded_server.open(post(BODY))
     await read_response(reader)
     writer.write(sent)
     await until(lambda: bool(sent) == threaded_server.connection.is_busy())
     threaded_server.connection.drain()
     assert await reader.read() == b""
-    writer.close()
 
 
 @pytest.mark.parametrize("before", [[], [post(BODY)], [get("/health/live")]])
@@ -67,8 +65,7 @@ async def test_connection_closed_by_a_drain_is_not_closed_twice(
     """Checks a client that closes late. A second lingering close once replaced the first, which was
     never removed, and the drain waited for it.
     """
-    reader, writer = await threaded_server.open()
-    writer.write(post(BODY))
+    reader, writer = await threaded_server.open(post(BODY))
     await read_response(reader)
     connection = threaded_server.connection
     connection.drain()
@@ -98,8 +95,7 @@ async def test_drain_answers_a_request_of_a_connection_not_yet_accepted(
 async def test_drain_answers_all_pipelined_requests_of_a_slow_reader(
     threaded_server: OurServer,
 ) -> None:
-    reader, writer = await threaded_server.open()
-    writer.write(post(LARGE_BODY) * 2)
+    reader, _ = await threaded_server.open(post(LARGE_BODY) * 2)
     await until(
         lambda: (
             threaded_server.outcomes()
@@ -112,7 +108,6 @@ async def test_drain_answers_all_pipelined_requests_of_a_slow_reader(
     assert [status for status, _ in statuses_and_headers] == [200, 200]
     assert [headers.get(b"connection") for _, headers in statuses_and_headers] == [None, b"close"]
     assert await reader.read() == b""
-    writer.close()
 
 
 @pytest.mark.parametrize("sent", [post(LARGE_BODY), post(LARGE_BODY) + b"\r\n"])
@@ -121,8 +116,7 @@ async def test_drain_closes_a_connection_after_a_slow_reader_has_its_response(
 ) -> None:
     """Checks a response from before the drain, which therefore has no `Connection: close`."""
     monkeypatch.setattr(http1_connection, "DRAIN_IDLE_S", SHORT_IDLE_S)
-    reader, writer = await threaded_server.open()
-    writer.write(sent)
+    reader, writer = await threaded_server.open(sent)
     await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
     drain = asyncio.create_task(threaded_server.wire.drain(60))
     await asyncio.sleep(2 * SHORT_IDLE_S)  # longer than an idle connection stays open
@@ -138,13 +132,12 @@ async def test_drain_closes_a_connection_with_an_empty_line_after_its_request(
 ) -> None:
     """Checks an empty line behind a request with a response; another request may begin with it."""
     monkeypatch.setattr(http1_connection, "DRAIN_IDLE_S", SHORT_IDLE_S)
-    reader, writer = await threaded_server.open_held(engine, post(BODY) + b"\r\n")
+    reader, _ = await threaded_server.open_held(engine, post(BODY) + b"\r\n")
     threaded_server.connection.drain()
     await asyncio.sleep(2 * SHORT_IDLE_S)
     engine.release()
     assert (await read_response(reader))[0] == 200
     assert await reader.read() == b""
-    writer.close()
 
 
 async def test_drain_answers_a_request_followed_by_an_incomplete_request(
@@ -153,16 +146,13 @@ async def test_drain_answers_a_request_followed_by_an_incomplete_request(
     """Checks an incomplete second request: its connection must not end before the first
     response.
     """
-    reader, writer = await threaded_server.open_held(
-        engine, chunked(BODY) + get("/health/live")[:20]
-    )
+    reader, _ = await threaded_server.open_held(engine, chunked(BODY) + get("/health/live")[:20])
     threaded_server.connection.drain()
     await asyncio.sleep(2 * DRAIN_IDLE_S)  # longer than an idle connection stays open
     engine.release()
     status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (200, b"close")
     assert await reader.read() == b""
-    writer.close()
 
 
 async def test_late_request_during_a_drain_does_not_truncate_the_last_response(
@@ -175,18 +165,15 @@ async def test_late_request_during_a_drain_does_not_truncate_the_last_response(
     writer.write(post(BODY))
     assert len(json.loads((await read_response(reader))[2])["values"]) == 2000
     assert await reader.read() == b""
-    writer.close()
 
 
 async def test_drain_waits_for_the_body_and_sends_the_error_with_connection_close(
     threaded_server: OurServer,
 ) -> None:
-    reader, writer = await threaded_server.open()
-    writer.write(post(MISSING_ROW_BODY)[:-3])
+    reader, writer = await threaded_server.open(post(MISSING_ROW_BODY)[:-3])
     await until(lambda: threaded_server.http1() and threaded_server.connection._context)
     threaded_server.connection.drain()
     writer.write(MISSING_ROW_BODY[-3:])
     status, headers, _ = await read_response(reader)
     assert (status, headers[b"connection"]) == (400, b"close")
     assert await reader.read() == b""
-    writer.close()

@@ -93,8 +93,7 @@ PLAIN_REQUESTS = {
 async def test_fast_path_and_slow_path_responses_are_equal(server: OurServer, name: str) -> None:
     body, lines, url = PLAIN_REQUESTS[name]
     lines = [*lines, "X-Request-Id: same"]
-    reader, writer = await server.open()
-    writer.write(post(body, *lines, url=url))
+    reader, writer = await server.open(post(body, *lines, url=url))
     fast = await read_response(reader)
     assert parsed_url(server) == ""
     counted = server.outcomes()
@@ -111,7 +110,6 @@ async def test_fast_path_and_slow_path_responses_are_equal(server: OurServer, na
     assert fast[1].keys() == slow[1].keys()
     assert server.outcomes() == {outcome: 2 * count for outcome, count in counted.items()}
     assert server.pipeline.metrics.protocols["rest"].response_bytes == 2 * response_bytes
-    writer.close()
 
 
 UNUSUAL_REQUESTS = {
@@ -200,13 +198,11 @@ async def test_protocol_is_detected_when_the_first_bytes_arrive_alone(
     server: OurServer, plain: PlainServer, count: int
 ) -> None:
     sent = post(BODY, url="/embed") + CLOSING_REQUEST
-    reader, writer = await server.open()
-    writer.write(sent[:count])
+    reader, writer = await server.open(sent[:count])
     await until(lambda: server.wire.connections)
     await asyncio.sleep(0.01)  # the rest arrives in another read
     writer.write(sent[count:])
     assert await reader.read() == await plain.talk(sent)
-    writer.close()
 
 
 MIXED = [
@@ -232,7 +228,6 @@ async def test_request_split_at_any_byte_gets_the_same_response(server: OurServe
             server.connection.data_received(packet)
         status, _, body = await read_response(reader)
         assert (status, body) == (200, expected)
-    writer.close()
 
 
 @settings(

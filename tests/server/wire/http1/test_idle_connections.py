@@ -38,7 +38,6 @@ async def test_idle_timeout_is_the_same_for_fast_and_slow_path_requests(
     assert not connection.transport.is_closing()
     connection.check_time(perf_counter() + KEEP_ALIVE_S)
     assert await reader.read() == b""
-    writer.close()
 
 
 async def test_busy_connection_is_not_closed_as_idle(
@@ -60,28 +59,24 @@ async def test_busy_connection_is_not_closed_as_idle(
         threaded_server.connection.check_time(perf_counter())
         assert not threaded_server.connection.transport.is_closing()
         engine.hold()
-    writer.close()
 
 
 async def test_connection_with_a_slowly_read_response_is_not_closed_as_idle(
     threaded_server: OurServer,
 ) -> None:
-    reader, writer = await threaded_server.open()
-    writer.write(post(LARGE_BODY) * 2)
+    reader, _ = await threaded_server.open(post(LARGE_BODY) * 2)
     await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
     threaded_server.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
     assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
-    writer.close()
 
 
 async def test_connection_without_first_bytes_is_closed_after_the_timeout(
     server: OurServer,
 ) -> None:
-    reader, writer = await server.open()
+    reader, _ = await server.open()
     await until(lambda: server.wire.connections)
     (new,) = server.wire.connections
     new.check_time(perf_counter() + FIRST_BYTES_S_MAX - 5)
     assert server.wire.connections == {new}
     new.check_time(perf_counter() + FIRST_BYTES_S_MAX)
     assert await reader.read() == b""
-    writer.close()

@@ -16,15 +16,13 @@ from embedserve_proto import embedding_pb2 as pb
 
 
 async def test_pipelined_metrics_request_counts_the_requests_before_it(server: OurServer) -> None:
-    reader, writer = await server.open()
-    writer.write(post(BODY) + post(OTHER_BODY) + get("/metrics") + post(BODY))
+    reader, _ = await server.open(post(BODY) + post(OTHER_BODY) + get("/metrics") + post(BODY))
     assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
     status, _, text = await read_response(reader)
     assert status == 200
     assert b'embedserve_requests_total{outcome="OK",protocol="rest"} 2.0' in text
     assert (await read_response(reader))[0] == 200
     assert server.outcomes() == {"OK": 3}
-    writer.close()
 
 
 async def test_buffered_request_start_is_parsed_before_bytes_read_later(
@@ -41,15 +39,13 @@ async def test_buffered_request_start_is_parsed_before_bytes_read_later(
     responses = [await read_response(reader) for _ in range(3)]
     assert [status for status, _, _ in responses] == [200, 200, 200]
     assert len(json.loads(responses[1][2])["values"]) == 2
-    writer.close()
 
 
 async def test_buffered_request_of_a_lost_connection_is_not_processed(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Checks a connection that is lost between a response and the next buffered request."""
-    reader, writer = await server.open()
-    writer.write(post(b"{"))
+    reader, writer = await server.open(post(b"{"))
     await read_response(reader)
     connection = server.connection
     connection.data_received(post(b"{") + post(BODY))
@@ -76,8 +72,7 @@ async def test_unread_responses_pause_the_reading_of_requests(
     threaded_server: OurServer, engine: FakeEngine
 ) -> None:
     """Sends one request after the other, so that none is buffered while another is looked up."""
-    reader, writer = await threaded_server.open()
-    writer.write(post(LARGE_BODY))
+    reader, writer = await threaded_server.open(post(LARGE_BODY))
     await until(
         lambda: (
             threaded_server.outcomes() == {"OK": 1} and threaded_server.connection.is_write_paused
@@ -95,14 +90,14 @@ async def test_unread_responses_pause_the_reading_of_requests(
     assert len({body for _, _, body in responses}) == 1
     assert len(json.loads(responses[0][2])["values"]) == 2000
     await until(lambda: threaded_server.connection.transport.get_write_buffer_size() == 0)
-    writer.close()
 
 
 async def test_pipelined_large_responses_reach_a_slow_reader_complete(
     threaded_server: OurServer,
 ) -> None:
-    reader, writer = await threaded_server.open()
-    writer.write((post(LARGE_BODY) + post(LARGE_BODY, f"Accept: {PROTOBUF}")) * 3 + CLOSING_REQUEST)
+    reader, _ = await threaded_server.open(
+        (post(LARGE_BODY) + post(LARGE_BODY, f"Accept: {PROTOBUF}")) * 3 + CLOSING_REQUEST
+    )
     await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
     assert threaded_server.outcomes() == {"OK": 1}
     responses = [await read_response(reader) for _ in range(6)]
@@ -111,4 +106,3 @@ async def test_pipelined_large_responses_reach_a_slow_reader_complete(
     assert [body for _, _, body in responses] == [responses[0][2], responses[1][2]] * 3
     assert (await read_response(reader))[0] == 200
     assert await reader.read() == b""
-    writer.close()

@@ -75,75 +75,61 @@ async def test_body_of_unknown_length_is_sent_chunked(server: OurServer) -> None
         writer.write(get(f"/{count}"))
         assert await read_headers(reader) == [b"HTTP/1.1 200 OK", b"transfer-encoding: chunked"]
         assert await read_chunks(reader) == count * CHUNK
-    writer.close()
 
 
 async def test_content_length_of_the_application_is_kept(server: OurServer) -> None:
-    reader, writer = await server.open()
-    writer.write(get("/2?length") * 2)
+    reader, _ = await server.open(get("/2?length") * 2)
     for _ in range(2):
         status, headers, body = await read_response(reader)
         assert (status, list(headers), body) == (200, [b"content-length"], 2 * CHUNK)
-    writer.close()
 
 
 async def test_http_1_0_response_is_not_chunked(server: OurServer) -> None:
-    reader, writer = await server.open()
-    writer.write(get("/2").replace(b"HTTP/1.1", b"HTTP/1.0"))
+    reader, _ = await server.open(get("/2").replace(b"HTTP/1.1", b"HTTP/1.0"))
     assert await read_headers(reader) == [b"HTTP/1.1 200 OK", b"connection: close"]
     assert await reader.read() == 2 * CHUNK
-    writer.close()
 
 
 @pytest.mark.parametrize("query", ["", "?length"])
 async def test_response_to_a_head_request_has_no_body(server: OurServer, query: str) -> None:
-    reader, writer = await server.open()
-    writer.write(get(f"/2{query}").replace(b"GET", b"HEAD") + get("/1"))
+    reader, _ = await server.open(get(f"/2{query}").replace(b"GET", b"HEAD") + get("/1"))
     header_lines = await read_headers(reader)
     assert header_lines[1:] == ([b"content-length: %d" % (2 * len(CHUNK))] if query else [])
     await read_headers(reader)
     assert await read_chunks(reader) == CHUNK
-    writer.close()
 
 
 async def test_error_response_to_a_head_request_has_no_body(server: OurServer) -> None:
-    reader, writer = await server.open()
-    writer.write(get("/none").replace(b"GET", b"HEAD") + get("/1"))
+    reader, _ = await server.open(get("/none").replace(b"GET", b"HEAD") + get("/1"))
     status_line, *lines = await read_headers(reader)
     assert status_line == b"HTTP/1.1 500 Internal Server Error"
     assert int(dict(line.split(b": ") for line in lines)[b"content-length"]) > 0
     assert await read_headers(reader) == [b"HTTP/1.1 200 OK", b"transfer-encoding: chunked"]
     assert await read_chunks(reader) == CHUNK
-    writer.close()
 
 
 async def test_application_error_within_a_body_closes_the_connection(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader, writer = await server.open()
-    writer.write(get("/1?raise"))
+    reader, _ = await server.open(get("/1?raise"))
     await read_headers(reader)
     assert not (await reader.read()).endswith(b"0\r\n\r\n")  # the client sees that it is incomplete
     assert "GET '/1?raise' failed" in caplog.text
-    writer.close()
 
 
 async def test_application_waits_for_a_slow_reader(server: OurServer, app: StreamingApp) -> None:
-    reader, writer = await server.open()
-    writer.write(get("/40"))
+    reader, _ = await server.open(get("/40"))
     await until(lambda: server.http1() and server.connection.is_write_paused)
     assert app.sent < 20
     await read_headers(reader)
     assert await read_chunks(reader) == 40 * CHUNK
     assert app.sent == 40
-    writer.close()
 
 
 async def test_application_send_fails_after_the_client_disconnects(
     server: OurServer, app: StreamingApp
 ) -> None:
-    _, writer = await server.open()
-    writer.write(get("/40"))
+    _, writer = await server.open(get("/40"))
     await until(lambda: server.http1() and server.connection.is_write_paused)
     writer.transport.abort()
     await until(lambda: app.has_failed)
@@ -154,10 +140,8 @@ async def test_pipelined_responses_wait_for_a_slow_reader(
     server: OurServer, app: StreamingApp
 ) -> None:
     """Sends requests in one packet: they are parsed together, and their responses come in turn."""
-    reader, writer = await server.open()
-    writer.write(get("/1?length") * 40)
+    reader, _ = await server.open(get("/1?length") * 40)
     await until(lambda: server.http1() and server.connection.is_write_paused)
     assert app.sent < 20
     for _ in range(40):
         assert (await read_response(reader))[2] == CHUNK
-    writer.close()

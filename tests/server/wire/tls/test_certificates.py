@@ -156,11 +156,11 @@ async def test_new_connections_get_the_renewed_certificate_and_open_ones_continu
     authority: Authority,
     client: ssl.SSLContext,
 ) -> None:
-    reader, writer = await server.open(client)
+    reader, writer = await server.open(context=client)
     write(files, authority.sign("renewed", (-1, 60)))
     os.utime(files.certificate, ns=(1, 1))  # as after a copy that preserves times
     await certificates.reloader.poll()
-    _, renewed = await server.open(client)
+    _, renewed = await server.open(context=client)
     names = [one.get_extra_info("peercert")["subject"][0][0][1] for one in (writer, renewed)]
     assert names == ["server", "renewed"]
     ends = renewed.get_extra_info("peercert")["notAfter"]
@@ -185,8 +185,7 @@ async def connect_as(
 ) -> int | str | None:
     """Returns the response status for a client with this certificate, or the TLS error."""
     try:
-        reader, writer = await server.open(client_context(root, pair))
-        writer.write(get("/health/live"))
+        reader, _ = await server.open(get("/health/live"), client_context(root, pair))
         return (await read_response(reader))[0]
     except ssl.SSLError as error:
         return error.reason

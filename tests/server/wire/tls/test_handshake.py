@@ -39,8 +39,7 @@ def handshake_outcomes(server: OurServer) -> dict[str, int]:
 
 
 async def is_served(server: OurServer, client: ssl.SSLContext) -> bool:
-    reader, writer = await server.open(client)
-    writer.write(LIVE)
+    reader, writer = await server.open(LIVE, client)
     status, _, _ = await read_response(reader)
     writer.close()
     return status == 200
@@ -52,7 +51,7 @@ async def test_silent_connections_are_counted_and_closed_after_the_timeout(
     silent = [await server.open() for _ in range(CONNECTIONS_MAX)]
     await until(lambda: len(server.wire.connections) == CONNECTIONS_MAX)
     with pytest.raises((ConnectionError, ssl.SSLError)):
-        await server.open(client)
+        await server.open(context=client)
     for one in list(server.wire.connections):
         assert isinstance(one, Handshake)
         one.check_time(perf_counter() + HANDSHAKE_S_MAX + 1)
@@ -78,7 +77,7 @@ async def test_tls_client_gets_an_ssl_error_from_a_plain_port(
 ) -> None:
     async with OurServer(pipeline) as server:
         with pytest.raises(ssl.SSLError, match=r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE"):
-            await server.open(client)
+            await server.open(context=client)
         await until(lambda: not server.wire.connections)
 
 
@@ -95,8 +94,7 @@ async def test_certificate_chain_over_the_limit_is_rejected(
     client = client_context(authority.root, chain.write(tmp_path, "long"))
     async with OurServer(pipeline, Certificates(replace(files, client_ca=str(root)))) as server:
         try:
-            reader, writer = await server.open(client)
-            writer.write(LIVE)
+            reader, _ = await server.open(LIVE, client)
             assert await reader.read() == b""
         except (ssl.SSLError, ConnectionError):
             pass
@@ -149,8 +147,7 @@ LONGEST_HELLO = RECORD + b"\x01\x01\xff\xff" + bytes(0x4000 - 4) + 8 * (RECORD +
 async def test_invalid_handshake_ends_the_connection(
     server: OurServer, client: ssl.SSLContext, sent: bytes, outcome: str
 ) -> None:
-    reader, writer = await server.open()
-    writer.write(sent)
+    reader, writer = await server.open(sent)
     if len(sent) < 10:
         writer.write_eof()
     await read_until_closed(reader)
@@ -165,7 +162,7 @@ async def test_old_tls_versions_are_rejected(server: OurServer, client: ssl.SSLC
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         client.minimum_version = client.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
-        await server.open(client)
+        await server.open(context=client)
     assert handshake_outcomes(server) == {"failed": 1}
 
 
@@ -177,8 +174,7 @@ async def test_client_that_disconnects_during_the_handshake_is_released(
     with pytest.raises(ssl.SSLWantReadError):
         hello.do_handshake()
     for _ in range(20):
-        reader, writer = await server.open()
-        writer.write(outgoing.read() or b"\x16\x03\x01")
+        reader, writer = await server.open(outgoing.read() or b"\x16\x03\x01")
         writer.transport.abort()
         del reader
     await until(lambda: handshake_outcomes(server).get("gone") and not server.wire.connections)

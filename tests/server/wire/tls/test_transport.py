@@ -74,7 +74,7 @@ async def test_large_request_in_chunks_gets_a_complete_large_response(
 ) -> None:
     client.minimum_version = client.maximum_version = version
     request = post(LARGE, LARGE_RESPONSE)
-    reader, writer = await server.open(client)
+    reader, writer = await server.open(context=client)
     for start in range(0, len(request), 10_007):
         writer.write(request[start : start + 10_007])
         await writer.drain()
@@ -88,7 +88,7 @@ async def test_large_request_in_chunks_gets_a_complete_large_response(
 async def test_unread_response_waits_unencrypted_and_is_counted(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
-    reader, writer = await server.open(client)
+    reader, writer = await server.open(context=client)
     transport_of(writer).pause_reading()
     writer.write(post(LARGE, LARGE_RESPONSE))
     await until(lambda: server.http1() and server.connection.unsent_bytes)
@@ -111,7 +111,7 @@ async def test_connections_over_the_held_bytes_limit_are_closed(
 ) -> None:
     connections = []
     for _ in range(12):
-        reader, writer = await server.open(client)
+        reader, writer = await server.open(context=client)
         transport_of(writer).pause_reading()
         writer.write(post(LARGE, LARGE_RESPONSE))
         connections.append((reader, writer))
@@ -137,7 +137,7 @@ async def test_http2_answers_small_requests_during_a_large_response(
 ) -> None:
     """Sends the small requests once the large response has begun."""
     client.set_alpn_protocols(["h2", "http/1.1"])
-    reader, writer = await server.open(client)
+    reader, writer = await server.open(context=client)
     assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
     http2 = Http2Client(reader, writer)
     number = http2.send("POST", "/embed", {"accept": "application/x-protobuf"}, is_end=False)
@@ -156,12 +156,10 @@ async def test_http2_answers_small_requests_during_a_large_response(
 async def test_last_response_is_complete_and_followed_by_close_notify(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
-    reader, writer = await server.open(client)
-    writer.write(get("/health/live", "Connection: close"))
+    reader, _ = await server.open(get("/health/live", "Connection: close"), client)
     response = await reader.read()  # raises if there is no close_notify
     assert response.startswith(b"HTTP/1.1 200 ")
-    reader, writer = await server.open(client)
-    writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n" + bytes(300_000))
+    reader, _ = await server.open(b"GET / HTTP/1.1\r\nno header\r\n\r\n" + bytes(300_000), client)
     response = await reader.readuntil(b"}")
     assert response.startswith(b"HTTP/1.1 400 ")
 
@@ -169,7 +167,7 @@ async def test_last_response_is_complete_and_followed_by_close_notify(
 async def test_pipelined_requests_are_answered_in_order(
     server: OurServer, client: ssl.SSLContext
 ) -> None:
-    reader, writer = await server.open(client)
+    reader, writer = await server.open(context=client)
     bodies = [json.dumps({"features": {"user": [[one]]}}).encode() for one in range(7)]
     writer.write(b"".join(post(body) for body in bodies))
     together = [(await read_response(reader))[2] for _ in bodies]
@@ -184,7 +182,7 @@ async def test_pipelined_requests_are_answered_in_order(
 async def test_invalid_tls_record_ends_only_its_own_connection(
     server: OurServer, client: ssl.SSLContext, damage: str
 ) -> None:
-    other_connection = await server.open(client)
+    other_connection = await server.open(context=client)
     raw_reader, raw_writer, tls, outgoing = await _shake_hands(server, client)
     tls.write(post(BODY))
     record = outgoing.read()
@@ -364,8 +362,7 @@ class KeyUpdates:
 
 
 async def test_client_close_ends_the_connection(server: OurServer, client: ssl.SSLContext) -> None:
-    _, writer = await server.open(client)
-    writer.write(post(BODY)[:-1])
+    _, writer = await server.open(post(BODY)[:-1], client)
     await until(lambda: server.http1())
     writer.close()
     await asyncio.wait_for(writer.wait_closed(), WAIT_S_MAX)
