@@ -84,11 +84,11 @@ class Sink(asyncio.Transport):
 
 
 def greeting() -> bytes:
-    """Returns the HTTP/2 preface with windows that no response fills."""
+    """Returns the frames that begin an HTTP/2 connection, with windows that no response fills."""
     from embedserve.wire.http2 import frames
 
     settings = frames.settings((frames.SETTINGS_INITIAL_WINDOW_SIZE, WINDOW_MAX))
-    return frames.PREFACE + settings + frames.window_update(0, WINDOW_MAX - 65_535)
+    return settings + frames.window_update(0, WINDOW_MAX - 65_535)
 
 
 class Predictor(EmbedServe):

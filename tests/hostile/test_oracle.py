@@ -104,7 +104,7 @@ def run_both(data: bytes, ends: list[int], responds: bool) -> tuple[Trace, Trace
     assert LIBRARY is not None
     ours, theirs = Ours(responds), nghttp2.Nghttp2(LIBRARY, OUR_SETTINGS, responds)
     try:
-        for packet in scripts.packets(data, ends):
+        for packet in scripts.packets(data[len(f.PREFACE) :], ends):
             ours.receive(packet)
         for packet in scripts.packets(data, scripts.frame_ends(data)):
             theirs.receive(packet)

@@ -14,6 +14,7 @@ from embedserve.shard_client.reply import Reply
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.statuses import HEAD_BLOCK, OK_BLOCK
 from embedserve.wire.http2.connection import Http2Connection
+from embedserve.wire.http2.frames import PREFACE
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
@@ -47,6 +48,8 @@ class ConnectedPair:
             partial(self.resolve, times), UploadBudget(256 << 20, lambda: True), lambda: None
         )
         self.client = Http2Client(self.up.extend, LIMIT, lambda: None)
+        assert self.up.startswith(PREFACE)
+        del self.up[: len(PREFACE)]
 
     def resolve(self, times: int, headers: Headers) -> ResolvedRoute | str:
         request = read_request(headers)

@@ -129,7 +129,7 @@ class ProtocolDetector(Connection):
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         self._manager.discard(self)
-        protocol.data_received(data)
+        protocol.data_received(data.removeprefix(PREFACE))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._manager.discard(self)

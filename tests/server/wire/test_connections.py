@@ -232,7 +232,7 @@ async def test_streams_without_window_are_not_reset_while_the_server_reads_none(
     them."""
     transport = UnreadTransport(100 << 20)
     connection = full_http2(server, transport)
-    connection.data_received(requesting_client(window=1000).data_to_send())
+    connection.data_received(requesting_client(window=1000).data_to_send().removeprefix(PREFACE))
     await until(lambda: connection._connection.frame_writer.unsent_bytes)
     connection._connection.frame_writer.pump()
     (stream,) = connection._connection.frame_writer.blocked_streams.values()

@@ -24,7 +24,6 @@ from embedserve.wire.http2.frames import (
     HEAD,
     HEAD_BYTES,
     HEADERS,
-    PREFACE,
     RUN_FRAME_BYTES_MIN,
     SETTINGS,
     STREAM_MASK,
@@ -55,7 +54,7 @@ from embedserve.wire.http_stream import NULL_HANDLER, UNREAD_S_MAX, Handler
 
 
 class Http2Connection:
-    """An HTTP/2 connection, from its preface to its end.
+    """An HTTP/2 connection, from the end of its preface, which ProtocolDetector has read.
 
     Attributes:
         frame_writer: sending half.
@@ -80,7 +79,6 @@ class Http2Connection:
     __slots__ = (
         "_control",
         "_left",
-        "_preface_left",
         "_requests",
         "_resets",
         "_turn_left",
@@ -120,7 +118,7 @@ class Http2Connection:
         self.is_over = self.has_more = False
         self.on_output = on_output
         self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(resolve_route)
-        self._left, self._preface_left, self._turn_left = b"", PREFACE, 0
+        self._left, self._turn_left = b"", 0
         self.next_id, self.streams_max = 1, STREAMS_MAX
         self.closed_streams = ClosedStreams(self.frame_writer.out)
         self.required_frame_type: int | None = SETTINGS
@@ -140,8 +138,6 @@ class Http2Connection:
             self.has_more = False
         self._turn_left = WORK_PER_TURN
         try:
-            if self._preface_left:
-                data = self._read_preface(data)
             end = self._read_frames(data)
             if end < len(data):
                 self._left = data[end:]
@@ -156,20 +152,13 @@ class Http2Connection:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the preface and the client's SETTINGS frame have arrived."""
+        """Whether the client's SETTINGS frame has arrived."""
         return self.required_frame_type != SETTINGS
 
     @property
     def left_bytes(self) -> int:
         """Received bytes that are not processed yet."""
         return len(self._left)
-
-    def _read_preface(self, data: bytes) -> bytes:
-        count = min(len(data), len(self._preface_left))
-        if data[:count] != self._preface_left[:count]:
-            raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "not the preface of HTTP/2")
-        self._preface_left = self._preface_left[count:]
-        return data[count:]
 
     def _read_frames(self, data: bytes) -> int:
         """Processes the complete frames in ``data``. Returns the position where they end."""

@@ -18,7 +18,7 @@ from hyperframe.frame import (
 )
 
 from embedserve.wire.http2.connection import Http2Connection
-from embedserve.wire.http2.frames import PREFACE, ErrorCode
+from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute, read_request
 from embedserve.wire.http2.stream import Stream
@@ -99,7 +99,7 @@ class Peer:
         self.seen: list[Frame] = []
         self.initial_frames = self.take()
         if is_begun:
-            self.send(PREFACE, SettingsFrame(0, settings or {}))
+            self.send(SettingsFrame(0, settings or {}))
 
     def _on_output(self) -> None:
         self.outputs += 1

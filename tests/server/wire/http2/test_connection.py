@@ -33,7 +33,7 @@ from server.wire.http2.peer import (
 
 from embedserve.wire.http2.closed_streams import UNREAD_BYTES_MAX
 from embedserve.wire.http2.control import STREAMS_MAX
-from embedserve.wire.http2.frames import PREFACE, ErrorCode
+from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX
 
 # Start
@@ -50,24 +50,16 @@ def test_connection_starts_with_settings_and_a_larger_window() -> None:
 def test_settings_are_acknowledged() -> None:
     peer = Peer(is_begun=False)
     assert not peer.connection.is_begun
-    (ack,) = peer.send(PREFACE, SettingsFrame(0))
+    (ack,) = peer.send(SettingsFrame(0))
     assert isinstance(ack, SettingsFrame)
     assert set(ack.flags) == {"ACK"}
     assert peer.connection.is_begun
 
 
-@pytest.mark.parametrize(
-    "sent", [b"GET / HTTP/1.1\r\n\r\n", PREFACE[:-1] + b"\0", PREFACE[:9] + b"x"]
-)
-def test_invalid_preface_ends_the_connection(sent: bytes) -> None:
-    peer = Peer(is_begun=False)
-    assert_connection_error(peer, peer.send(sent), ErrorCode.PROTOCOL_ERROR)
-
-
 @pytest.mark.parametrize("first", [PingFrame(0), SettingsFrame(0, flags=["ACK"]), update(0, 1)])
 def test_first_frame_other_than_settings_ends_the_connection(first: Frame) -> None:
     peer = Peer(is_begun=False)
-    assert_connection_error(peer, peer.send(PREFACE, first), ErrorCode.PROTOCOL_ERROR)
+    assert_connection_error(peer, peer.send(first), ErrorCode.PROTOCOL_ERROR)
 
 
 def test_frames_after_a_connection_error_are_ignored() -> None:
@@ -114,7 +106,7 @@ def test_frames_split_at_random_bytes_are_parsed(ends: list[int]) -> None:
         continuation(5, block[5:]),
         data(5, b"gh", is_end=True),
     ]
-    sent = PREFACE + b"".join(frame.serialize() for frame in frames)
+    sent = b"".join(frame.serialize() for frame in frames)
     bounds = [0, *sorted(min(end, len(sent)) for end in ends), len(sent)]
     for start, end in pairwise(bounds):
         peer.send(sent[start:end])
