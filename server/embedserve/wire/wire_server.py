@@ -149,8 +149,7 @@ class WireServer:
 
     def _new_handshake(self) -> asyncio.Protocol:
         assert self._certificates is not None
-        context = self._certificates.context
-        return Handshake(self, self._handshakes, context, lambda: ProtocolDetector(self))
+        return Handshake(self, self._handshakes, self._certificates.context)
 
     def http1(self, is_local: bool) -> FastPathConnection:
         routes, templates = self._route_tables[is_local], self._templates[is_local]

@@ -41,19 +41,6 @@ class TlsFiles:
         return [path for path in (self.certificate, self.key, self.client_ca) if path]
 
 
-@dataclass(frozen=True)
-class TlsContext:
-    """TLS context built from the files.
-
-    Attributes:
-        context: context for new handshakes.
-        expires_s: Unix time when the server certificate expires.
-    """
-
-    context: ssl.SSLContext
-    expires_s: float
-
-
 class Certificates:
     """Current TLS context, reloaded when the files change.
 
@@ -72,9 +59,8 @@ class Certificates:
             f"TLS ({files.certificate})", files.paths, lambda: read_context(files), self._adopt
         )
 
-    def _adopt(self, read: TlsContext) -> None:
-        self.context = read.context
-        self.expires_s = read.expires_s
+    def _adopt(self, read: tuple[ssl.SSLContext, float]) -> None:
+        self.context, self.expires_s = read
 
 
 def tls_files(settings: ServeSettings) -> TlsFiles | None:
@@ -84,8 +70,11 @@ def tls_files(settings: ServeSettings) -> TlsFiles | None:
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
-def read_context(files: TlsFiles) -> TlsContext:
+def read_context(files: TlsFiles) -> tuple[ssl.SSLContext, float]:
     """Builds the TLS context from ``files`` and tests it.
+
+    Returns:
+        context for new handshakes, and Unix time when the server certificate expires.
 
     Raises:
         OSError: a file cannot be read; the message names it and its setting.
@@ -109,7 +98,7 @@ def read_context(files: TlsFiles) -> TlsContext:
         ) from error
     if files.client_ca:
         _verify_clients(context, files.client_ca)
-    return TlsContext(context, _test_pair(context, files.certificate))
+    return context, _test_pair(context, files.certificate)
 
 
 def _verify_clients(context: ssl.SSLContext, path: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import cast
@@ -23,6 +22,7 @@ from embedserve.wire.connections import (
     Connection,
     ConnectionManager,
     LingeringClose,
+    ProtocolDetector,
 )
 from embedserve.wire.tls.transport import TlsTransport
 
@@ -33,8 +33,6 @@ HANDSHAKE_BYTES = 48 << 10
 """Approximate bytes of memory per handshake in progress, without the received bytes."""
 HANDSHAKE_RECORD = 0x16
 PLAIN_HTTP = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-
-MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class Handshakes:
@@ -55,20 +53,15 @@ class Handshakes:
 class Handshake(Connection):
     """A connection in its handshake, as protocol of the raw transport.
 
-    After the handshake a TlsTransport replaces it, with a protocol made by ``make_protocol``.
+    After the handshake a TlsTransport replaces it, with a ProtocolDetector.
     """
 
     def __init__(
-        self,
-        manager: ConnectionManager,
-        handshakes: Handshakes,
-        context: ssl.SSLContext,
-        make_protocol: MakeProtocol,
+        self, manager: ConnectionManager, handshakes: Handshakes, context: ssl.SSLContext
     ) -> None:
         self._manager = manager
         self._handshakes = handshakes
         self._context = context
-        self._make_protocol = make_protocol
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object: ssl.SSLObject | None = None
         self._pending = b""  # received while the thread was busy
@@ -143,7 +136,7 @@ class Handshake(Connection):
     def _finish(self) -> None:
         assert self._object is not None
         self._end("ok")
-        inner = self._make_protocol()
+        inner = ProtocolDetector(self._manager)
         transport = TlsTransport(
             self._transport, self._object, self._incoming, self._outgoing, inner
         )
