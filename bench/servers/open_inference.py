@@ -1,19 +1,18 @@
 """Open Inference Protocol, as Triton implements it: requests for a jagged batch, and model loading.
 
 There are three formats: JSON, JSON followed by binary tensors, and the protobuf messages of gRPC.
-The messages are written and read here by field number, because the benchmark's environment has no
-generated code of Triton's. The field numbers are from grpc_service.proto: ModelInferRequest,
-ModelInferResponse and RepositoryModelLoadRequest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import orjson
 
+from embedserve_proto.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from servers.base import Way
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -60,19 +59,15 @@ def infer_headers(way: Way, body: bytes) -> dict[str, str]:
 
 def infer_values(way: Way, answer: bytes) -> np.ndarray:
     """Returns the values of the only output, float32."""
-    read = {"JSON": json_values, "binary": binary_values, "gRPC": grpc_values}[way.name]
-    return read(answer)
+    if way.name == "JSON":
+        output = orjson.loads(answer)["outputs"][0]
+        return np.array(output["data"], np.float32).reshape(output["shape"])
+    return (binary_answer if way.name == "binary" else grpc_answer)(answer)[1]
 
 
 def json_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
     inputs = [{**tensor.head, "data": tensor.values.ravel().tolist()} for tensor in tensors]
     return orjson.dumps({"inputs": inputs, **_outputs(output)})
-
-
-def json_values(answer: bytes) -> np.ndarray:
-    """Returns the values of the first output, float32."""
-    output = orjson.loads(answer)["outputs"][0]
-    return np.array(output["data"], np.float32).reshape(output["shape"])
 
 
 def binary_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
@@ -95,92 +90,33 @@ def head_length(body: bytes) -> int:
     return body.index(HEAD_END) + len(HEAD_END)
 
 
-def binary_values(answer: bytes) -> np.ndarray:
-    """Returns the values of the only output, float32. The tensor's bytes follow the JSON."""
-    return binary_answer(answer)[1]
-
-
 def binary_answer(answer: bytes) -> tuple[int, np.ndarray]:
-    """Returns (version of the model, values)."""
-    marker = b'"binary_data_size":'
-    start = answer.index(marker) + len(marker)
-    end = start
-    while answer[end : end + 1].isdigit():
-        end += 1
-    size = int(answer[start:end])
+    """Returns (version of the model, values). The tensor's bytes follow the JSON."""
+    found = re.search(rb'"binary_data_size":(\d+)', answer)
+    assert found, answer
+    size = int(found[1])
     head = orjson.loads(answer[:-size])
     values = np.frombuffer(answer[-size:], "<f4").reshape(head["outputs"][0]["shape"])
     return int(head["model_version"]), values
 
 
 def grpc_request(model: str, tensors: Sequence[Tensor], output: str = "") -> bytes:
-    message = _field(1, model.encode())
-    for tensor in tensors:
-        shape = b"".join(map(_varint, tensor.values.shape))
-        datatype = DATATYPES[tensor.values.dtype]
-        head = _field(1, tensor.name.encode()) + _field(2, datatype.encode()) + _field(3, shape)
-        message += _field(5, head)
-    if output:
-        message += _field(6, _field(1, output.encode()))
-    return message + b"".join(_field(7, tensor.values.tobytes()) for tensor in tensors)
-
-
-def grpc_values(answer: bytes) -> np.ndarray:
-    """Returns the values of the only output, float32."""
-    return grpc_answer(answer)[1]
+    return ModelInferRequest(
+        model_name=model,
+        inputs=[tensor.head for tensor in tensors],
+        outputs=[{"name": output}] if output else [],
+        raw_input_contents=[tensor.values.tobytes() for tensor in tensors],
+    ).SerializeToString()
 
 
 def grpc_answer(answer: bytes) -> tuple[int, np.ndarray]:
     """Returns (version of the model, values)."""
-    fields = dict(_fields(answer))
-    output = dict(_fields(fields[5]))
-    values = np.frombuffer(fields[6], "<f4").reshape(list(_varints(output[3])))
-    return int(fields[2]), values
+    message = ModelInferResponse.FromString(answer)
+    values = np.frombuffer(message.raw_output_contents[0], "<f4").reshape(message.outputs[0].shape)
+    return int(message.model_version), values
 
 
 def grpc_load(model: str) -> bytes:
-    """Returns a request to load a model according to the current content of its folder."""
-    return _field(2, model.encode())
-
-
-def _varint(value: int) -> bytes:
-    digits = bytearray()
-    while value > 127:
-        digits.append(value & 127 | 128)
-        value >>= 7
-    digits.append(value)
-    return bytes(digits)
-
-
-def _varints(data: bytes) -> Iterator[int]:
-    value, shift = 0, 0
-    for byte in data:
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            yield value
-            value, shift = 0, 0
-
-
-def _field(number: int, data: bytes) -> bytes:
-    """Encodes a length-delimited field."""
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields the length-delimited fields of a message. Raises ValueError for other wire types."""
-    at = 0
-    while at < len(message):
-        key, at = _read_varint(message, at)
-        if key & 7 != 2:
-            raise ValueError(f"field {key >> 3} has wire type {key & 7}, expected 2")
-        size, at = _read_varint(message, at)
-        yield key >> 3, message[at : at + size]
-        at += size
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    end = at
-    while message[end] > 127:
-        end += 1
-    return next(_varints(message[at : end + 1])), end + 1
+    """Returns a request to load a model according to the current content of its folder: the
+    RepositoryModelLoadRequest of Triton's grpc_service.proto, whose field 2 is the name."""
+    return b"\x12%c%b" % (len(model), model.encode())
