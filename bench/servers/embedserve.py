@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +25,6 @@ ONE_MESSAGE = Way("protobuf, one body", "http-one", "/embed", {"Content-Type": P
 """The way that h2load uses: it repeats one request, as it does over gRPC."""
 
 SERVE = (sys.executable, "-W", "ignore", "-m", "embedserve", "serve")
-GRPC_SERVER = "--grpc-server"
 OURS = HERE.parents[1]
 SOURCE_ROOTS = ("server", "model_store", "clients", "proto")
 
@@ -73,19 +70,7 @@ class EmbedServeGrpcio(EmbedServe):
     ways = (GRPC, GRPC_STREAM)
 
     def __init__(self) -> None:
-        super().__init__(GRPC_SERVER, "grpcio")
-
-    def missing(self) -> str:
-        return "" if GRPC_SERVER in self._help() else f"a `serve` that has {GRPC_SERVER}"
-
-    def _help(self) -> str:
-        return subprocess.run(
-            [*SERVE, "--help"],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={**os.environ, **self.environment(), "COLUMNS": "200"},
-        ).stdout
+        super().__init__("--grpc-server", "grpcio")
 
 
 class EmbedServeBefore(EmbedServe):

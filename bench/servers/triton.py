@@ -30,8 +30,8 @@ input [
   {{ name: "bags" data_type: TYPE_INT64 dims: [ -1 ] allow_ragged_batch: true }}
 ]
 output [ {{ name: "values" data_type: TYPE_FP32 dims: [ -1, {width} ] }} ]
-dynamic_batching {{ {batching} }}
-instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
+dynamic_batching {{ }}
+instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 version_policy {{ specific {{ versions: [ {version} ] }} }}
 """
 
@@ -39,10 +39,6 @@ version_policy {{ specific {{ versions: [ {version} ] }} }}
 class Triton(Server):
     name = "Triton"
     ways = infer_ways(MODEL)
-
-    def __init__(self, instances: int = 1, batching: str = "") -> None:
-        self.instances = instances
-        self.batching = batching
 
     def missing(self) -> str:
         return "" if is_installed("triton") else "its environment: make bench-peers"
@@ -107,17 +103,8 @@ class Triton(Server):
         self, repository: Path, tables: Path, count: int, dim: int, version: int = 1
     ) -> None:
         """Writes the configuration that selects the served version and its tables."""
-        config = CONFIG.format(
-            width=count * dim,
-            batching=self.batching,
-            instances=self.instances,
-            version=version,
-        )
-        parameters = {
-            "tables": tables,
-            "count": count,
-            "scripts": SCRIPTS,
-        }
+        config = CONFIG.format(width=count * dim, version=version)
+        parameters = {"tables": tables, "count": count, "scripts": SCRIPTS}
         for name, value in parameters.items():
             config += f'parameters {{ key: "{name}" value: {{ string_value: "{value}" }} }}\n'
         (repository / MODEL / "config.pbtxt").write_text(config)
