@@ -287,10 +287,8 @@ def serving(asked: CheckOptions) -> Iterator[Row]:
 
 def _asking(client: GrpcEmbedClient, work: Workload) -> Callable[[Request], Any]:
     def ask(request: Request) -> Any:
-        ends = request.lengths.sum(axis=1).cumsum()[:-1]
-        per_feature = zip(np.split(request.ids, ends), request.lengths, strict=True)
-        features = dict(zip(work.tables.features, per_feature, strict=True))
-        return client.embed(features).values
+        features = zip(work.tables.features, request.per_feature(), strict=True)
+        return client.embed(dict(features)).values
 
     return ask
 

@@ -42,6 +42,11 @@ class Request:
     def examples(self) -> int:
         return int(self.lengths.shape[1])
 
+    def per_feature(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns (ids, lengths) of each feature."""
+        ends = self.lengths.sum(axis=1).cumsum()
+        return list(zip(np.split(self.ids, ends[:-1]), self.lengths, strict=True))
+
     def bags(self) -> Iterator[list[list[int]]]:
         """Yields the ids of each example, feature by feature."""
         ids = self.ids.tolist()

@@ -33,22 +33,16 @@ Features = dict[str, tuple[np.ndarray, np.ndarray]]
 def joined(work: Workload) -> Features:
     """Returns all requests of the workload as one, as (ids, lengths) of each feature."""
     features: Features = {}
-    for at, feature in enumerate(work.tables.features):
-        ids = []
-        for request in work.requests:
-            ends = np.cumsum(request.lengths.sum(axis=1))
-            ids.append(request.ids[ends[at - 1] if at else 0 : ends[at]])
-        lengths = [request.lengths[at] for request in work.requests]
+    every = zip(*(request.per_feature() for request in work.requests), strict=True)
+    for feature, pairs in zip(work.tables.features, every, strict=True):
+        ids, lengths = zip(*pairs, strict=True)
         features[feature] = np.concatenate(ids), np.concatenate(lengths)
     return features
 
 
 def one_by_one(client: EmbedClient | GrpcEmbedClient, work: Workload) -> Iterable[EmbedResult]:
     for request in work.requests:
-        ends = np.cumsum(request.lengths.sum(axis=1)).tolist()
-        ids = np.split(request.ids, ends[:-1])
-        pairs = zip(work.tables.features, zip(ids, request.lengths, strict=True), strict=True)
-        yield client.embed(dict(pairs))
+        yield client.embed(dict(zip(work.tables.features, request.per_feature(), strict=True)))
 
 
 def main() -> None:

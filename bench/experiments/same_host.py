@@ -33,6 +33,7 @@ import kernel
 import numpy as np
 import running
 from processes import cpu_seconds
+from servers import embedserve_infer
 from servers.base import Server
 from servers.embedserve import EmbedServe
 from servers.open_inference import Tensor
@@ -123,17 +124,6 @@ def memory(key: str, nbytes: int) -> Iterator[np.ndarray]:
     finally:
         os.close(descriptor)
         path.unlink()
-
-
-def of_features(work: Workload, request: Request) -> list[Tensor]:
-    """Returns the tensors F.ids and F.lengths of each feature F."""
-    ends = np.cumsum(request.lengths.sum(axis=1)).tolist()
-    tensors = []
-    for feature, ids, lengths in zip(
-        work.tables.features, np.split(request.ids, ends[:-1]), request.lengths, strict=True
-    ):
-        tensors += [Tensor(f"{feature}.ids", ids), Tensor(f"{feature}.lengths", lengths)]
-    return tensors
 
 
 def over_a_socket(sock: socket.socket, asked: Target, work: Workload) -> SendRequest:
@@ -255,7 +245,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "http.sock"
         ours = EmbedServe("--http-uds", str(path), "--shared-memory", "/embedserve-bench-")
-        servers = [Target(ours, work.tables.name, "pooled", partial(of_features, work))]
+        servers = [
+            Target(ours, work.tables.name, "pooled", partial(embedserve_infer.tensors_of, work))
+        ]
         if not Triton().missing():
             servers.append(Target(Triton(), MODEL, "values", tensors_of))
         for _ in range(options.rounds):

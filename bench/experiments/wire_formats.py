@@ -69,12 +69,10 @@ FORMS = (
 
 def columns(work: Workload, request: Request, dtype: type[np.integer]) -> pa.Table:
     """Returns a table with a list of ids for each feature and example."""
-    arrays, start = {}, 0
-    for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
+    arrays = {}
+    for feature, (ids, lengths) in zip(work.tables.features, request.per_feature(), strict=True):
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        ids = request.ids[start : start + offsets[-1]].astype(dtype)
-        arrays[feature] = pa.ListArray.from_arrays(offsets, ids)
-        start += len(ids)
+        arrays[feature] = pa.ListArray.from_arrays(offsets, ids.astype(dtype))
     return pa.table(arrays)
 
 

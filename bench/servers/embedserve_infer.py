@@ -33,10 +33,8 @@ class EmbedServeInfer(EmbedServe):
 
 def tensors_of(work: Workload, request: Request) -> list[Tensor]:
     """Returns the tensors F.ids and F.lengths of each feature F."""
-    tensors, start = [], 0
-    for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
-        end = start + int(lengths.sum())
-        tensors.append(Tensor(f"{feature}.ids", request.ids[start:end].astype("<i8")))
+    tensors = []
+    for feature, (ids, lengths) in zip(work.tables.features, request.per_feature(), strict=True):
+        tensors.append(Tensor(f"{feature}.ids", ids.astype("<i8")))
         tensors.append(Tensor(f"{feature}.lengths", lengths.astype("<i4")))
-        start = end
     return tensors
