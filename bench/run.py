@@ -31,7 +31,9 @@ from servers.base import Server
 from servers.constants import ConstantGrpc, ConstantHttp, ConstantProtocol
 from servers.embedserve import EmbedServe, EmbedServeBefore, EmbedServeGrpcio
 from servers.embedserve_infer import EmbedServeInfer
-from servers.peers import peers
+from servers.json_peers import BentoMl, FastApi, LitServe, Mosec, RayServe, TypedFastApi
+from servers.redis_peer import Redis
+from servers.triton import Triton
 from workloads import workload
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,7 +86,14 @@ def all_servers(against: Path | None) -> list[Server]:
         *([EmbedServeBefore(against)] if against else []),
         EmbedServeInfer(),
         EmbedServeGrpcio(),
-        *peers(),
+        Triton(),
+        Redis(),
+        Mosec(),
+        FastApi(),
+        TypedFastApi(),
+        LitServe(),
+        BentoMl(),
+        RayServe(),
     ]
 
 
