@@ -94,29 +94,22 @@ class Tables:
         if (self.store / self.name / "1" / "manifest.json").exists():
             return
         import torch
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-        from embedserve_store import publish
+        from embedserve_store import TableSpec, publish
 
         self.folder.mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(0)
         for i in range(self.count):
             np.save(self.npy(i), random.standard_normal((self.rows, self.dim), np.float32))
         tables = [
-            EmbeddingBagConfig(
-                name=f"t{i}",
-                num_embeddings=self.rows,
-                embedding_dim=self.dim,
-                feature_names=[feature],
-                pooling=PoolingType.SUM,
-            )
+            TableSpec(f"t{i}", self.rows, self.dim, (feature,), "sum", "float32")
             for i, feature in enumerate(self.features)
         ]
-        ebc = EmbeddingBagCollection(tables=tables)
-        with torch.no_grad():
-            for i in range(self.count):
-                ebc.embedding_bags[f"t{i}"].weight.copy_(torch.from_numpy(np.load(self.npy(i))))
-        publish(ebc, self.store, model=self.name)
+        weights = {
+            f"embedding_bags.t{i}.weight": torch.from_numpy(np.load(self.npy(i)))
+            for i in range(self.count)
+        }
+        publish(weights, self.store, model=self.name, tables=tables)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ import grpc
 import numpy as np
 import torch
 import uvloop
+from pooled import collection
 from processes import cpu_seconds
 from running_servers import Running, running
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import PoolingType
 
 from embedserve.config import ServeSettings
 from embedserve.errors import EmbedServeError
@@ -58,16 +59,8 @@ def rows_of(table: int, small: int) -> int:
 
 def make_store(store: Path, parts: int, small: int = 0) -> None:
     torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{i}",
-            embedding_dim=DIM,
-            num_embeddings=rows_of(i, small),
-            feature_names=[f"f{i}"],
-        )
-        for i in range(TABLES)
-    ]
-    publish(EmbeddingBagCollection(tables=tables), store, model="m", hosts=parts)
+    tables = [(f"t{i}", rows_of(i, small), DIM, [f"f{i}"], PoolingType.SUM) for i in range(TABLES)]
+    publish(collection(tables), store, model="m", hosts=parts)
 
 
 class Batches:
