@@ -1,6 +1,6 @@
 """Times DeltaWriter.push over two ranks that train: some 76,000 rows of a sharded model each.
 
-    PYTHONPATH=bench .venv/bin/python bench/experiments/push_ranks.py [--pushes 12] [--folder DIR]
+    PYTHONPATH=tests .venv/bin/python bench/experiments/push_ranks.py [--pushes 12] [--folder DIR]
 
 8 tables of 100,000 rows of 64 float32, half of them row_wise and half table_wise, in a
 DistributedModelParallel over gloo. Before each push the ranks train one step of 80,000 random ids,
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -25,14 +23,13 @@ from time import perf_counter
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from forked_ranks import run_ranks
+from pooled import collection
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import get_default_sharders
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
+from trainer import shard_model
 
 from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish_sharded
 from embedserve_store.deltas.tracked_rows import TakenRows
@@ -46,47 +43,17 @@ ones."""
 WARM_UP = 2
 
 
-class Sharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """Offers row_wise on the CPU too, where TorchRec's own (untyped) does not."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [*super().sharding_types(compute_device_type), "row_wise"]
-
-
 class Ranker(nn.Module):
     """One dense layer over the tables."""
 
     def __init__(self) -> None:
         super().__init__()
-        configs = [
-            EmbeddingBagConfig(
-                name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name]
-            )
-            for name in NAMES
-        ]
-        self.ebc = EmbeddingBagCollection(tables=configs)
+        self.ebc = collection([(name, ROWS, DIM, [name], PoolingType.SUM) for name in NAMES])
         self.over = nn.Linear(TABLES * DIM, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         logits: torch.Tensor = self.over(self.ebc(features).values())
         return logits
-
-
-def shard(model: nn.Module) -> DistributedModelParallel:
-    constraints = {
-        name: ParameterConstraints(sharding_types=["row_wise" if table % 2 else "table_wise"])
-        for table, name in enumerate(NAMES)
-    }
-    sharders = [Sharder({"learning_rate": 0.05}), *get_default_sharders()[1:]]
-    topology = Topology(world_size=RANKS, compute_device="cpu", local_world_size=RANKS)
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    return DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=planner.collective_plan(model, sharders, dist.group.WORLD),
-        sharders=sharders,
-    )
 
 
 def train_step(dmp: DistributedModelParallel, random: np.random.Generator) -> None:
@@ -96,12 +63,10 @@ def train_step(dmp: DistributedModelParallel, random: np.random.Generator) -> No
     (dmp(features) - 1).square().mean().backward()
 
 
-def run(rank: int, store: str, pushes: int, meeting: str) -> None:
-    warnings.simplefilter("ignore")
+def run(rank: int, store: str, pushes: int) -> None:
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
-    dmp = shard(Ranker())
+    sharding = {name: "row_wise" if table % 2 else "table_wise" for table, name in enumerate(NAMES)}
+    dmp = shard_model(Ranker(), sharding, EmbOptimType.EXACT_SGD)
     random = np.random.default_rng(rank)
     train_step(dmp, random)
     publish_sharded(dmp, store, model=MODEL)
@@ -123,7 +88,6 @@ def run(rank: int, store: str, pushes: int, meeting: str) -> None:
     if rank == 0:
         report(store, times)
     dist.barrier()
-    os._exit(0)  # torch's own threads may outlive what they use in an orderly end
 
 
 class Times:
@@ -170,8 +134,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="existing folder for the store")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        arguments = (f"{folder}/store", options.pushes, f"file://{folder}/meeting")
-        mp.start_processes(run, arguments, nprocs=RANKS, start_method="fork")
+        run_ranks(RANKS, run, f"{folder}/store", options.pushes)
 
 
 if __name__ == "__main__":
