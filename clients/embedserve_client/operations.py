@@ -6,6 +6,7 @@ memory, ids are written there.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from embedserve_client.core.batch import Features, Weights, batch_of
@@ -13,10 +14,10 @@ from embedserve_client.core.deadline import check_timeout, timeout_of
 from embedserve_client.core.messages import request_of
 from embedserve_client.core.models import ModelInfo, ModelList
 from embedserve_client.core.result import EmbedResult, OutputDType
-from embedserve_client.core.retry_loop import Operation
+from embedserve_client.core.retry_loop import Operation, one_call
 from embedserve_client.core.routing import routing_headers
-from embedserve_client.shm.lookups import SharedMemory, ask
-from embedserve_client.shm.protocol import Lookup, PlacedCalls
+from embedserve_client.shm.lookups import SharedMemory
+from embedserve_client.shm.protocol import Lookup, PlacedCalls, may_be_placed
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -62,9 +63,11 @@ class Operations(ABC):
             message = request_of(batch, model, output_dtype, output_keys, min_seq)
             return self._embed_call(message, batch.batch_size, left_s, routing)
 
-        lookup = Lookup(batch, model, output_dtype, routing, over_the_connection)
         shared = self._shared if min_seq is None else None
-        return ask(shared, lookup, output_keys, timeout_s)
+        if shared is None or not may_be_placed(batch, output_dtype, output_keys):
+            return one_call(over_the_connection, timeout_s)
+        lookup = Lookup(batch, model, output_dtype, routing, over_the_connection)
+        return Operation(partial(shared.steps, lookup), timeout_s)
 
     @abstractmethod
     def models(self) -> Operation[ModelList]:

@@ -1,4 +1,4 @@
-"""Selects the lookups that use shared memory, and falls back to the connection.
+"""Runs lookups through shared memory, and falls back to the connection.
 
 A response through shared memory names the version that wrote the vectors, but not the columns of
 each key. The client learns these from a response over the connection. It uses the connection for a
@@ -7,13 +7,12 @@ new version and after a rejection, so that errors are the same as for other look
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
 from embedserve_client.core.result import EmbedResult
 from embedserve_client.core.retries import RetryState
-from embedserve_client.core.retry_loop import Operation, Steps, one_call
+from embedserve_client.core.retry_loop import Steps
 from embedserve_client.errors import Overloaded
 from embedserve_client.shm.protocol import (
     OUTPUTS_MAX,
@@ -22,7 +21,6 @@ from embedserve_client.shm.protocol import (
     OutputLayout,
     PlacedCalls,
     SharedMemoryRejected,
-    may_be_placed,
     put,
     wanted,
 )
@@ -172,12 +170,3 @@ class SharedMemory:
         if len(self._known) >= KNOWN_MAX:
             self._known.clear()
         self._known[model] = _Known(answer.model, forms, turn)
-
-
-def ask(
-    shared: SharedMemory | None, lookup: Lookup, output_keys: object, timeout_s: float | None
-) -> Operation[EmbedResult]:
-    """Returns the operation of a lookup, through ``shared`` if it qualifies."""
-    if shared is None or not may_be_placed(lookup.batch, lookup.output_dtype, output_keys):
-        return one_call(lookup.over_the_connection, timeout_s)
-    return Operation(partial(shared.steps, lookup), timeout_s)
