@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +95,8 @@ def _in_order(
 
 def _taken(waiting: deque[Future[EmbedResult]], bar: Any) -> EmbedResult:
     result = waiting.popleft().result()
-    bar.update(result.batch_size)
+    if bar is not None:
+        bar.update(result.batch_size)
     return result
 
 
@@ -133,24 +135,13 @@ class _Cut:
         return features, weights if self._weights is not None else None
 
 
-class _NoBar:
-    """Progress bar that shows nothing."""
-
-    def update(self, count: int) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _bar(total: int | None) -> Any:
+def _bar(total: int | None) -> AbstractContextManager[Any]:
+    """Returns a progress bar; a context without one if ``total`` is None or tqdm is missing."""
     if total is None:
-        return _NoBar()
+        return nullcontext()
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
-        return _NoBar()
-    return tqdm(total=total, unit=" examples", unit_scale=True)
+        return nullcontext()
+    bar: AbstractContextManager[Any] = tqdm(total=total, unit=" examples", unit_scale=True)
+    return bar
