@@ -16,7 +16,13 @@ from embedserve_client import (
     GrpcEmbedClient,
 )
 
-KINDS = ("rest", "rest-async", "grpc", "grpc-async")
+MAKERS: dict[str, Any] = {
+    "rest": EmbedClient,
+    "rest-async": AsyncEmbedClient,
+    "grpc": GrpcEmbedClient,
+    "grpc-async": AsyncGrpcEmbedClient,
+}
+"""Classes of the four clients."""
 
 
 class BlockingClient:
@@ -79,36 +85,39 @@ def grpc_target(model: FakeModel) -> Iterator[str]:
         yield target
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=MAKERS)
 def client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
     """Yields each of the four clients in turn, connected to its fake server."""
-    blocking = _connected(request.param, request)
-    yield blocking
-    blocking.shut()
+    yield from _connected(request)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=MAKERS)
 def retrying_client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
     """Yields each of the four clients in turn, with two retries."""
-    blocking = _connected(request.param, request, retries=2)
-    yield blocking
-    blocking.shut()
+    yield from _connected(request, retries=2)
 
 
 @pytest.fixture(params=("grpc", "grpc-async"))
 def stream_client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
     """Yields both gRPC clients in turn."""
-    blocking = _connected(request.param, request)
+    yield from _connected(request)
+
+
+@pytest.fixture(params=("rest", "grpc"))
+def plain_client(request: pytest.FixtureRequest) -> Iterator[EmbedClient | GrpcEmbedClient]:
+    """Yields both sync clients in turn, for threads."""
+    with MAKERS[request.param](_address_of(request)) as one:
+        yield one
+
+
+def _connected(request: pytest.FixtureRequest, **options: Any) -> Iterator[BlockingClient]:
+    make, address = MAKERS[request.param], _address_of(request)
+    blocking = BlockingClient(make, address, timeout_s=RESPONSE_S_MAX, **options)
     yield blocking
     blocking.shut()
 
 
-def _connected(kind: str, request: pytest.FixtureRequest, **options: Any) -> BlockingClient:
-    make: dict[str, Any] = {
-        "rest": EmbedClient,
-        "rest-async": AsyncEmbedClient,
-        "grpc": GrpcEmbedClient,
-        "grpc-async": AsyncGrpcEmbedClient,
-    }
-    address = request.getfixturevalue("rest_url" if kind.startswith("rest") else "grpc_target")
-    return BlockingClient(make[kind], address, timeout_s=RESPONSE_S_MAX, **options)
+def _address_of(request: pytest.FixtureRequest) -> str:
+    is_rest = request.param.startswith("rest")
+    address: str = request.getfixturevalue("rest_url" if is_rest else "grpc_target")
+    return address

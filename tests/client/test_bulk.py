@@ -10,20 +10,10 @@ import numpy as np
 import pytest
 from client.fake import FakeModel, pooled
 
-from embedserve_client import EmbedClient, GrpcEmbedClient, Overloaded, embed_in_batches
+from embedserve_client import Overloaded, embed_in_batches
 from embedserve_client.errors import InvalidRequest
 
 BAGS = [[n % 100] * (n % 4) for n in range(1000)]
-
-
-@pytest.fixture(params=["rest", "grpc"])
-def plain_client(request: pytest.FixtureRequest) -> Any:
-    if request.param == "rest":
-        make: Any = EmbedClient(request.getfixturevalue("rest_url"))
-    else:
-        make = GrpcEmbedClient(request.getfixturevalue("grpc_target"))
-    with make as client:
-        yield client
 
 
 def test_results_are_complete_and_in_order(plain_client: Any, model: FakeModel) -> None:

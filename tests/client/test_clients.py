@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from client.conftest import MAKERS, BlockingClient
 from client.fake import FakeModel, pooled
 
 from embedserve_client import (
@@ -197,37 +198,26 @@ def test_slow_response_raises_deadline_exceeded(client: Any, model: FakeModel) -
     assert client.embed({"user": [1]}).batch_size == 1
 
 
-@pytest.mark.parametrize("make", [EmbedClient, GrpcEmbedClient])
+@pytest.mark.parametrize("make", MAKERS.values())
 def test_missing_server_raises_unavailable(make: Any) -> None:
-    address = "127.0.0.1:1" if make is GrpcEmbedClient else "http://127.0.0.1:1"
-    with make(address) as client, pytest.raises(Unavailable) as caught:
+    client = BlockingClient(make, "http://127.0.0.1:1")
+    with pytest.raises(Unavailable) as caught:
         client.embed({"user": [1]})
+    client.shut()
 
     assert caught.value.__cause__ is not None
     assert "127.0.0.1:1" in caught.value.message
 
 
-@pytest.mark.parametrize("make", [AsyncEmbedClient, AsyncGrpcEmbedClient])
-async def test_missing_server_raises_unavailable_in_async_clients(make: Any) -> None:
-    address = "127.0.0.1:1" if make is AsyncGrpcEmbedClient else "http://127.0.0.1:1"
-    async with make(address) as client:
-        with pytest.raises(Unavailable):
-            await client.embed({"user": [1]})
-
-
-@pytest.mark.parametrize(
-    "make", [EmbedClient, AsyncEmbedClient, GrpcEmbedClient, AsyncGrpcEmbedClient]
-)
+@pytest.mark.parametrize("make", MAKERS.values())
 def test_invalid_timeout_is_rejected_by_the_constructor(make: Any) -> None:
     with pytest.raises(ValueError, match="timeout_s: -1 "):
         make("http://127.0.0.1:1", timeout_s=-1)
 
 
-@pytest.mark.parametrize("make", [EmbedClient, GrpcEmbedClient])
-def test_threads_share_a_client(make: Any, rest_url: str, grpc_target: str) -> None:
-    address = grpc_target if make is GrpcEmbedClient else rest_url
-    with make(address) as client, ThreadPoolExecutor(max_workers=4) as pool:
-        results = list(pool.map(lambda n: client.embed({"user": [n]}), range(40)))
+def test_threads_share_a_client(plain_client: Any) -> None:
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        results = list(pool.map(lambda n: plain_client.embed({"user": [n]}), range(40)))
 
     for n, result in enumerate(results):
         np.testing.assert_array_equal(result["user"], pooled("user", [[n]]))

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from embedserve_client.core.batch import batch_of
 from embedserve_client.core.result import EmbedResult, Layout
@@ -28,18 +29,8 @@ def test_importing_the_client_does_not_import_torch() -> None:
     assert found.stdout.strip() == "[]"
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def jagged(torch: Any) -> Any:
-    return pytest.importorskip("torchrec.sparse.jagged_tensor")
-
-
-def test_keyed_jagged_tensor_is_read_as_a_batch(torch: Any, jagged: Any) -> None:
-    tensor = jagged.KeyedJaggedTensor(
+def test_keyed_jagged_tensor_is_read_as_a_batch() -> None:
+    tensor = KeyedJaggedTensor(
         keys=["product", "user"],
         values=torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int32),
         lengths=torch.tensor([2, 0, 1, 1, 1, 1]),
@@ -55,8 +46,8 @@ def test_keyed_jagged_tensor_is_read_as_a_batch(torch: Any, jagged: Any) -> None
     assert batch.weights.tolist() == [0.5, 1, 1, 1, 1, 1]
 
 
-def test_batch_size_per_key_is_rejected(torch: Any, jagged: Any) -> None:
-    tensor = jagged.KeyedJaggedTensor(
+def test_batch_size_per_key_is_rejected() -> None:
+    tensor = KeyedJaggedTensor(
         keys=["product", "user"],
         values=torch.tensor([1, 2, 3]),
         lengths=torch.tensor([1, 1, 1]),
@@ -67,20 +58,20 @@ def test_batch_size_per_key_is_rejected(torch: Any, jagged: Any) -> None:
         batch_of(tensor)
 
 
-def test_result_becomes_a_writable_keyed_tensor(torch: Any, jagged: Any) -> None:
+def test_result_becomes_a_writable_keyed_tensor() -> None:
     values = np.frombuffer(np.arange(6, dtype="<f4").tobytes(), "<f4").reshape(2, 3)
     result = EmbedResult(values, Layout(("movie", "user"), (2, 1)), "shop", 7)
 
     tensor = result.to_keyed_tensor()
     tensor.values().add_(1)
 
-    assert isinstance(tensor, jagged.KeyedTensor)
+    assert isinstance(tensor, KeyedTensor)
     assert tensor.keys() == ["movie", "user"]
     assert tensor["user"].tolist() == [[3], [6]]
     assert result["user"].tolist() == [[2], [5]]
 
 
-def test_tensors_have_the_dtype_of_the_result(torch: Any, jagged: Any) -> None:
+def test_tensors_have_the_dtype_of_the_result() -> None:
     values = np.frombuffer(np.arange(4, dtype="<f2").tobytes(), "<f2").reshape(2, 2)
     layout, lengths = Layout(("movie",), (2,)), np.array([[2]], np.int32)
 
@@ -91,7 +82,7 @@ def test_tensors_have_the_dtype_of_the_result(torch: Any, jagged: Any) -> None:
     assert tensor.tolist() == rows.values().tolist() == [[0, 1], [2, 3]]
 
 
-def test_unpooled_result_becomes_a_jagged_tensor_for_each_key(torch: Any, jagged: Any) -> None:
+def test_unpooled_result_becomes_a_jagged_tensor_for_each_key() -> None:
     values = np.frombuffer(np.arange(8, dtype="<f4").tobytes(), "<f4").reshape(4, 2)
     lengths = np.array([[0, 3], [1, 0]], np.int32)
     layout = Layout(("movie", "user"), (2, 2))
@@ -100,7 +91,7 @@ def test_unpooled_result_becomes_a_jagged_tensor_for_each_key(torch: Any, jagged
     tensors = result.to_jagged_tensors()
     tensors["user"].values().add_(1)
 
-    assert all(isinstance(tensor, jagged.JaggedTensor) for tensor in tensors.values())
+    assert all(isinstance(tensor, JaggedTensor) for tensor in tensors.values())
     assert [one.tolist() for one in tensors["movie"].to_dense()] == [[], [[0, 1], [2, 3], [4, 5]]]
     assert tensors["user"].lengths().tolist() == [1, 0]
     assert result["user"].values.tolist() == [[6, 7]]

@@ -96,12 +96,12 @@ def result_of(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
     raise AssertionError(f"{path(call)} is asked for, too")
 
 
-def look_up_first(calls: Calls, **options: Any) -> None:
+def look_up_first(calls: Calls, answer: EmbedResult | None = None, **options: Any) -> None:
     """Runs the first lookup, which registers a region and gets its vectors over /embed."""
     steps = lookup(calls, **options)
     assert path(next(steps)) == "register"
     assert path(steps.send(None)) == "/embed"
-    result_of(steps, embed_result())
+    result_of(steps, answer or embed_result())
 
 
 def test_first_lookup_registers_a_region_and_the_next_uses_it(calls: Calls, protocol: Any) -> None:
@@ -185,10 +185,7 @@ def test_rejected_inference_is_repeated_over_embed_and_drops_its_region(
 
     # A server that forgot the region has been replaced: the client registers and calls /embed
     # again.
-    steps = lookup(calls)
-    assert path(next(steps)) == "register"
-    assert path(steps.send(None)) == "/embed"
-    result_of(steps, embed_result())
+    look_up_first(calls)
     assert path(next(lookup(calls))) == "/v2/models/shop/infer"
 
 
@@ -283,10 +280,7 @@ def test_each_key_of_an_unpooled_model_is_an_output(calls: Calls, protocol: Any)
     layout = Layout(("user@t_a", "tag", "user@t_b"), (WIDTH, WIDTH, WIDTH))
     lengths = np.array([[1] * EXAMPLES, [0] * EXAMPLES, [1] * EXAMPLES], np.int32)
     rows = np.zeros((2 * EXAMPLES, WIDTH), np.float32)
-    steps = lookup(calls)
-    next(steps)
-    steps.send(None)
-    result_of(steps, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
+    look_up_first(calls, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
 
     users = USERS[:512]
     steps = lookup(calls, features={"user": users})
@@ -303,11 +297,8 @@ def test_each_key_of_an_unpooled_model_is_an_output(calls: Calls, protocol: Any)
 def test_unpooled_lookup_of_too_many_keys_uses_embed(calls: Calls) -> None:
     layout = Layout(tuple(f"k{at}" for at in range(65)), (WIDTH,) * 65)
     lengths = np.ones((65, EXAMPLES), np.int32)
-    steps = lookup(calls)
-    next(steps)
-    steps.send(None)
     rows = np.zeros((65 * EXAMPLES, WIDTH), np.float32)
-    result_of(steps, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
+    look_up_first(calls, EmbedResult(rows, layout, "sequence", 1, {}, lengths))
 
     assert path(next(lookup(calls))) == "/embed"
 
