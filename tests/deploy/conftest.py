@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,6 +174,13 @@ def render(name: str) -> Rendered:
     return Rendered(name, manifests_of(kustomize(KUBERNETES / name)))
 
 
+def readme_yaml(heading: str) -> str:
+    """Returns the first YAML under a heading of the README, with ``KUBERNETES`` in paths."""
+    _, _, page = (DEPLOY / "README.md").read_text().partition(f"\n{heading}\n")
+    text = textwrap.dedent(page.partition("```yaml\n")[2].partition("```")[0])
+    return text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
+
+
 def kustomization_of(components: Sequence[str], *resources: str) -> str:
     """Returns the text of a kustomization with ``components``, in that order."""
     return yaml.safe_dump(
@@ -225,16 +233,6 @@ def gpu(compose: Compose) -> Rendered:
 @pytest.fixture(scope="session")
 def s3(compose: Compose) -> Rendered:
     return compose("s3")
-
-
-@pytest.fixture(scope="session")
-def tls(compose: Compose) -> Rendered:
-    return compose("tls")
-
-
-@pytest.fixture(scope="session")
-def mtls(compose: Compose) -> Rendered:
-    return compose("mtls")
 
 
 @pytest.fixture(scope="session")

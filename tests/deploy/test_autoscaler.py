@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from .conftest import DEPLOY, Rendered, kustomize_text, manifests_of
+from .conftest import DEPLOY, Rendered, kustomize_text, manifests_of, readme_yaml
 
 RULES = yaml.safe_load((DEPLOY / "monitoring" / "adapter-rules.yaml").read_text())["rules"]
 
@@ -36,8 +36,7 @@ def test_readme_patch_scales_by_a_reachable_cpu_share() -> None:
 
     A share that it never reaches would never add a pod.
     """
-    _, _, section = (DEPLOY / "README.md").read_text().partition("\n## Autoscaling\n")
-    patches = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])
+    patches = yaml.safe_load(readme_yaml("## Autoscaling"))
     kustomization = {"resources": ["KUBERNETES/overlays/cpu"], "patches": patches}
     ours = Rendered("ours", manifests_of(kustomize_text(yaml.safe_dump(kustomization))))
     (metric,) = autoscaler_spec(ours)["metrics"]

@@ -23,6 +23,7 @@ from .conftest import (
     kustomization_of,
     kustomize_text,
     manifests_of,
+    readme_yaml,
     render,
 )
 from .test_kubernetes import check_schema_of
@@ -227,11 +228,8 @@ def test_overlay_settings_override_component_settings() -> None:
 
 
 def test_readme_overlay_renders_with_its_changes(compose: Compose) -> None:
-    page = (DEPLOY / "README.md").read_text()
-    _, _, page = page.partition("\n## An overlay of your own\n")
-    text = page.split("```yaml\n")[1].split("```")[0]
-    assert "../embedserve/deploy/kubernetes" in text
-    text = text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
+    text = readme_yaml("## An overlay of your own")
+    assert "KUBERNETES" in text
     components = tuple(one.rpartition("/")[2] for one in yaml.safe_load(text)["components"])
     assert len(components) == 3
     ours, plain = (
@@ -252,21 +250,17 @@ def test_readme_overlay_renders_with_its_changes(compose: Compose) -> None:
 
 
 def test_patches_in_the_documents_apply() -> None:
-    readme = DEPLOY / "README.md"
-    pages = (
-        (readme, "\n## Monitoring\n"),
-        (ALERTS, "\n- **Thresholds**"),
-        (readme, "\n## Deltas\n"),
+    thresholds = ALERTS.read_text().partition("\n- **Thresholds**")[2]
+    patches = (
+        readme_yaml("## Monitoring"),
+        textwrap.dedent(thresholds.partition("```yaml\n")[2].partition("```")[0]),
+        readme_yaml("## Deltas"),
     )
     kustomization: dict[str, Any] = {
         "resources": ["KUBERNETES/base"],
         "components": ["KUBERNETES/components/monitoring"],
-        "patches": [],
+        "patches": [one for text in patches for one in yaml.safe_load(text)],
     }
-    for page, before in pages:
-        _, _, text = page.read_text().partition(before)
-        text, _, _ = text.partition("```yaml\n")[2].partition("```")
-        kustomization["patches"] += yaml.safe_load(textwrap.dedent(text))
     ours = Rendered("ours", manifests_of(kustomize_text(yaml.safe_dump(kustomization))))
     rules = ours.one("PrometheusRule")
     for one in (rules, ours.one("ServiceMonitor")):
@@ -280,5 +274,4 @@ def test_patches_in_the_documents_apply() -> None:
 
 
 def test_readme_network_policy_matches_the_schema() -> None:
-    _, _, page = (DEPLOY / "README.md").read_text().partition("\n## Network\n")
-    check_schema_of(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    check_schema_of(yaml.safe_load(readme_yaml("## Network")))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
 
-from .conftest import DEPLOY, Rendered, kustomize_text, manifests_of, render
+from .conftest import Rendered, kustomize_text, manifests_of, readme_yaml, render
 from .test_kubernetes import SCHEMAS
 
 
@@ -128,13 +127,6 @@ def test_jobs_for_a_bucket_need_no_claim_for_the_store(folder: str) -> None:
     names = {one["name"] for one in spec["template"]["spec"]["volumes"]}
     assert "store" not in names
     assert {one["name"] for one in container(spec)["volumeMounts"]} == names
-
-
-def readme_yaml(heading: str) -> str:
-    """Returns the first YAML under a heading of the README."""
-    _, _, page = (DEPLOY / "README.md").read_text().partition(f"\n{heading}\n")
-    text = textwrap.dedent(page.partition("```yaml\n")[2].partition("```")[0])
-    return text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
 
 
 def test_readme_overlay_publishes_to_a_bucket(job: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import subprocess
@@ -13,15 +12,15 @@ from pathlib import Path
 import pytest
 from documents import ROOT, blocks
 
-from embedserve.config import Limits, ServeSettings
+from embedserve.config import ServeSettings
 from embedserve.processes.startup.descriptors import RESERVED
 from embedserve.processes.supervisor import KILL_AFTER_S
 
+from .test_settings import KNOWN
+
 UNIT = ROOT / "deploy" / "systemd" / "embedserve.service"
 PAGE = ROOT / "docs" / "install.md"
-SETTINGS = {
-    field.name for settings in (ServeSettings, Limits) for field in dataclasses.fields(settings)
-}
+SETTINGS = {name.removeprefix("EMBEDSERVE_").lower() for name in KNOWN}
 DEFAULTS = ServeSettings(store="store")
 BREAKS_THE_SERVER = {
     "MemoryDenyWriteExecute",  # FBGEMM compiles kernels
