@@ -20,94 +20,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embedserve_store.copying.copy_versions import CopiedModel, copy_versions
-    from embedserve_store.deltas.compact import compact_deltas
-    from embedserve_store.deltas.delta_line import DeltaLine
-    from embedserve_store.deltas.delta_writer import DeltaWriter
-    from embedserve_store.deltas.prune import prune_deltas
-    from embedserve_store.deltas.undo import undo_deltas
-    from embedserve_store.errors import (
-        InvalidModelError,
-        RevertedError,
-        StoreError,
-        WriterFencedError,
-    )
-    from embedserve_store.format.alias import Alias
-    from embedserve_store.format.event import Event
-    from embedserve_store.format.id_rule import IdRule
-    from embedserve_store.format.manifest import Manifest
-    from embedserve_store.format.note import Note
-    from embedserve_store.format.table_spec import TableSpec
-    from embedserve_store.format.tables_file import Progress, TablesFile
-    from embedserve_store.goldens.goldens_file import Bags, Goldens
-    from embedserve_store.model_store import ModelStore
-    from embedserve_store.model_version import ModelVersion
-    from embedserve_store.parts.part import NO_ROWS, LocalTables, Part
-    from embedserve_store.plans.constraints import TableConstraints, read_constraints
-    from embedserve_store.plans.host_plan import HostPlan
-    from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
-    from embedserve_store.publishing.add_note import add_note
-    from embedserve_store.publishing.options import PublishOptions
-    from embedserve_store.publishing.pooled_error import PooledError
-    from embedserve_store.publishing.publish import publish
-    from embedserve_store.publishing.publish_sharded import publish_sharded
-    from embedserve_store.publishing.remove_versions import prune, remove_version
-    from embedserve_store.publishing.set_alias import Rollback, roll_back, set_alias
-    from embedserve_store.publishing.version_writer import PublishedVersion
-    from embedserve_store.publishing.write_expected import write_expected
-    from embedserve_store.sources.description import Description, read_description
-    from embedserve_store.verification import verify
-
-__all__ = [
-    "NO_ROWS",
-    "Alias",
-    "Bags",
-    "CopiedModel",
-    "DeltaLine",
-    "DeltaWriter",
-    "Description",
-    "Event",
-    "Goldens",
-    "HostPlan",
-    "IdRule",
-    "InvalidModelError",
-    "LocalTables",
-    "Manifest",
-    "ModelStore",
-    "ModelVersion",
-    "Note",
-    "Part",
-    "Plan",
-    "PooledError",
-    "Progress",
-    "PublishOptions",
-    "PublishedVersion",
-    "RevertedError",
-    "Rollback",
-    "Shard",
-    "StoreError",
-    "TableConstraints",
-    "TablePlan",
-    "TableSpec",
-    "TablesFile",
-    "WriterFencedError",
-    "add_note",
-    "compact_deltas",
-    "copy_versions",
-    "prune",
-    "prune_deltas",
-    "publish",
-    "publish_sharded",
-    "read_constraints",
-    "read_description",
-    "read_plan",
-    "remove_version",
-    "roll_back",
-    "set_alias",
-    "undo_deltas",
-    "verify",
-    "write_expected",
-]
+    from embedserve_store.copying.copy_versions import CopiedModel as CopiedModel
+    from embedserve_store.copying.copy_versions import copy_versions as copy_versions
+    from embedserve_store.deltas.compact import compact_deltas as compact_deltas
+    from embedserve_store.deltas.delta_line import DeltaLine as DeltaLine
+    from embedserve_store.deltas.delta_writer import DeltaWriter as DeltaWriter
+    from embedserve_store.deltas.prune import prune_deltas as prune_deltas
+    from embedserve_store.deltas.undo import undo_deltas as undo_deltas
+    from embedserve_store.errors import InvalidModelError as InvalidModelError
+    from embedserve_store.errors import RevertedError as RevertedError
+    from embedserve_store.errors import StoreError as StoreError
+    from embedserve_store.errors import WriterFencedError as WriterFencedError
+    from embedserve_store.format.alias import Alias as Alias
+    from embedserve_store.format.event import Event as Event
+    from embedserve_store.format.id_rule import IdRule as IdRule
+    from embedserve_store.format.manifest import Manifest as Manifest
+    from embedserve_store.format.note import Note as Note
+    from embedserve_store.format.table_spec import TableSpec as TableSpec
+    from embedserve_store.format.tables_file import Progress as Progress
+    from embedserve_store.format.tables_file import TablesFile as TablesFile
+    from embedserve_store.goldens.goldens_file import Bags as Bags
+    from embedserve_store.goldens.goldens_file import Goldens as Goldens
+    from embedserve_store.model_store import ModelStore as ModelStore
+    from embedserve_store.model_version import ModelVersion as ModelVersion
+    from embedserve_store.parts.part import NO_ROWS as NO_ROWS
+    from embedserve_store.parts.part import LocalTables as LocalTables
+    from embedserve_store.parts.part import Part as Part
+    from embedserve_store.plans.constraints import TableConstraints as TableConstraints
+    from embedserve_store.plans.constraints import read_constraints as read_constraints
+    from embedserve_store.plans.host_plan import HostPlan as HostPlan
+    from embedserve_store.plans.plan import Plan as Plan
+    from embedserve_store.plans.plan import Shard as Shard
+    from embedserve_store.plans.plan import TablePlan as TablePlan
+    from embedserve_store.plans.plan import read_plan as read_plan
+    from embedserve_store.publishing.add_note import add_note as add_note
+    from embedserve_store.publishing.options import PublishOptions as PublishOptions
+    from embedserve_store.publishing.pooled_error import PooledError as PooledError
+    from embedserve_store.publishing.publish import publish as publish
+    from embedserve_store.publishing.publish_sharded import publish_sharded as publish_sharded
+    from embedserve_store.publishing.remove_versions import prune as prune
+    from embedserve_store.publishing.remove_versions import remove_version as remove_version
+    from embedserve_store.publishing.set_alias import Rollback as Rollback
+    from embedserve_store.publishing.set_alias import roll_back as roll_back
+    from embedserve_store.publishing.set_alias import set_alias as set_alias
+    from embedserve_store.publishing.version_writer import PublishedVersion as PublishedVersion
+    from embedserve_store.publishing.write_expected import write_expected as write_expected
+    from embedserve_store.sources.description import Description as Description
+    from embedserve_store.sources.description import read_description as read_description
+    from embedserve_store.verification import verify as verify
 
 _NAMES = {
     "copying.copy_versions": "CopiedModel copy_versions",
@@ -145,15 +105,18 @@ _NAMES = {
 }
 """Names of this package, by their modules."""
 
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = [*_MODULES]
+
 
 def _import(name: str) -> object:
     """Imports a name of this package when it is first used."""
-    for module, names in _NAMES.items():
-        if name in names.split():
-            found: object = getattr(import_module(f"{__name__}.{module}"), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name
