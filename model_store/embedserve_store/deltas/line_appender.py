@@ -123,28 +123,33 @@ class LineAppender:
         id_parts = [*split_ids([*ids.values()])]
         counts = _file_counts(sizes, [encoded_id_bytes(part) for part in id_parts])
         files: list[EncodeFile] = [partial(encode, part) for part in parts]
+        draft = partial(
+            DeltaManifest,
+            model=self.base.model,
+            line=self.position.line,
+            writer=self._author,
+            token=self._token,
+            step=step,
+            as_of=as_of,
+        )
         for count in counts[:-1]:
             own = count[self._ranks.rank]
-            self._append_one(files[:own], None, step, as_of)
+            self._append_one(files[:own], draft)
             files = files[own:]
         if self._ranks.rank == 0:
             files += [partial(encode_ids, part) for part in id_parts]
-        self._append_one(files, goldens, step, as_of)
+        self._append_one(files, partial(draft, goldens=goldens))
         return self.position.seq
 
     def _append_one(
-        self,
-        own_files: Sequence[EncodeFile],
-        goldens: DeltaGoldens | None,
-        step: int | None,
-        as_of: str,
+        self, own_files: Sequence[EncodeFile], draft: Callable[..., DeltaManifest]
     ) -> None:
         """Writes one delta; a collective."""
-        files = self._written(own_files)
-        call = partial(self._append_manifest, files, goldens, step, as_of)
+        seq, previous = self.position.seq + 1, self.position.checksum
+        delta = draft(seq=seq, previous=previous, files=self._written(own_files))
         self._may_have_unseen_delta = True  # if the store's response is lost
         try:
-            self.position = self._ranks.on_first(call)
+            self.position = self._ranks.on_first(lambda: self._append_manifest(delta))
         except WriterFencedError:
             self.is_fenced = True
             raise
@@ -274,13 +279,7 @@ class LineAppender:
             files.append(file)
         return files
 
-    def _append_manifest(
-        self,
-        files: tuple[DeltaFile, ...],
-        goldens: DeltaGoldens | None,
-        step: int | None,
-        as_of: str,
-    ) -> LinePosition:
+    def _append_manifest(self, delta: DeltaManifest) -> LinePosition:
         """Writes the manifest, and returns the position after the delta.
 
         Raises:
@@ -290,18 +289,6 @@ class LineAppender:
                 were chosen without it.
             StoreError: the delta exceeds a limit, or the store cannot be written.
         """
-        delta = DeltaManifest(
-            model=self.base.model,
-            line=self.position.line,
-            seq=self.position.seq + 1,
-            previous=self.position.checksum,
-            writer=self._author,
-            token=self._token,
-            step=step,
-            as_of=as_of,
-            files=files,
-            goldens=goldens,
-        )
         where = f"{self._where}/{manifest_name(delta.seq)}"
         if self._key is not None:
             delta = self._key.sign(delta)
