@@ -9,21 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from store.goldens.test_sampled_bags import PLAIN, TABLES, WEIGHTED
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.goldens_file import Goldens, load_goldens, save_goldens
 from embedserve_store.goldens.sampled_bags import EXAMPLES, sample_bags
 from embedserve_store.ids.translate import IdTranslator
-
-TABLES = (
-    TableSpec("a", 1000, 8, ("x", "y"), "sum", "float32"),
-    TableSpec("b", 1, 4, ("z",), "mean", "float32"),
-    TableSpec("c", 50, 4, ("y",), "sum", "float32"),
-)
-PLAIN = Manifest("m", 1, TABLES, is_weighted=False)
-WEIGHTED = Manifest("m", 1, TABLES, is_weighted=True)
 
 
 def load(path: Path, manifest: Manifest) -> Goldens:
