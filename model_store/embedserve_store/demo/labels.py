@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -35,5 +36,6 @@ def write_labels(store: str | os.PathLike[str], model: str) -> None:
     try:
         path.write_text(json.dumps({model: {TABLE: titles()}}, ensure_ascii=False), "utf-8")
     except OSError as error:
-        path.unlink(missing_ok=True)  # demo --if-missing would keep what a full disk took of it
+        with suppress(OSError):  # as the file could not be written
+            path.unlink()  # demo --if-missing would keep what a full disk took of it
         raise StoreError(f"{path}: cannot be written: {error.strerror}") from error

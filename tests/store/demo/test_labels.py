@@ -41,6 +41,8 @@ def test_full_disk_leaves_no_labels(tmp_path: Path) -> None:
     assert not labels_path(tmp_path, "films").exists()
 
 
-def test_unwritable_file_is_named_in_the_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"nowhere/films\.labels\.json: cannot be written"):
-        write_labels(tmp_path / "nowhere", "films")
+@pytest.mark.parametrize("store", ["nowhere", "file"])
+def test_unwritable_file_is_named_in_the_error(tmp_path: Path, store: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=rf"{store}/films\.labels\.json: cannot be written"):
+        write_labels(tmp_path / store, "films")
