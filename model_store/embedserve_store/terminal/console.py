@@ -36,19 +36,6 @@ def hush_torch() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-@contextlib.contextmanager
-def step_progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
-    """Shows a progress bar of training steps; yields progress(step, steps, loss)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task(what, total=None, loss="")
-
-        def report(step: int, steps: int, loss: float) -> None:
-            progress.update(task, completed=step, total=steps, loss=f"loss {loss:.3f}")
-
-        yield report
-
-
 class _Bars:
     """Progress bars that appear with their first report, because an empty display would leave an
     empty line."""
@@ -58,11 +45,11 @@ class _Bars:
         self._progress = Progress(*columns, TimeRemainingColumn(), console=console)
         self._tasks: dict[str, TaskID] = {}
 
-    def update(self, name: str, completed: int, total: int, done: str) -> None:
+    def update(self, name: str, completed: int, total: int | None, done: str) -> None:
         self._progress.start()
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, done="")
-        self._progress.update(self._tasks[name], completed=completed, done=done)
+        self._progress.update(self._tasks[name], completed=completed, total=total, done=done)
 
     def __enter__(self) -> Self:
         return self
@@ -70,6 +57,14 @@ class _Bars:
     def __exit__(self, *_: object) -> None:
         if self._tasks:
             self._progress.stop()
+
+
+@contextlib.contextmanager
+def step_progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
+    """Shows a progress bar of training steps; yields progress(step, steps, loss)."""
+    with _Bars() as bars:
+        bars.update(what, 0, None, "")  # before the first step, which takes seconds
+        yield lambda step, steps, loss: bars.update(what, step, steps, f"loss {loss:.3f}")
 
 
 @contextlib.contextmanager
