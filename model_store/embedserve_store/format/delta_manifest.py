@@ -24,7 +24,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_goldens import GOLDENS, DeltaGoldens, parse_goldens
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.manifest_checksum import SHA256_PATTERN, parse_sealed, sealed_json
+from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
 from embedserve_store.format.signature import SIGNATURE
 from embedserve_store.format.text_limit import short_text
 from embedserve_store.format.version_folder import to_json_bytes
@@ -46,8 +46,6 @@ FILE_BYTES_MAX = 128 << 20
 DELTA_BYTES_MAX = 4 << 30
 _MANIFEST_PATTERN = re.compile(r"([0-9]{20})\.json")
 _FILE_PATTERN = re.compile(r"([0-9]{20})\.[0-9a-f]{16}\.[0-9]{1,6}\.[0-9]{1,6}\.safetensors")
-_TOKEN_PATTERN = re.compile(r"[0-9a-f]{16}")
-_SIGNATURE_PATTERN = re.compile(r"[0-9a-f]{128}")
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def position_of(manifest: Manifest) -> LinePosition:
             f"{where}: {LINE} is {line}, expected 1 or more, and {LINE_SEQ} is {seq}, expected 1 "
             f"to {DELTA_SEQ_MAX}"
         )
-    return LinePosition(line, seq, _sha256(source, LINE_CHECKSUM, where))
+    return LinePosition(line, seq, _hex(source, LINE_CHECKSUM, 64, where))
 
 
 def manifest_name(seq: int) -> str:
@@ -263,16 +261,16 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         model=typed(data, "model", str, where),
         line=typed(data, "line", int, where),
         seq=typed(data, "seq", int, where),
-        previous=_sha256(data, "previous", where),
+        previous=_hex(data, "previous", 64, where),
         writer=short_text(data, "writer", where),
-        token=_matching(_TOKEN_PATTERN, data, "token", "16", where),
+        token=_hex(data, "token", 16, where),
         step=None if data.get("step") is None else typed(data, "step", int, where),
         as_of=_time(data, "as_of", where),
         files=tuple(_file(file, seq, f"{where}: files[{i}]") for i, file in enumerate(files)),
         reverts_to=typed(data, "reverts_to", int, where) if "reverts_to" in data else None,
         why=short_text(data, "why", where) if "reverts_to" in data else "",
         goldens=parse_goldens(data[GOLDENS], where) if GOLDENS in data else None,
-        signature=_signature(data, where),
+        signature=_hex(data, SIGNATURE, 128, where) if SIGNATURE in data else "",
     )
     check_seq(delta.seq, where)
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
@@ -343,7 +341,7 @@ def _file(data: Any, seq: int, where: str) -> DeltaFile:
     ids = _id_counts(data, where) if "ids" in data else {}
     if rows and ids:
         raise StoreError(f"{where}: has both rows and ids, expected one of them")
-    return DeltaFile(name, nbytes, _sha256(data, "sha256", where), rows, ids)
+    return DeltaFile(name, nbytes, _hex(data, "sha256", 64, where), rows, ids)
 
 
 def _id_counts(data: dict[str, Any], where: str) -> dict[str, IdCounts]:
@@ -357,22 +355,10 @@ def _id_counts(data: dict[str, Any], where: str) -> dict[str, IdCounts]:
     return {table: IdCounts(*counts) for table, counts in found.items()}
 
 
-def _signature(data: dict[str, Any], where: str) -> str:
-    if SIGNATURE not in data:
-        return ""
-    return _matching(_SIGNATURE_PATTERN, data, SIGNATURE, "128", where)
-
-
-def _sha256(data: dict[str, Any], key: str, where: str) -> str:
-    return _matching(SHA256_PATTERN, data, key, "64", where)
-
-
-def _matching(
-    pattern: re.Pattern[str], data: dict[str, Any], key: str, length: str, where: str
-) -> str:
+def _hex(data: dict[str, Any], key: str, count: int, where: str) -> str:
     digits: str = typed(data, key, str, where)
-    if not pattern.fullmatch(digits):
-        raise StoreError(f"{where}: {key} is {digits!r:.80}, expected {length} hexadecimal digits")
+    if not re.fullmatch(rf"[0-9a-f]{{{count}}}", digits):
+        raise StoreError(f"{where}: {key} is {digits!r:.80}, expected {count} hexadecimal digits")
     return digits
 
 
