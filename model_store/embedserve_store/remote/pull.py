@@ -18,12 +18,13 @@ from pathlib import Path
 from embedserve_store.errors import failed_write
 from embedserve_store.local_store import LocalStore
 from embedserve_store.remote.damage_record import UNDAMAGED, known_damage
-from embedserve_store.transfer.receive import TransferProgress, receive, reveal
+from embedserve_store.transfer.receive import TransferProgress, receive
 from embedserve_store.transfer.stored_version import StoredVersion
 from embedserve_store.writing.staging import (
     check_room,
     check_writable,
     copy_folder,
+    reveal,
     staging_folder,
 )
 

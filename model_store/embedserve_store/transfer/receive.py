@@ -6,9 +6,7 @@ right. The caller makes the folder visible by a rename. Never imports torch.
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +16,7 @@ from embedserve_store.transfer.file_check import MANIFEST, TABLES
 from embedserve_store.transfer.sparse_file import receive_ranges
 from embedserve_store.transfer.stored_version import StoredVersion, file_blocks
 from embedserve_store.writing.direct_file import BUFFER_BYTES, new_file
-from embedserve_store.writing.staging import make_read_only, sync, write_synced
+from embedserve_store.writing.staging import write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -110,23 +108,3 @@ def _receive_file(
                 checked.result()
                 report(block)
     return check.problem()
-
-
-def reveal(staged: Path, folder: Path) -> bool:
-    """Makes the files in ``staged`` read-only and renames it to ``folder``.
-
-    Returns False if ``folder`` exists.
-
-    Raises:
-        OSError: an error of the file system.
-    """
-    make_read_only(staged)
-    sync(staged)
-    try:
-        os.rename(staged, folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    sync(folder.parent)
-    return True

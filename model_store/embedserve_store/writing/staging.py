@@ -264,22 +264,35 @@ def publish_staged(staging: Path, write_manifest: Callable[[int], None]) -> int:
     for _ in range(RENAME_ATTEMPTS):
         version = max(version_numbers(model_folder), default=0) + 1
         write_manifest(version)
-        make_read_only(staging)
-        sync(staging)
-        try:
-            os.rename(staging, model_folder / str(version))
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            continue
-        sync(model_folder)
-        return version
+        with suppress(NotADirectoryError):  # a file has the number
+            if reveal(staging, model_folder / str(version)):
+                return version
     raise StoreError(
         f"{model_folder}: other publishers took the version number {RENAME_ATTEMPTS} times"
     )
 
 
-def make_read_only(folder: Path) -> None:
+def reveal(staged: Path, folder: Path) -> bool:
+    """Makes the files in ``staged`` read-only and renames it to ``folder``.
+
+    Returns False if ``folder`` exists.
+
+    Raises:
+        OSError: an error of the file system.
+    """
+    _make_read_only(staged)
+    sync(staged)
+    try:
+        os.rename(staged, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    sync(folder.parent)
+    return True
+
+
+def _make_read_only(folder: Path) -> None:
     """Removes the write permission from every file in ``folder`` and flushes each file to disk.
 
     The folder stays writable, so that its owner can remove the version. Where the file system
