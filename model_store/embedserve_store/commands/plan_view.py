@@ -165,17 +165,12 @@ def _ranks_grid(
     device_type: str,
     memory_bytes: int | None,
 ) -> Table:
-    nbytes = plan.bytes_per_rank(tables, device_type)
-    rows = [
-        (f"rank {rank}", human_bytes(nbytes[rank]), _share(nbytes, rank), _rows_on(plan, rank))
-        for rank in range(plan.world_size)
-    ]
-    scale = max(*nbytes, memory_bytes or 0, 1)
-    parts = [
+    bars = [
         [(letters[t.name], _bytes_on(plan, t, rank, device_type)) for t in tables]
         for rank in range(plan.world_size)
     ]
-    return _bars_grid(width, rows, parts, scale, memory_bytes)
+    row_counts = [_rows_on(plan, rank) for rank in range(plan.world_size)]
+    return _bars_grid(width, "rank", bars, row_counts, memory_bytes)
 
 
 def _cuts_grid(
@@ -211,32 +206,32 @@ def _parts_grid(
     letters: Mapping[str, str],
     memory_bytes: int | None,
 ) -> Table:
-    nbytes = hosts.bytes_per_part(tables)
-    counts = hosts.rows_per_part()
-    rows = [
-        (f"part {part}", human_bytes(nbytes[part]), _share(nbytes, part), f"{counts[part]:,}")
-        for part in range(hosts.parts)
-    ]
-    parts = [
+    bars = [
         [(letters[t.name], len(hosts.rows_on(t.name, part)) * t.row_bytes) for t in tables]
         for part in range(hosts.parts)
     ]
-    return _bars_grid(width, rows, parts, max(*nbytes, memory_bytes or 0, 1), memory_bytes)
+    return _bars_grid(width, "part", bars, hosts.rows_per_part(), memory_bytes)
 
 
 def _bars_grid(
     width: int,
-    rows: Sequence[tuple[str, str, str, str]],
-    parts: Sequence[Sequence[tuple[str, int]]],
-    scale: int,
+    name: str,
+    bars: Sequence[Sequence[tuple[str, int]]],
+    row_counts: Sequence[int],
     memory_bytes: int | None,
 ) -> Table:
-    """Returns a grid of bars, one for each of ``rows`` (name, bytes, share, number of rows).
+    """Returns a grid of bars in one scale, with the bytes, share and number of rows of each.
 
     Args:
-        parts: letters and bytes of each bar.
-        scale: bytes of the longest bar.
+        name: what a bar stands for: rank or part.
+        bars: letters and bytes of each bar.
     """
+    nbytes = [sum(count for _, count in one) for one in bars]
+    scale, total = max(*nbytes, memory_bytes or 0, 1), max(1, sum(nbytes))
+    rows = [
+        (f"{name} {i}", human_bytes(count), f"{100 * count / total:.1f}%", f"{row_counts[i]:,}")
+        for i, count in enumerate(nbytes)
+    ]
     headings = ("", "bytes", "share", "rows")
     taken = sum(2 + max(map(len, column)) for column in zip(headings, *rows, strict=True))
     bar_cells = max(BAR_CELLS_MIN, width - taken - 2)
@@ -245,16 +240,12 @@ def _bars_grid(
     grid.add_column("", no_wrap=True)
     for heading in headings[1:]:
         grid.add_column(heading, justify="right", no_wrap=True)
-    for (name, *numbers), of_row in zip(rows, parts, strict=True):
-        grid.add_row(name, bar(of_row, scale, bar_cells, memory_bytes), *numbers)
+    for (title, *numbers), parts in zip(rows, bars, strict=True):
+        grid.add_row(title, bar(parts, scale, bar_cells, memory_bytes), *numbers)
     return grid
 
 
-def _share(nbytes: Sequence[int], rank: int) -> str:
-    return f"{100 * nbytes[rank] / max(1, sum(nbytes)):.1f}%"
-
-
-def _rows_on(plan: Plan, rank: int) -> str:
+def _rows_on(plan: Plan, rank: int) -> int:
     """Returns the number of rows on a rank; a row counts even if the rank holds only some
     columns."""
     row_counts = {
@@ -263,7 +254,7 @@ def _rows_on(plan: Plan, rank: int) -> str:
         for shard in table.shards
         if shard.rank == rank
     }
-    return f"{sum(row_counts.values()):,}"
+    return sum(row_counts.values())
 
 
 def _bytes_on(plan: Plan, table: TableSpec, rank: int, device_type: str) -> int:
