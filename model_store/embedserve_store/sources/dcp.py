@@ -8,58 +8,54 @@ requested. Damaged or missing shards of unpublished tensors therefore do no harm
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
 from embedserve_store.sources.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
-from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile, TensorsOfFiles
+from embedserve_store.sources.file_rows import FileRows, LazyTensors, Rectangle, SourceFile
 from embedserve_store.sources.state_dict import is_table_like
 from embedserve_store.sources.torch_file import Archive, dtype_name
 
 
-class DcpTensors(TensorsOfFiles[StoredTensor]):
-    """The 2-D floating-point tensors of a DCP folder, by full key.
+def _find_rows(folder: Path, key: str, stored: StoredTensor) -> FileRows:
+    """Raises StoreError if a shard is missing, truncated or inconsistent with the metadata, or if
+    the shards do not cover the tensor."""
+    where = f"{folder}: {key}"
+    files: dict[str, SourceFile] = {}
+    rectangles = (
+        rectangle
+        for chunk in stored.chunks
+        if all(chunk.sizes)
+        for rectangle in _located(folder, chunk, stored.dtype, files, where)
+    )
+    rows, dim = stored.shape
+    return FileRows(rectangles, (rows, dim), stored.dtype, where)
 
-    Getting a tensor raises StoreError if a shard is missing, truncated or inconsistent with the
-    metadata, or if the shards do not cover the tensor.
-    """
 
-    def __getitem__(self, key: str) -> FileRows:
-        stored = self._tensors[key]
-        where = f"{self._path}: {key}"
-        files: dict[str, SourceFile] = {}
-        rectangles = (
-            rectangle
-            for chunk in stored.chunks
-            if all(chunk.sizes)
-            for rectangle in self._located(chunk, stored.dtype, files, where)
+def _located(
+    folder: Path, chunk: Chunk, dtype: str, files: dict[str, SourceFile], where: str
+) -> Iterator[Rectangle]:
+    place = chunk.place
+    shard = f"{where}: its shard at {list(chunk.offsets)}"
+    if place is None:
+        raise StoreError(f"{shard} is missing: {METADATA} names no file for it")
+    if place.file not in files:
+        if not (folder / place.file).is_file():
+            raise StoreError(f"{shard} is missing: there is no file {place.file}")
+        files[place.file] = SourceFile.of(folder / place.file)
+    shard += f" in {place.file}"
+    archive = Archive(files[place.file], place.offset, place.length, shard)
+    tensor = archive.content
+    if not is_table_like(tensor):
+        raise StoreError(f"{shard} is not a plain 2-D floating-point tensor")
+    found = (dtype_name(tensor), tuple(tensor.shape))
+    if found != (dtype, chunk.sizes):
+        raise StoreError(
+            f"{shard} is {found[0]} {list(found[1])}, expected {dtype} {list(chunk.sizes)}"
         )
-        rows, dim = stored.shape
-        return FileRows(rectangles, (rows, dim), stored.dtype, where)
-
-    def _located(
-        self, chunk: Chunk, dtype: str, files: dict[str, SourceFile], where: str
-    ) -> Iterator[Rectangle]:
-        place = chunk.place
-        shard = f"{where}: its shard at {list(chunk.offsets)}"
-        if place is None:
-            raise StoreError(f"{shard} is missing: {METADATA} names no file for it")
-        if place.file not in files:
-            if not (self._path / place.file).is_file():
-                raise StoreError(f"{shard} is missing: there is no file {place.file}")
-            files[place.file] = SourceFile.of(self._path / place.file)
-        shard += f" in {place.file}"
-        archive = Archive(files[place.file], place.offset, place.length, shard)
-        tensor = archive.content
-        if not is_table_like(tensor):
-            raise StoreError(f"{shard} is not a plain 2-D floating-point tensor")
-        found = (dtype_name(tensor), tuple(tensor.shape))
-        if found != (dtype, chunk.sizes):
-            raise StoreError(
-                f"{shard} is {found[0]} {list(found[1])}, expected {dtype} {list(chunk.sizes)}"
-            )
-        row, column = chunk.offsets
-        return archive.rectangles(tensor, row, column)
+    row, column = chunk.offsets
+    return archive.rectangles(tensor, row, column)
 
 
 def is_dcp(folder: Path) -> bool:
@@ -67,7 +63,7 @@ def is_dcp(folder: Path) -> bool:
     return (folder / METADATA).exists() or any(folder.glob("*.distcp"))
 
 
-def open_dcp(folder: Path) -> tuple[DcpTensors, tuple[str, ...]]:
+def open_dcp(folder: Path) -> tuple[LazyTensors, tuple[str, ...]]:
     """Returns the 2-D floating-point tensors of a DCP folder, and the keys of all other entries.
 
     Raises:
@@ -81,8 +77,12 @@ def open_dcp(folder: Path) -> tuple[DcpTensors, tuple[str, ...]]:
             + "save again and wait for the save to end"
         )
     entries = read_metadata(folder)
-    tables = {key: stored for key, stored in entries.items() if stored and _is_table_like(stored)}
-    return DcpTensors(folder, tables), tuple(key for key in entries if key not in tables)
+    finders = {
+        key: partial(_find_rows, folder, key, stored)
+        for key, stored in entries.items()
+        if stored and _is_table_like(stored)
+    }
+    return LazyTensors(finders), tuple(key for key in entries if key not in finders)
 
 
 def _is_table_like(stored: StoredTensor) -> bool:

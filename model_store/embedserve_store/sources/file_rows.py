@@ -8,12 +8,12 @@ parse files; checkpoint readers pass the positions of the values.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from embedserve_store.errors import StoreError
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
 _BUFFER_BYTES = 4 << 20
 """Maximum size in bytes of the buffer for rectangles that do not span whole rows. The buffer holds
 at least one row."""
@@ -241,26 +240,28 @@ class FileRows:
             offset += count
 
 
-class TensorsOfFiles(Mapping[str, FileRows], Generic[T]):
+class LazyTensors(Mapping[str, FileRows]):
     """The 2-D floating-point tensors of a checkpoint, by full key.
 
-    Subclasses find the values of a tensor when it is requested, so that a damaged tensor that is
-    not published does no harm.
+    The values of a tensor are found in the files when it is requested, so that a damaged tensor
+    that is not published does no harm.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, T]) -> None:
+    def __init__(self, finders: Mapping[str, Callable[[], FileRows]]) -> None:
         """
         Args:
-            tensors: what the checkpoint tells of each tensor.
+            finders: find the values of each tensor, or raise StoreError.
         """
-        self._path = path
-        self._tensors = tensors
+        self._finders = finders
+
+    def __getitem__(self, key: str) -> FileRows:
+        return self._finders[key]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._finders)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._tensors
+        return key in self._finders
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._finders)

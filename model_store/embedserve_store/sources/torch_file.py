@@ -12,11 +12,12 @@ import struct
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
-from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile, TensorsOfFiles
+from embedserve_store.sources.file_rows import FileRows, LazyTensors, Rectangle, SourceFile
 from embedserve_store.sources.state_dict import split
 
 if TYPE_CHECKING:
@@ -188,24 +189,7 @@ def _refusal(message: str) -> str:
     return f"not a state dict as torch.save writes it: {reason:.200}"
 
 
-class TorchFileTensors(TensorsOfFiles["torch.Tensor"]):
-    """The 2-D floating-point tensors of a file of torch.save, by full key.
-
-    Getting a tensor raises StoreError if its values are not in the file, or lie in too many pieces.
-    """
-
-    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], archive: Archive) -> None:
-        super().__init__(path, tensors)
-        self._archive = archive
-
-    def __getitem__(self, key: str) -> FileRows:
-        tensor = self._tensors[key]
-        rows, dim = tensor.shape
-        rectangles = self._archive.rectangles(tensor)
-        return FileRows(rectangles, (rows, dim), dtype_name(tensor), f"{self._path}: {key}")
-
-
-def open_torch_file(path: Path) -> tuple[TorchFileTensors, tuple[str, ...]]:
+def open_torch_file(path: Path) -> tuple[LazyTensors, tuple[str, ...]]:
     """Returns the 2-D floating-point tensors of a file, and the keys of all other entries.
 
     The keys of nested dicts are joined by dots.
@@ -219,7 +203,15 @@ def open_torch_file(path: Path) -> tuple[TorchFileTensors, tuple[str, ...]]:
         kind = type(archive.content).__name__
         raise StoreError(f"{path}: holds a {kind}, expected a state dict")
     tensors, others = split(archive.content, str(path))
-    return TorchFileTensors(path, tensors, archive), others
+
+    def find_rows(key: str) -> FileRows:
+        tensor = tensors[key]
+        rows, dim = tensor.shape
+        return FileRows(
+            archive.rectangles(tensor), (rows, dim), dtype_name(tensor), f"{path}: {key}"
+        )
+
+    return LazyTensors({key: partial(find_rows, key) for key in tensors}), others
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
