@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.manifest import KeyColumns, Manifest
-from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.parity import is_near
 from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.ids.id_map import IdMap
-from embedserve_store.sources.expected_tables import POOLINGS, fitting
+from embedserve_store.sources.expected_tables import POOLINGS, fitting, outputs_of
 from embedserve_store.sources.rows import TableRows, source_rows
 
 GOLDEN_EXAMPLES_MAX = 10_000
@@ -102,27 +101,24 @@ def _is_sum_a_mean(
     source: Mapping[str, TableRows],
 ) -> bool:
     """Returns whether each table of ``feature`` gives the same outputs with the other pooling."""
-    for columns in manifest.columns:
-        if columns.feature != feature:
-            continue
-        table = columns.table
-        other = replace(table, pooling=next(one for one in POOLINGS if one != table.pooling))
-        found = _block(expected.answers, columns, bags, manifest)
-        answers = _pooled(bags, manifest, columns, other, source)
-        if not is_near(found, answers, source[table.name].dtype):
-            return False
-    return True
+    own = bags.of(feature)
+    return all(
+        len([*fitting(_block(expected.answers, one, bags, manifest), own, [one.table], source)])
+        == len(POOLINGS)
+        for one in manifest.columns
+        if one.feature == feature
+    )
 
 
 def _have_weights_effect(
     expected: Expected, bags: Bags, manifest: Manifest, source: Mapping[str, TableRows]
 ) -> bool:
     """Returns whether any output would change if the weights were left out."""
-    plain, unweighted = replace(bags, weights=None), replace(manifest, is_weighted=False)
+    plain = replace(bags, weights=None)
     return not all(
         is_near(
             _block(expected.answers, one, bags, manifest),
-            _pooled(plain, unweighted, one, one.table, source),
+            _outputs(plain, one, source),
             source[one.table.name].dtype,
         )
         for one in manifest.columns
@@ -229,13 +225,15 @@ def _check_answers(
         )
     for columns in manifest.columns:
         found, table = _block(expected.answers, columns, bags, manifest), columns.table
-        answers = _pooled(bags, manifest, columns, table, rows)
+        answers = _outputs(bags, columns, rows)
         if not is_near(found, answers, rows[table.name].dtype):
             off = float(np.abs(found - answers).max())
+            fits = fitting(found, bags.of(columns.feature), manifest.tables, rows)
+            hints = (f"; they are those of table {name!r}, pooling {one}" for name, one in fits)
             raise InvalidModelError(
                 f"expected: key {columns.key!r} of table {table.name!r}, pooling {table.pooling}: "
                 f"the training model's answers are others, off by {off:.3g} where the largest is "
-                f"{np.abs(found).max():.3g}{_what_fits(found, bags, manifest, columns, rows)}"
+                f"{np.abs(found).max():.3g}{next(hints, '')}"
             )
 
 
@@ -258,29 +256,10 @@ def _block(
     return answers[start : start + int(totals[columns.feature])]
 
 
-def _pooled(
-    bags: Bags,
-    manifest: Manifest,
-    columns: KeyColumns,
-    table: TableSpec,
-    rows: Mapping[str, TableRows],
-) -> NDArray[np.float32]:
-    """Returns the output for one key, computed from ``table`` instead of the key's own table."""
-    one = bags.of(columns.feature)
-    alone = Manifest("", 0, (replace(table, feature_names=("",)),), manifest.is_weighted)
-    return pool(alone, one, one.ids, source_rows(rows))
-
-
-def _what_fits(
-    found: NDArray[np.float32],
-    bags: Bags,
-    manifest: Manifest,
-    columns: KeyColumns,
-    rows: Mapping[str, TableRows],
-) -> str:
-    """Returns an error suffix with a table and pooling that give ``found``; "" if none does."""
-    fits = fitting(found, bags.of(columns.feature), manifest.tables, rows)
-    return next((f"; they are those of table {name!r}, pooling {one}" for name, one in fits), "")
+def _outputs(bags: Bags, columns: KeyColumns, rows: Mapping[str, TableRows]) -> NDArray[np.float32]:
+    """Returns the outputs of one key, computed from ``rows``."""
+    table = columns.table
+    return outputs_of(rows[table.name], bags.of(columns.feature), (table.pooling,))[0]
 
 
 def _with_callers_ids(

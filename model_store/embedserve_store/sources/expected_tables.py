@@ -240,11 +240,19 @@ def fitting(
         are_there = not ((bags.ids < 0) | (bags.ids >= table.num_embeddings)).any()
         if table.embedding_dim != block.shape[1] or not are_there:
             continue
-        values: NDArray[np.float32] = rows[table.name].gather(bags.ids).float().numpy()
-        if bags.weights is not None:
-            values = values * bags.weights[:, None]
-        for pooling in POOLINGS if table.pooling != "none" else ("none",):
-            is_plain = pooling == "none"
-            answers = values if is_plain else pool_rows(values, bags.lengths[0], pooling)
+        poolings = POOLINGS if table.pooling != "none" else ("none",)
+        outputs = outputs_of(rows[table.name], bags, poolings)
+        for pooling, answers in zip(poolings, outputs, strict=True):
             if is_near(block, answers, rows[table.name].dtype):
                 yield table.name, pooling
+
+
+def outputs_of(rows: TableRows, bags: Bags, poolings: Sequence[str]) -> list[NDArray[np.float32]]:
+    """Returns the outputs of a table for the bags of one feature, as each of ``poolings`` gives
+    them: [B, dim], or without pooling [n, dim]."""
+    values: NDArray[np.float32] = rows.gather(bags.ids).float().numpy()
+    if bags.weights is not None:
+        values = values * bags.weights[:, None]
+    return [
+        values if one == "none" else pool_rows(values, bags.lengths[0], one) for one in poolings
+    ]
