@@ -214,12 +214,8 @@ def test_interrupted_prune_of_a_folder_records_the_removed_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_versions(tmp_path, 3)
-
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", interrupt)
+        patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path, "m", 1, who="ann")
     assert remaining_versions(str(tmp_path)) == [2, 3]
@@ -285,11 +281,8 @@ def test_version_is_restored_when_aliases_become_unreadable(
 def test_removal_that_cannot_be_undone_is_recorded(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reject(remote: RemoteFolder, name: str, data: bytes) -> None:
-        raise UnreachableError(f"{name}: refused")
-
     alias_during_removal(url, monkeypatch)
-    monkeypatch.setattr(RemoteFolder, "write", reject)
+    monkeypatch.setattr(RemoteFolder, "write", Mock(side_effect=UnreachableError("refused")))
     with pytest.raises(UnreachableError, match="refused; version 1 of m is removed, but some"):
         remove_version(url, "m", 1, who="ann")
     assert (remaining_versions(url), removals(url)) == ([2, 3], [("delete", [1], "ann")])

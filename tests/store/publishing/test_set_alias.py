@@ -9,6 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -256,19 +257,14 @@ def test_concurrent_set_alias_calls_all_succeed(store: Path, scheme: str) -> Non
 
 
 def test_set_alias_works_without_hard_links(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reject(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", reject)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Not permitted")))
     assert [set_alias(store, "m", "stable", version).change_number for version in (1, 2)] == [1, 2]
     assert ModelStore(store).aliases("m")["stable"].version == 2
 
 
 def test_set_alias_on_a_read_only_store_fails(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reject(*_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "link", reject)
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(os, "link", Mock(side_effect=error))
     with pytest.raises(StoreError, match=r"stable/1\.json: cannot be written: Read-only file sys"):
         set_alias(store, "m", "stable", 1)
     assert ModelStore(store).aliases("m") == {}

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from store.remote.conftest import Place, Publish
@@ -64,12 +65,9 @@ def test_local_read_failure_is_not_recorded_as_damage(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(url)
-
-    def fail(*arguments: object, **named: object) -> object:
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    error = OSError(errno.EMFILE, "Too many open files")
     with monkeypatch.context() as patched:
-        patched.setattr(mmap, "mmap", fail)
+        patched.setattr(mmap, "mmap", Mock(side_effect=error))
         with pytest.raises(StoreError, match="Too many open files"):
             RemoteStore(url, tmp_path / "cache").load("m")
     assert list((tmp_path / "cache").rglob("*.damaged")) == []
@@ -115,9 +113,7 @@ def test_damage_record_can_be_removed(url: str, tmp_path: Path, reads: Counter[s
 def test_lost_connection_is_not_recorded_as_damage(
     url: str, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose(file: str, bytes_done: int, bytes_total: int) -> None:
-        raise UnreachableError("the store is gone")
-
+    lose = Mock(side_effect=UnreachableError("the store is gone"))
     for _ in range(2):
         with pytest.raises(UnreachableError):
             RemoteStore(url, tmp_path / "cache", lose).load("m")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -286,17 +287,15 @@ def test_retried_manifest_write_is_no_conflict(
 def test_claim_of_a_killed_publisher_is_continued_only_with_the_same_rows(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    def remove(remote: RemoteFolder, name: str) -> None:
-        raise UnreachableError(f"{name}: access denied")
+    remove = Mock(side_effect=UnreachableError("denied"))
 
     def publish_and_die(value: float) -> None:
         with monkeypatch.context() as killed:
             killed.setattr(RemoteFolder, "remove", remove)
             with pytest.raises(KeyboardInterrupt):
-                publish_versions(url, value=value, upload_progress=interrupt)
+                publish_versions(
+                    url, value=value, upload_progress=Mock(side_effect=KeyboardInterrupt)
+                )
 
     models = ModelStore(url)
     publish_and_die(1)

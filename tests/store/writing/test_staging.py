@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from server.python import environment
@@ -96,18 +97,11 @@ def test_published_files_are_read_only_and_their_folder_is_writable(
     assert stat.S_IMODE((tmp_path / "1").stat().st_mode) == 0o777 & ~umask
 
 
-def fail_chmod(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def reject_chmod(path: Path, mode: int) -> None:
-        raise OSError(code, os.strerror(code), str(path))
-
-    monkeypatch.setattr(Path, "chmod", reject_chmod)
-
-
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
 def test_publishing_works_where_chmod_is_unsupported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    fail_chmod(monkeypatch, code)
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=OSError(code, os.strerror(code))))
     assert [publish(tmp_path) for _ in range(2)] == [1, 2]
     assert (tmp_path / "2" / "n").read_text() == "2"
 
@@ -115,8 +109,8 @@ def test_publishing_works_where_chmod_is_unsupported(
 def test_publish_fails_on_chmod_io_error_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_chmod(monkeypatch, errno.EIO)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match="broken"):
         publish(tmp_path / "m")
     assert os.listdir(tmp_path) == []
 
@@ -202,10 +196,7 @@ def test_lock_file_removed_concurrently_is_recreated(
 def test_publishing_without_flock_support_keeps_staging_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsupported(lock: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     with staging_folder(tmp_path) as folder:
         assert publish(tmp_path) == 1
         assert folder.is_dir()

@@ -8,6 +8,7 @@ import os
 import stat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from open_files import open_below
@@ -125,10 +126,8 @@ def test_version_removed_while_opening_is_not_locked(
 def test_file_system_without_locks_is_logged_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def reject(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", reject)
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
     version_lock._say_no_locks.cache_clear()
     versions = [LocalStore(folder.parent.parent).load("m") for _ in range(3)]
     remove_unused(folder)
@@ -192,11 +191,8 @@ def test_version_owned_by_another_user_on_nfs_is_not_removed(
 ) -> None:
     (folder / "manifest.json").chmod(0o444)
     reject_writable_open(monkeypatch)
-
-    def reject(*_: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(Path, "chmod", reject)
+    error = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=error))
     message = (
         r"m/1: is kept, because nobody can tell .* write manifest\.json can lock it: Operation"
     )
