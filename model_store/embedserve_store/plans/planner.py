@@ -197,14 +197,11 @@ def _search(
     copied = {t.name for t in tables if asked[t.name].sharding_types == ["data_parallel"]}
     shards = {t.name: _one_copy_each(t, world_size) for t in tables if t.name in copied}
     plan = Plan(world_size, shards, dict(constraints))
-    if device_memory_bytes is None:
-        gpus = gpu_memory_bytes() if device_type == "cuda" else []
-        device_memory_bytes = min(gpus, default=RANK_MEMORY_BYTES)
+    memory_bytes = min(_memory(device_type, plan, device_memory_bytes), default=RANK_MEMORY_BYTES)
     taken = max(plan.bytes_per_rank([t for t in tables if t.name in copied], device_type))
     divided = [table for table in tables if table.name not in copied]
     if divided:
-        room_bytes = device_memory_bytes - taken
-        found = _divided(divided, asked, world_size, device_type, room_bytes, costs)
+        found = _divided(divided, asked, world_size, device_type, memory_bytes - taken, costs)
         shards |= {table.name: _table_plan(found[table.name], table) for table in divided}
     return replace(plan, tables={table.name: shards[table.name] for table in tables})
 

@@ -182,8 +182,8 @@ def version_in_folder(folder: Path) -> StoredVersion:
     )
 
 
-def file_blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """Reads bytes ``start`` to ``stop`` of a local file, by default to its end.
+def file_blocks(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    """Reads bytes ``start`` to ``stop`` of a local file.
 
     A large file leaves no pages in memory, unless a process has them mapped.
 
@@ -193,7 +193,6 @@ def file_blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            stop = size if stop is None else stop
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             file.seek(start)
             while block := file.read(min(BLOCK_BYTES, stop - start)):
