@@ -152,32 +152,6 @@ def test_newest_version_is_copied_first(local: Path, new_version: Publish, tmp_p
     ]
 
 
-class CutWriter:
-    """Writes aliases into a store, and records the version of each alias after each write.
-
-    Args:
-        writes: number of writes after which the store is unreachable.
-    """
-
-    def __init__(self, writes: int) -> None:
-        self.left = writes
-        self.seen: list[dict[str, int | None]] = []
-
-    def writer(self, store: str, folder: str) -> Write:
-        write = writer(store, folder)
-
-        def noting(name: str, data: bytes) -> bool:
-            if not self.left:
-                raise UnreachableError("cut off")
-            self.left -= 1
-            is_new = write(name, data)
-            aliases = ModelStore(store).aliases("m")
-            self.seen.append({name: one.version for name, one in aliases.items()})
-            return is_new
-
-        return noting
-
-
 @pytest.mark.parametrize("writes", [1, 4, 7])
 def test_alias_changes_directly_to_its_latest_state(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
@@ -190,17 +164,31 @@ def test_alias_changes_directly_to_its_latest_state(
         set_alias(local, "m", "old", version)
     set_alias(local, "m", "new", 1)
     set_alias(local, "m", "new", 2)
-    cut = CutWriter(writes)
+    seen: list[dict[str, int | None]] = []
+
+    def cut_after_writes(store: str, folder: str) -> Write:
+        write = writer(store, folder)
+
+        def write_or_fail(name: str, data: bytes) -> bool:
+            if len(seen) == writes:
+                raise UnreachableError("cut off")
+            is_new = write(name, data)
+            aliases = ModelStore(store).aliases("m")
+            seen.append({name: one.version for name, one in aliases.items()})
+            return is_new
+
+        return write_or_fail
+
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "writer", cut.writer)
+        patch.setattr(copying, "writer", cut_after_writes)
         with pytest.raises(UnreachableError, match="cut off"):
             copy_versions(local, target, "m", aliases=True)
-    assert len(cut.seen) == writes
-    assert {one.get("stable", 0) for one in cut.seen} <= {2, 1}
-    assert {one.get("old") for one in cut.seen} <= {1, None}
-    assert {one.get("new") for one in cut.seen} <= {None, 2}
+    assert len(seen) == writes
+    assert {one.get("stable", 0) for one in seen} <= {2, 1}
+    assert {one.get("old") for one in seen} <= {1, None}
+    assert {one.get("new") for one in seen} <= {None, 2}
     last = {"stable": 1, "old": None, "new": 2}
-    assert all({name: one.get(name) for name in last} == last for one in cut.seen[3:])
+    assert all({name: one.get(name) for name in last} == last for one in seen[3:])
     copy_versions(local, target, "m", aliases=True)
     for name in last:
         changes = ModelStore(local).alias_history("m", name)
