@@ -11,7 +11,7 @@ Tables = Sequence[tuple[str, int, int, list[str], PoolingType]]
 """(name, rows, dim, features, pooling) of each table."""
 
 
-def collection(tables: Tables) -> EmbeddingBagCollection:
+def collection(tables: Tables, *, is_weighted: bool = False) -> EmbeddingBagCollection:
     """Returns a collection whose rows are the next values of torch's generator."""
     made = EmbeddingBagCollection(
         tables=[
@@ -23,7 +23,8 @@ def collection(tables: Tables) -> EmbeddingBagCollection:
                 pooling=pooling,
             )
             for name, rows, dim, features, pooling in tables
-        ]
+        ],
+        is_weighted=is_weighted,
     )
     with torch.no_grad():
         for parameter in made.parameters():

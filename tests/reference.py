@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from torch import nn
 
 from embedserve_store import Manifest, ModelVersion
 from embedserve_store.format.row_layout import dequantize_rows
+
+if TYPE_CHECKING:
+    from torchrec import EmbeddingBagCollection
 
 Bags = Mapping[str, Sequence[Sequence[int]]]
 Weights = Mapping[str, Sequence[Sequence[float]]]
@@ -119,3 +123,37 @@ def expected(
         for feature in table.feature_names
     ]
     return np.concatenate(blocks, axis=1)
+
+
+def source_rows(ebc: EmbeddingBagCollection) -> dict[str, np.ndarray]:
+    return {name: bag.weight.detach().numpy() for name, bag in ebc.embedding_bags.items()}
+
+
+def check_vectors(
+    lookup: Callable[..., np.ndarray],
+    version: ModelVersion,
+    tables: Mapping[str, np.ndarray],
+    batch_size: int = 7,
+) -> None:
+    """Compares the result of a sample with the vectors computed from float32 ``tables``."""
+    bags = sample(version, batch_size)
+    result = lookup(*to_kjt(bags, version.manifest.features))
+    assert_same(result, expected(tables, version.manifest, bags))
+
+
+def check_concurrent_lookups(
+    lookup: Callable[..., np.ndarray],
+    requests: Sequence[Sequence[Any]],
+    calls: int,
+    alone: Callable[..., np.ndarray] | None = None,
+) -> None:
+    """Checks that each of four threads gets the results that ``alone``, or else ``lookup`` itself,
+    returns before."""
+    results = [(alone or lookup)(*one) for one in requests]
+
+    def is_right(number: int) -> bool:
+        which = number % len(requests)
+        return np.array_equal(lookup(*requests[which]), results[which])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_right, range(calls)))

@@ -26,13 +26,15 @@ from embedserve_store.publishing.tables_writer import write_tables
 DIM = 32
 
 
-def unpooled_collection(tables: Sequence[tuple[str, int, list[str]]]) -> EmbeddingCollection:
+def unpooled_collection(
+    tables: Sequence[tuple[str, int, list[str]]], dim: int = DIM
+) -> EmbeddingCollection:
     """Returns a collection of tables that are given as (name, rows, features)."""
     torch.manual_seed(4)
     return EmbeddingCollection(
         tables=[
             EmbeddingConfig(
-                name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=features
+                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features
             )
             for name, rows, features in tables
         ]

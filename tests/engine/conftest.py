@@ -13,6 +13,13 @@ from torchscript import cache_definitions, shared_compilation_unit
 from embedserve_store import ModelStore, ModelVersion, publish
 
 Publish = Callable[..., ModelVersion]
+SHARDING = {
+    "movie": "column_wise",
+    "genre": "column_wise",
+    "user": "row_wise",
+    "recent": "data_parallel",
+}
+"""A kind of sharding for each table of ``ebc``."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
+from engine.conftest import SHARDING, Publish
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
 from embedserve.engine.attach_weights import as_tensor, attach_weights, share_rows
 from embedserve.engine.sharded import shard_without_rows
 from embedserve_store import ModelVersion
-
-Publish = Callable[..., ModelVersion]
-
-SHARDING = {
-    "movie": "column_wise",
-    "genre": "column_wise",
-    "user": "row_wise",
-    "recent": "data_parallel",
-}
 
 
 def sharded_on_cpu(

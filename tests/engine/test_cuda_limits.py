@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.conftest import SHARDING, Publish
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
@@ -47,15 +48,6 @@ from embedserve_store.format.table_spec import CODES_MAX, DTYPES
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, shard_bytes
-
-Publish = Callable[..., ModelVersion]
-
-SHARDING = {
-    "movie": "column_wise",
-    "genre": "column_wise",
-    "user": "row_wise",
-    "recent": "data_parallel",
-}
 
 
 class Kernel(IntNBitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]

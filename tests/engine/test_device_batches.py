@@ -5,17 +5,16 @@ Results equal those of torchrec, whose lookup runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine.conftest import Publish
 from lookup_cases import unpooled_source
 from pooled import collection
-from reference import sample, to_kjt
+from reference import check_concurrent_lookups, sample, to_kjt
 from torchrec import PoolingType
 from unpooled import write_version
 
@@ -28,7 +27,6 @@ from embedserve.engine.sharded import shard_without_rows
 from embedserve.engine.unpooled import shard_unpooled_without_rows
 from embedserve_store import ModelStore, ModelVersion, publish
 
-Publish = Callable[..., ModelVersion]
 CPU = torch.device("cpu")
 PLANS = [("table_wise", 1), ("row_wise", 2), ("column_wise", 2)]
 
@@ -135,19 +133,9 @@ def test_concurrent_lookups_equal_sequential_lookups(
     table_wise: tuple[ModelVersion, DeviceBatches],
 ) -> None:
     version, batches = table_wise
-    requests: list[Any] = [
-        to_kjt(sample(version, size), version.manifest.features) for size in (1, 7, 100)
-    ]
-    expected = [batches.lookup(ids, lengths, None, as_float16=False) for ids, lengths in requests]
-
-    def is_right(number: int) -> bool:
-        which = number % len(requests)
-        ids, lengths = requests[which]
-        values = batches.lookup(ids, lengths, None, as_float16=False)
-        return np.array_equal(values, expected[which])
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(is_right, range(100)))
+    features = version.manifest.features
+    requests = [to_kjt(sample(version, size), features) for size in (1, 7, 100)]
+    check_concurrent_lookups(batches.lookup, requests, 100)
 
 
 def test_result_is_unchanged_by_the_next_lookup(

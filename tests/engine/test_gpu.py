@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from engine.conftest import Publish
 from lookup_cases import CASES, RELATIVE, Case, check, check_most_rows
-from reference import assert_same, pooled, sample, stored_rows, to_kjt
+from reference import (
+    assert_same,
+    check_concurrent_lookups,
+    pooled,
+    sample,
+    stored_rows,
+    to_kjt,
+)
 from torchrec import KeyedJaggedTensor
 
 from embedserve.engine.attach_weights import attach_weights
@@ -19,9 +23,7 @@ from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.gpus import WORK_BYTES, find_gpus
 from embedserve.engine.restore import restore
 from embedserve.engine.sharded import shard_without_rows
-from embedserve_store import ModelVersion, Plan, Shard, TablePlan
-
-Publish = Callable[..., ModelVersion]
+from embedserve_store import Plan, Shard, TablePlan
 
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
 pytestmark = [
@@ -61,15 +63,8 @@ def test_concurrent_gpu_lookups_equal_sequential_lookups(
     version = published(sharding=sharding, world_size=torch.cuda.device_count())
     engine = restore(version, "cuda", gpu_layout=gpu_layout)
     features = version.manifest.features
-    requests: list[Any] = [to_kjt(sample(version, size), features) for size in (1, 7, 100, 1000)]
-    expected = [engine.lookup(*one) for one in requests]
-
-    def is_right(number: int) -> bool:
-        which = number % len(requests)
-        return np.array_equal(engine.lookup(*requests[which]), expected[which])
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(is_right, range(400)))
+    requests = [to_kjt(sample(version, size), features) for size in (1, 7, 100, 1000)]
+    check_concurrent_lookups(engine.lookup, requests, 400)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])

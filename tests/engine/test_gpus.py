@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engine.conftest import Publish
 
 from embedserve.engine.gpus import (
     REPLICAS,
@@ -23,15 +24,12 @@ from embedserve.engine.gpus import (
 from embedserve.engine.restore import settle_devices
 from embedserve_store import (
     Manifest,
-    ModelVersion,
     Plan,
     Shard,
     StoreError,
     TablePlan,
     TableSpec,
 )
-
-Publish = Callable[..., ModelVersion]
 
 TWO = Gpus(2, (1 << 40, 1 << 40))
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_once import CompiledOnce
+from engine.live_stores import GPU
 from pooled import collection
 from running_servers import Running, running
 from torchrec import PoolingType
@@ -58,20 +59,7 @@ IDS = 600
 Values = dict[str, np.ndarray]
 """Value of each id [IDS], by table; 0 for an id that does not exist."""
 
-devices = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu:1",
-        "cpu:2",
-        pytest.param(
-            "cuda",
-            marks=(
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-            ),
-        ),
-    ],
-)
+devices = pytest.mark.parametrize("device", ["cpu:1", "cpu:2", pytest.param("cuda", marks=GPU)])
 
 
 def names_of(table: str, ids: np.ndarray) -> list[Any]:

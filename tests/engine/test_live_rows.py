@@ -140,6 +140,18 @@ def with_goldens(
     return followed, engine
 
 
+def check_equal(
+    engine: Engine, live: LiveRows, reference: Engine, *, is_changed: bool = False
+) -> None:
+    """Compares lookups of the live rows with those of ``reference``, and if ``is_changed`` with
+    those of the published rows, which differ."""
+    for weighted in (False, True):
+        expected = look_up(reference, None, weighted)
+        assert np.array_equal(look_up(engine, live, weighted), expected)
+        if is_changed:
+            assert not np.array_equal(look_up(engine, None, weighted), expected)
+
+
 @pytest.mark.parametrize(
     ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
 )
@@ -151,10 +163,7 @@ def test_live_lookups_equal_the_compacted_version(
     assert (stored.sharding_type, len(stored.shards)) == ("column_wise", 2)
     engine = compiled_once.restore(live.version, f"cpu:{ranks}")
     reference = restore(compacted(pooled, dtype), f"cpu:{ranks}", is_eager=True)
-    for weighted in (False, True):
-        expected = look_up(reference, None, weighted)
-        assert np.array_equal(look_up(engine, live, weighted), expected)
-        assert not np.array_equal(look_up(engine, None, weighted), expected)
+    check_equal(engine, live, reference, is_changed=True)
     engine.check()  # the published rows are unchanged
 
 
@@ -226,9 +235,7 @@ def test_features_of_several_tables_equal_the_compacted_version(
     before = look_up(engine, live, weighted=False)
     seq = live.seq
     apply_line(store, live, writer)
-    for weighted in (False, True):
-        expected = look_up(reference, None, weighted)
-        assert np.array_equal(look_up(engine, live, weighted), expected)
+    check_equal(engine, live, reference)
     assert writer.revert(seq, live.seq + 1)
     assert np.array_equal(look_up(engine, live, weighted=False), before)
     engine.check()
@@ -242,9 +249,7 @@ def test_live_lookups_of_resident_rows_equal_the_compacted_version(
     engine = compiled_once.restore(live.make_resident(), "cpu:2")
     apply_line(pooled, live, RowsWriter(live))
     reference = restore(compacted(pooled, dtype), "cpu:2", is_eager=True)
-    for weighted in (False, True):
-        expected = look_up(reference, None, weighted)
-        assert np.array_equal(look_up(engine, live, weighted), expected)
+    check_equal(engine, live, reference)
     engine.check()
 
 
@@ -264,9 +269,7 @@ def test_grouped_tables_with_different_sharding_are_served_table_wise(
     reference = restore(
         replace(compacted(mixed, "float32"), plan=plan), f"cpu:{ranks}", is_eager=True
     )
-    for weighted in (False, True):
-        expected = look_up(reference, None, weighted)
-        assert np.array_equal(look_up(engine, live, weighted), expected)
+    check_equal(engine, live, reference)
 
 
 def test_table_with_unequal_row_ranges_is_served_table_wise(tmp_path: Path) -> None:
@@ -306,10 +309,7 @@ def test_gpu_live_lookups_equal_the_compacted_version(pooled: Path, dtype: str) 
     live = replay(pooled, dtype)
     engine = restore(live.version, "cuda", live=live)
     reference = restore(compacted(pooled, dtype), "cuda")
-    for weighted in (False, True):
-        expected = look_up(reference, None, weighted)
-        assert np.array_equal(look_up(engine, live, weighted), expected)
-        assert not np.array_equal(look_up(engine, None, weighted), expected)
+    check_equal(engine, live, reference, is_changed=True)
     engine.check()
 
 
@@ -325,8 +325,7 @@ def test_gpu_features_of_several_tables_equal_the_compacted_version(
     seq = live.seq
     apply_line(table_wise, live, writer)
     reference = restore(compacted(table_wise, dtype), "cuda")
-    for weighted in (False, True):
-        assert np.array_equal(look_up(engine, live, weighted), look_up(reference, None, weighted))
+    check_equal(engine, live, reference)
     assert writer.revert(seq, live.seq + 1)
     assert np.array_equal(look_up(engine, live, weighted=False), before)
 

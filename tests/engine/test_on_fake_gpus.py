@@ -6,13 +6,14 @@ torch's fake tensors have devices and sizes, but no memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.conftest import Publish
 from lookup_cases import unpooled_source
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -25,8 +26,6 @@ from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.sharded import shard_without_rows
 from embedserve.engine.unpooled import shard_unpooled_without_rows
 from embedserve_store import ModelVersion
-
-Publish = Callable[..., ModelVersion]
 
 ALIGNMENT_BYTES = 128
 """FBGEMM's kernels align each table with a cache line."""

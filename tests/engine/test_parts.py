@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.live_stores import GPU
 from pooled import collection
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec import PoolingType
 from unpooled import unpooled_collection
 
 from embedserve.engine.compile import EAGER, SCRIPTED
@@ -28,19 +29,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     for name, dtype, ranks in (("weighted", "int8", 1), ("ranks", "float16", 2)):
         tables = [
-            EmbeddingBagConfig(
-                name=table,
-                num_embeddings=rows,
-                embedding_dim=16,
-                feature_names=features,
-                pooling=pooling,
-            )
-            for table, rows, features, pooling in (
-                ("a", 501, ["x"], PoolingType.MEAN),
-                ("b", 300, ["x", "y"], PoolingType.SUM),
-            )
+            ("a", 501, 16, ["x"], PoolingType.MEAN),
+            ("b", 300, 16, ["x", "y"], PoolingType.SUM),
         ]
-        ebc = EmbeddingBagCollection(tables=tables, is_weighted=name == "weighted")
+        ebc = collection(tables, is_weighted=name == "weighted")
         publish(ebc, store, model=name, dtype=dtype, hosts=PARTS, world_size=ranks)
     return store
 
@@ -57,10 +49,8 @@ def test_kernels_of_a_part_return_results_of_its_rows(store: Path, model: str, n
     assert engine.lookup_kind == (SCRIPTED if number else EAGER)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("number", range(PARTS))
-@pytest.mark.parametrize("model", ["weighted", "ranks"])
+@pytest.mark.parametrize("model", [pytest.param(one, marks=GPU) for one in ("weighted", "ranks")])
 def test_part_is_restored_on_a_gpu(store: Path, model: str, number: int) -> None:
     restore(load(store, model, number), "cuda")
 

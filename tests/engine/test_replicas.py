@@ -9,14 +9,13 @@ from threading import Event
 
 import numpy as np
 import pytest
-from reference import sample, to_kjt
+from engine.conftest import Publish
+from reference import check_concurrent_lookups, sample, to_kjt
 
 from embedserve.engine.engine import Engine
 from embedserve.engine.replicas import Replicas
 from embedserve.engine.restore import restore
-from embedserve_store import ModelVersion, StoreError
-
-Publish = Callable[..., ModelVersion]
+from embedserve_store import StoreError
 
 WAIT_S = 60.0
 
@@ -124,19 +123,8 @@ def test_concurrent_lookups_on_replicas_equal_those_of_one_engine(published: Pub
     features = version.manifest.features
     requests = [to_kjt(sample(version, size), features) for size in (1, 7, 100)]
     random = np.random.default_rng(1)
-    weights = [random.normal(size=ids.size).astype(np.float32) for ids, _ in requests]
-    expected = [
-        [engines[0].lookup(*one), engines[0].lookup(*one, weight, as_float16=True)]
-        for one, weight in zip(requests, weights, strict=True)
+    rounded = [
+        (ids, lengths, random.normal(size=ids.size).astype(np.float32), True)
+        for ids, lengths in requests
     ]
-
-    def is_right(number: int) -> bool:
-        which = number % len(requests)
-        plain = replicas.lookup(*requests[which])
-        rounded = replicas.lookup(*requests[which], weights[which], True)
-        return np.array_equal(plain, expected[which][0]) and np.array_equal(
-            rounded, expected[which][1]
-        )
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(is_right, range(60)))
+    check_concurrent_lookups(replicas.lookup, [*requests, *rounded], 120, engines[0].lookup)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from compiled_once import CompiledOnce
+from engine.conftest import Publish
 from reference import (
     assert_same,
+    check_vectors,
     dequantized_int8,
     expected,
     sample,
+    source_rows,
     stored_rows,
     to_kjt,
 )
@@ -42,7 +44,6 @@ from embedserve_store import (
 from embedserve_store.goldens.goldens_file import Goldens
 from embedserve_store.plans import planner
 
-Publish = Callable[..., ModelVersion]
 Sharding = str | dict[str, str]
 
 MIXED = {
@@ -58,10 +59,6 @@ PLANS: list[tuple[Sharding, int]] = [
     ("data_parallel", 2),
     (MIXED, 2),
 ]
-
-
-def source_rows(ebc: EmbeddingBagCollection) -> dict[str, np.ndarray]:
-    return {name: bag.weight.detach().numpy() for name, bag in ebc.embedding_bags.items()}
 
 
 def plan_name(plan: tuple[Sharding, int]) -> str:
@@ -87,9 +84,7 @@ def test_float32_equals_embedding_bag(
     engine, version = float32
     assert engine.lookup_kind in (TRACED, SCRIPTED)
     assert engine.plan == version.plan
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
+    check_vectors(engine.lookup, version, source_rows(ebc))
 
 
 @pytest.mark.parametrize(
@@ -112,12 +107,9 @@ def test_eager_lookups_call_distributed_model_parallel(
         return forward(self, *features)
 
     monkeypatch.setattr(DistributedModelParallel, "forward", recording_forward)
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    result = engine.lookup(ids, lengths)
+    check_vectors(engine.lookup, version, source_rows(ebc))
     assert engine.lookup_kind == EAGER
     assert [type(one) for one in passed_features] == [KeyedJaggedTensor]
-    assert_same(result, expected(source_rows(ebc), version.manifest, bags))
 
 
 @pytest.mark.parametrize(
@@ -132,10 +124,7 @@ def test_int8_lookups_equal_dequantized_rows(
     """
     version = published(dtype="int8", sharding=sharding, world_size=world_size)
     tables = {name: dequantized_int8(rows) for name, rows in source_rows(ebc).items()}
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    result = restore(version, is_eager=True).lookup(ids, lengths)
-    assert_same(result, expected(tables, version.manifest, bags))
+    check_vectors(restore(version, is_eager=True).lookup, version, tables)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +141,7 @@ def test_float16_and_int4_lookups_equal_stored_rows(
 ) -> None:
     """Restores without compilation, like the test of int8."""
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
-    tables = stored_rows(version)
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    result = restore(version, is_eager=True).lookup(ids, lengths)
-    assert_same(result, expected(tables, version.manifest, bags))
+    check_vectors(restore(version, is_eager=True).lookup, version, stored_rows(version))
 
 
 def test_mixed_dtypes_and_sharding_return_expected_rows(
@@ -170,10 +155,7 @@ def test_mixed_dtypes_and_sharding_return_expected_rows(
     tables = source_rows(ebc)
     tables["movie"] = dequantized_int8(tables["movie"])
     tables["user"] = tables["user"].astype(np.float16).astype(np.float32)
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    result = restore(version, is_eager=True).lookup(ids, lengths)
-    assert_same(result, expected(tables, version.manifest, bags))
+    check_vectors(restore(version, is_eager=True).lookup, version, tables)
 
 
 def test_weights_multiply_rows(
@@ -229,9 +211,7 @@ def test_plan_is_recreated_for_another_number_of_ranks(
     assert engine.plan.world_size == 3
     stored = {name: table.sharding_type for name, table in version.plan.tables.items()}
     assert {n: table.sharding_type for n, table in engine.plan.tables.items()} == stored
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
+    check_vectors(engine.lookup, version, source_rows(ebc))
 
 
 def test_handwritten_plan_with_uneven_shards_is_served(
@@ -255,11 +235,9 @@ def test_handwritten_plan_with_uneven_shards_is_served(
     )
     version = published(sharding=plan, dtype={"movie": "int8"})
     tables = source_rows(ebc) | {"movie": stored_rows(version)["movie"]}
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
     engine = restore(version)
     assert engine.plan == plan
-    assert_same(engine.lookup(ids, lengths), expected(tables, version.manifest, bags))
+    check_vectors(engine.lookup, version, tables)
 
 
 def test_strict_plan_rejects_another_number_of_ranks(published: Publish) -> None:
@@ -329,9 +307,7 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(
     engine = restore(version)
     assert engine.lookup_kind == EAGER
     assert "TorchScript failed: cannot be compiled" in caplog.text
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
+    check_vectors(engine.lookup, version, source_rows(ebc))
 
 
 def test_tables_with_more_rows_than_int32_are_rejected_on_cuda(published: Publish) -> None:
@@ -354,11 +330,9 @@ def test_compute_kernel_constraints_are_kept_and_served_on_the_cpu(
     kept = {name: one.compute_kernels for name, one in version.plan.constraints.items()}
     assert kept["movie"] == ("quant_uvm",)
     assert kept["user"] == ("quant_uvm_caching", "quant")
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
     for devices in ("auto", "cpu:3"):
         engine = restore(version, devices, is_eager=True)
         assert engine.plan.constraints == version.plan.constraints
-        assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
+        check_vectors(engine.lookup, version, source_rows(ebc))
     with pytest.raises(StoreError, match="'movie': compute_kernels is quant_uvm, but on CUDA"):
         check_fits_cuda(version.manifest, version.plan)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import assert_same, expected, sample, stored_rows, to_kjt
+from pooled import collection
+from reference import check_vectors, stored_rows
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec import PoolingType
 from torchrec.fx import Tracer
 
 from embedserve.engine.compile import TRACED
@@ -74,21 +75,13 @@ def test_tables_on_one_rank_use_a_traced_lookup(
 
     monkeypatch.setattr(Tracer, "trace", fail_if_scripted)
     tables = [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=dim,
-            feature_names=[f"of_{name}"],
-            pooling=PoolingType.MEAN if name == "b" else PoolingType.SUM,
-        )
-        for name, rows, dim in (("a", 50, 16), ("b", 7, 64), ("c", 300, 8))
+        ("a", 50, 16, ["of_a"], PoolingType.SUM),
+        ("b", 7, 64, ["of_b"], PoolingType.MEAN),
+        ("c", 300, 8, ["of_c"], PoolingType.SUM),
     ]
-    publish(EmbeddingBagCollection(tables=tables), tmp_path, model="traced", sharding=sharding)
+    publish(collection(tables), tmp_path, model="traced", sharding=sharding)
     version = ModelStore(tmp_path).load("traced")
     engine = restore(version)
     assert engine.lookup_kind == TRACED
     for batch_size in (1, 2, 64, 301):
-        bags = sample(version, batch_size)
-        ids, lengths = to_kjt(bags, version.manifest.features)
-        result = engine.lookup(ids, lengths)
-        assert_same(result, expected(stored_rows(version), version.manifest, bags))
+        check_vectors(engine.lookup, version, stored_rows(version), batch_size)

@@ -58,6 +58,15 @@ def lookup(engine: Engine, bags: dict[str, list[list[int]]]) -> np.ndarray:
     return engine.lookup(*to_kjt(bags, engine.manifest.features))
 
 
+def check_rows(
+    engine: Engine, version: ModelVersion, tables: dict[str, np.ndarray], tolerance: float = 0
+) -> None:
+    """Compares the result of ``jagged`` with the rows of ``tables``."""
+    bags = jagged(version)
+    expected = rows_of(tables, version.manifest, bags)
+    np.testing.assert_allclose(lookup(engine, bags), expected, rtol=0, atol=tolerance)
+
+
 @pytest.fixture(scope="module", params=PLANS, ids=lambda plan: f"{plan[0]}-{plan[1]}")
 def float32(
     request: pytest.FixtureRequest, write: Write, compiled_once: CompiledOnce
@@ -100,10 +109,8 @@ def test_float16_int8_and_int4_lookups_equal_stored_rows(
     """
     is_eager = (dtype == "int8") != (sharding == "row_wise")
     version = write(dtype=dtype, sharding=sharding, world_size=world_size)
-    bags = jagged(version)
-    expected = rows_of(stored_rows(version), version.manifest, bags)
-    values = lookup(compiled_once.restore(version, is_eager=is_eager), bags)
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-7)
+    engine = compiled_once.restore(version, is_eager=is_eager)
+    check_rows(engine, version, stored_rows(version), tolerance=1e-7)
 
 
 def test_int8_lookups_equal_dequantized_rows(
@@ -111,10 +118,8 @@ def test_int8_lookups_equal_dequantized_rows(
 ) -> None:
     version = write(dtype="int8", sharding="row_wise", world_size=4)
     tables = {name: dequantized_int8(rows) for name, rows in source_rows(ec).items()}
-    bags = jagged(version)
-    expected = rows_of(tables, version.manifest, bags)
-    values = lookup(compiled_once.restore(version), bags)
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-7)
+    engine = compiled_once.restore(version)
+    check_rows(engine, version, tables, tolerance=1e-7)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -122,17 +127,13 @@ def test_mixed_dtypes_and_sharding_return_stored_rows(
     write: Write, compiled_once: CompiledOnce, world_size: int
 ) -> None:
     version = write(dtype=MIXED_DTYPES, sharding=MIXED_SHARDING, world_size=world_size)
-    bags = jagged(version)
-    expected = rows_of(stored_rows(version), version.manifest, bags)
-    values = lookup(compiled_once.restore(version, is_eager=world_size != 2), bags)
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-7)
+    engine = compiled_once.restore(version, is_eager=world_size != 2)
+    check_rows(engine, version, stored_rows(version), tolerance=1e-7)
 
 
 def test_data_parallel_table_is_looked_up_once(ec: EmbeddingCollection, write: Write) -> None:
     version = write(sharding={**MIXED_SHARDING, "genre": "data_parallel"}, world_size=2)
-    bags = jagged(version)
-    expected = rows_of(source_rows(ec), version.manifest, bags)
-    np.testing.assert_array_equal(lookup(restore(version), bags), expected)
+    check_rows(restore(version), version, source_rows(ec))
 
 
 def test_feature_of_two_tables_returns_rows_of_both(
@@ -235,9 +236,7 @@ def test_plan_is_recreated_for_another_number_of_ranks(
     engine = restore(version, "cpu:3", is_eager=True)
     assert engine.replanned
     assert engine.plan.world_size == 3
-    bags = jagged(version)
-    expected = rows_of(source_rows(ec), version.manifest, bags)
-    np.testing.assert_array_equal(lookup(engine, bags), expected)
+    check_rows(engine, version, source_rows(ec))
 
 
 def test_a_model_that_cannot_be_scripted_runs_eagerly(
@@ -255,9 +254,7 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(
         engine = restore(version)
     assert engine.lookup_kind == EAGER
     assert "TorchScript failed: cannot be compiled" in caplog.text
-    bags = jagged(version)
-    expected = rows_of(source_rows(ec), version.manifest, bags)
-    np.testing.assert_array_equal(lookup(engine, bags), expected)
+    check_rows(engine, version, source_rows(ec))
 
 
 def test_weights_are_rejected_for_unpooled_tables(write: Write) -> None:

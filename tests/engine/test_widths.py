@@ -12,19 +12,16 @@ import torch
 from pooled import collection
 from reference import (
     assert_same,
+    check_vectors,
     dequantized_int8,
     expected,
     sample,
+    source_rows,
     stored_rows,
     to_kjt,
 )
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    PoolingType,
-)
-from unpooled import rows_of
+from torchrec import EmbeddingBagCollection, PoolingType
+from unpooled import rows_of, unpooled_collection
 
 from embedserve.engine.compile import EAGER, SCRIPTED, TRACED
 from embedserve.engine.programs import Programs
@@ -78,10 +75,6 @@ def ebc() -> EmbeddingBagCollection:
 
 def published(source: Any, store: Path, **options: Any) -> ModelVersion:
     return ModelStore(store).load("m", publish(source, store, model="m", **options).version)
-
-
-def source_rows(source: EmbeddingBagCollection) -> dict[str, np.ndarray]:
-    return {name: bag.weight.detach().numpy() for name, bag in source.embedding_bags.items()}
 
 
 @pytest.mark.parametrize(
@@ -147,15 +140,7 @@ def test_padding_does_not_change_row_scale(tmp_path: Path, dtype: str) -> None:
 def test_unpooled_rows_have_table_width_without_padding(
     tmp_path: Path, dtype: str, sharding: str, world_size: int
 ) -> None:
-    torch.manual_seed(12)
-    source = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=name, num_embeddings=rows, embedding_dim=10, feature_names=features
-            )
-            for name, rows, features in [("t", 101, ["a", "b"]), ("u", 9, ["c", "a"])]
-        ]
-    )
+    source = unpooled_collection([("t", 101, ["a", "b"]), ("u", 9, ["c", "a"])], dim=10)
     version = published(source, tmp_path, dtype=dtype, sharding=sharding, world_size=world_size)
     bags = sample(version)
     engine = restore(version, is_eager=dtype in ("float16", "int4"))
@@ -170,10 +155,8 @@ def test_lookups_on_another_number_of_ranks_equal_source_rows(
     ebc: EmbeddingBagCollection, tmp_path: Path, devices: str
 ) -> None:
     version = published(ebc, tmp_path, sharding="column_wise", world_size=2)
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    result = restore(version, devices, is_eager=devices == "cpu:3").lookup(ids, lengths)
-    assert_same(result, expected(source_rows(ebc), version.manifest, bags))
+    engine = restore(version, devices, is_eager=devices == "cpu:3")
+    check_vectors(engine.lookup, version, source_rows(ebc))
 
 
 def test_next_version_reuses_compiled_program(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
@@ -181,14 +164,9 @@ def test_next_version_reuses_compiled_program(ebc: EmbeddingBagCollection, tmp_p
     version = published(ebc, tmp_path)
     engine = restore(version, programs=Programs([before]))
     assert not Programs([before]).add(engine)
-    bags = sample(version)
-    result = engine.lookup(*to_kjt(bags, version.manifest.features))
-    assert_same(result, expected(source_rows(ebc), version.manifest, bags))
+    check_vectors(engine.lookup, version, source_rows(ebc))
 
 
 def test_eager_lookups_equal_source_rows(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     version = published(ebc, tmp_path, sharding="row_wise", world_size=2)
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    result = restore(version, is_eager=True).lookup(ids, lengths)
-    assert_same(result, expected(source_rows(ebc), version.manifest, bags))
+    check_vectors(restore(version, is_eager=True).lookup, version, source_rows(ebc))
