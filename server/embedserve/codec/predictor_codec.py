@@ -27,7 +27,7 @@ from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
     VARINT,
     TooManyFieldsError,
-    fields,
+    extract_fields,
     read_varint,
     tag_of,
     varint,
@@ -107,13 +107,10 @@ class _Sparse:
         return InvalidRequestError(f"{field} {problem}", field)
 
 
-@dataclass(slots=True)
-class _PredictorBags:
-    """Arrays of some of the features, in the layout of a LookupRequest."""
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None
+_Fields = Mapping[str, Sequence[memoryview]]
+"""Values of the fields of a message, by name."""
+_Bags = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""(ids, lengths, weights) of some of the features, in the layout of a LookupRequest."""
 
 
 def decode_request(
@@ -149,16 +146,13 @@ def decode_request(
         raise InvalidRequestError(
             f"num_features of {IDS} and of {SCORED} are 0: there are no ids", f"{IDS}.num_features"
         )
-    ids, lengths, weights = given[0].ids, given[0].lengths, given[0].weights
+    ids, lengths, weights = given[0]
     if len(given) > 1:
-        ids = np.concatenate([one.ids for one in given])
-        lengths = np.concatenate([one.lengths for one in given])
-        weights = np.concatenate(
-            [
-                np.ones(one.ids.size, _FLOAT32) if one.weights is None else one.weights
-                for one in given
-            ]
-        )
+        (plain, plain_lengths, _), (scored, scored_lengths, scores) = given
+        assert scores is not None
+        ids = np.concatenate([plain, scored])
+        lengths = np.concatenate([plain_lengths, scored_lengths])
+        weights = np.concatenate([np.ones(plain.size, _FLOAT32), scores])
     request = LookupRequest(model, (), ids, lengths, weights, batch_size)
     if min_seq is not None:
         request.min_seq = parse_min_seq(MIN_SEQ_HEADER.decode(), min_seq.decode("latin-1"))
@@ -176,43 +170,33 @@ def try_decode_inline(
 
 def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:
     """Returns (batch_size, id_list_features, id_score_list_features), not checked yet."""
-    batch_size, view = 0, memoryview(body)
-    sparse = {name: _Sparse(name) for name in (IDS, SCORED, "unary_features")}
-    for name, start, end in _named(body, _REQUEST):
-        if name == "batch_size":
-            batch_size = _int32(body, start)
-        elif name in NOT_READ:
-            for _ in _named(view[start:end], {}):  # it must be well-formed even so
-                pass
-            if end > start:
+    found = _extract(body, _REQUEST)
+    for name in NOT_READ:
+        for message in found.get(name, ()):
+            _extract(message, {})  # it must be well-formed even so
+            if len(message):
                 say_not_read(name)
-        else:
-            _merge(sparse[name], view[start:end])
-    unary = sparse.pop("unary_features")
+    unary = _merged("unary_features", found)
     if unary.num_features or unary.values:
         raise unary.wrong("num_features", f"is {unary.num_features}: no model here has such")
-    return batch_size, sparse[IDS], sparse[SCORED]
+    batch_size = _int32(found["batch_size"]) if "batch_size" in found else 0
+    return batch_size, _merged(IDS, found), _merged(SCORED, found)
 
 
-def _merge(into: _Sparse, message: memoryview) -> None:
-    """Merges ``message`` into ``into`` as protobuf parsers do: of a repeated scalar field the last
-    value counts."""
-    for name, start, end in _named(message, _SPARSE):
-        if name == "num_features":
-            into.num_features = _int32(message, start)
-        else:
-            setattr(into, name, message[start:end])
+def _merged(name: str, found: _Fields) -> _Sparse:
+    """Merges the messages of the field ``name`` as protobuf parsers do: of a repeated scalar field
+    the last value counts."""
+    merged = _Sparse(name)
+    for message in found.get(name, ()):
+        for field, values in _extract(message, _SPARSE).items():
+            setattr(merged, field, _int32(values) if field == "num_features" else values[-1])
+    return merged
 
 
-def _named(body: bytes | memoryview, tags: Mapping[int, str]) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, start of the value, end of the value) for each field that ``tags`` names."""
+def _extract(message: bytes | memoryview, tags: Mapping[int, str]) -> _Fields:
+    """Returns the values of the fields that ``tags`` names."""
     try:
-        for count, (tag, _, start, end) in enumerate(fields(body)):
-            if count >= FIELDS_MAX:
-                raise TooManyFieldsError
-            name = tags.get(tag)
-            if name is not None:
-                yield name, start, end
+        return extract_fields(message, tags, FIELDS_MAX)[0]
     except ValueError as error:
         raise _malformed(error) from error
     except TooManyFieldsError as error:
@@ -225,8 +209,8 @@ def _malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not a PredictionRequest: {problem}", "body")
 
 
-def _int32(body: bytes | memoryview, start: int) -> int:
-    value = read_varint(body, start)[0] & _INT32_BITS
+def _int32(values: Sequence[memoryview]) -> int:
+    value = read_varint(values[-1], 0)[0] & _INT32_BITS
     return value - (_INT32_BITS + 1) if value & _INT32_SIGN else value
 
 
@@ -237,7 +221,7 @@ def say_not_read(field: str) -> None:
     logger.info("Predictor/Predict: %s are not read, this server has the tables alone", field)
 
 
-def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _PredictorBags:
+def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _Bags:
     features = one.num_features
     if features < 0:
         raise one.wrong("num_features", f"is {features}")
@@ -259,7 +243,7 @@ def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _PredictorBags:
         raise RequestTooLargeError(
             f"{field} adds up to {count} ids, {limits.describe('request_ids_max')}", field
         )
-    return _PredictorBags(_ids(one, count), lengths, _weights(one, count))
+    return _ids(one, count), lengths, _weights(one, count)
 
 
 def _ids(one: _Sparse, count: int) -> np.ndarray:
@@ -301,11 +285,11 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     Returns (0, 0) for an invalid body."""
     bags = ids = 0
     try:
-        for name, start, end in _named(body, _REQUEST):
-            if name in (IDS, SCORED):
-                for field_name, first, last in _named(memoryview(body)[start:end], _SPARSE):
-                    bags += (last - first) // _INT32.itemsize if field_name == "lengths" else 0
-                    ids += (last - first) // _INT64.itemsize if field_name == "values" else 0
+        found = _extract(body, _REQUEST)
+        for message in (*found.get(IDS, ()), *found.get(SCORED, ())):
+            numbers = _extract(message, _SPARSE)
+            bags += sum(len(one) // _INT32.itemsize for one in numbers.get("lengths", ()))
+            ids += sum(len(one) // _INT64.itemsize for one in numbers.get("values", ()))
     except (InvalidRequestError, RequestTooLargeError):
         return 0, 0
     return bags, ids

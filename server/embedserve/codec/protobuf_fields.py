@@ -130,7 +130,7 @@ class TooManyFieldsError(Exception):
 
 
 def extract_fields(
-    body: bytes, names: Mapping[int, str], fields_max: int
+    body: bytes | memoryview, names: Mapping[int, str], fields_max: int
 ) -> tuple[dict[str, list[memoryview]], list[memoryview], int]:
     """Splits a message into the values of some fields and the rest, both as views of ``body``.
 
