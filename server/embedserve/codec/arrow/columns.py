@@ -76,14 +76,6 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """The dtypes of the ids and of the offsets of a column of lists."""
-
-    ids: np.dtype
-    offsets: np.dtype
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
     """The response options of a caller."""
 
@@ -133,15 +125,15 @@ class Schema:
         return tuple(one.values.offsets is not None for one in of_features)
 
     @cached_property
-    def plain(self) -> Plain | None:
-        """The dtypes shared by all columns if they are lists of the same integer type without
-        weights; None otherwise, and for uint64."""
+    def plain(self) -> tuple[np.dtype, np.dtype] | None:
+        """(dtype of ids, dtype of offsets) shared by all columns if they are lists of the same
+        integer type without weights; None otherwise, and for uint64."""
         forms = {(one.offsets, one.values.name) for one in self.columns}
         first = self.columns[0]
         ids, offsets = first.values.dtype, first.offsets
         if len(forms) > 1 or self.weights or ids is None or offsets is None:
             return None
-        return None if ids == _UINT64 else Plain(ids, offsets)
+        return None if ids == _UINT64 else (ids, offsets)
 
     def at_buffer(self, buffer: int) -> Column:
         """Returns the column that the buffer at position ``buffer`` belongs to."""

@@ -111,21 +111,22 @@ def _quick(
 ) -> LookupRequest | None:
     """Decodes a batch in the most common layout, lists of integers only. Returns None for a batch
     with over QUICK_BAGS_MAX bags, with nulls, or with anything invalid."""
-    rows, plain = batch.rows, schema.plain
-    if plain is None or batch.nulls or rows * len(schema.columns) > QUICK_BAGS_MAX:
+    rows, dtypes = batch.rows, schema.plain
+    if dtypes is None or batch.nulls or rows * len(schema.columns) > QUICK_BAGS_MAX:
         return None
-    nbytes = (rows + 1) * plain.offsets.itemsize
+    ids_dtype, offsets_dtype = dtypes
+    nbytes = (rows + 1) * offsets_dtype.itemsize
     if min(batch.sizes[OFFSETS_AT::BUFFERS_EACH]) < nbytes:
         return None
     joined = b"".join([body[at : at + nbytes] for at in batch.starts[OFFSETS_AT::BUFFERS_EACH]])
-    offsets = np.frombuffer(joined, plain.offsets).reshape(-1, rows + 1)
+    offsets = np.frombuffer(joined, offsets_dtype).reshape(-1, rows + 1)
     lengths = offsets[:, 1:] - offsets[:, :-1]
     if offsets.min() < 0 or lengths.min() < 0:
         return None
     starts, ends = offsets[:, 0].tolist(), offsets[:, -1].tolist()
     if sum(ends) - sum(starts) > limits.request_ids_max:
         return None
-    view, width = memoryview(body), plain.ids.itemsize
+    view, width = memoryview(body), ids_dtype.itemsize
     ids = []
     for at, size, count, start, end in zip(
         batch.starts[VALUES_AT::BUFFERS_EACH],
@@ -138,7 +139,7 @@ def _quick(
         if end > count or count * width > size:
             return None
         ids.append(view[at + start * width : at + end * width])
-    integers = np.frombuffer(b"".join(ids), plain.ids).astype(_INT64, copy=False)
+    integers = np.frombuffer(b"".join(ids), ids_dtype).astype(_INT64, copy=False)
     of_all = lengths.astype(_INT32, copy=False).reshape(-1)
     return LookupRequest(model, schema.features, integers, of_all, None, rows)
 
