@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,8 @@ from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline.response_writer import ResponseWriter
 from embedserve.shared_memory.region_registry import EVERYBODY
-from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import HeaderList
-from embedserve.tracing.stage_timings import StageTimings
-from embedserve.tracing.trace_context import TRACEPARENT, TraceContext, read_traceparent
+from embedserve.tracing.trace_context import TRACEPARENT, TraceContext
 
 if TYPE_CHECKING:
     from embedserve.pipeline.request_pipeline import RequestPipeline
@@ -112,11 +109,14 @@ class RequestContext(PendingRequest):
         return self.quota or self.writer.origin
 
     @property
+    def caller(self) -> str:
+        """Name of the admitted caller until the request ends; "" without authentication."""
+        return "" if self.quota is None else self.quota.grant.name
+
+    @property
     def owner(self) -> str:
-        """Name of the authenticated caller, who owns its shared-memory regions; EVERYBODY without
-        authentication."""
-        quota = self.quota
-        return EVERYBODY if quota is None else quota.grant.name
+        """Name of the owner of the caller's shared-memory regions."""
+        return self.caller or EVERYBODY
 
     @property
     def certificate(self) -> Certificate | None:
@@ -173,15 +173,13 @@ class RequestContext(PendingRequest):
     ) -> None:
         """Writes a response that is large, or whose request may have to be logged or traced, or
         needs timing headers. Slow path of `write`."""
-        telemetry, quota = self.pipeline.telemetry, self.quota
+        telemetry, caller = self.pipeline.telemetry, self.caller
         self._leave("OK")
         headers = [*headers, *telemetry.response_headers(self, encoded_s)]
         self.writer.write_response(chunks, nbytes, headers)
         if nbytes > LARGE_RESPONSE_BYTES:
             self.pipeline.record_large_response(nbytes)
-        end_s = perf_counter()
-        record = partial(self._record, "OK", quota, end_s, encoded_s)
-        telemetry.report(self, end_s - self.start_s, record)
+        telemetry.report(self, "OK", caller, perf_counter(), encoded_s)
 
     def reject(self, error: EmbedServeError) -> None:
         self.is_waiting = False
@@ -189,8 +187,7 @@ class RequestContext(PendingRequest):
         seconds, telemetry = end_s - self.start_s, self.pipeline.telemetry
         try:
             self.pipeline.metrics.count_outcome(self.version or error.model, code, seconds)
-            record = partial(self._record, code, self.quota, end_s, caller=error.caller)
-            fields = telemetry.report_rejected(self, seconds, record)
+            fields = telemetry.report(self, code, self.caller or error.caller, end_s)
             self._leave(code)
             self.options.metrics.count_rejected(code, error.message, seconds, fields)
             self.writer.write_error(error, telemetry.response_headers(self, end_s, is_error=True))
@@ -223,8 +220,7 @@ class RequestContext(PendingRequest):
         if self.is_waiting:
             end_s = perf_counter()
             seconds = end_s - self.start_s
-            record = partial(self._record, "CANCELLED", self.quota, end_s)
-            self.pipeline.telemetry.report(self, seconds, record)
+            self.pipeline.telemetry.report(self, "CANCELLED", self.caller, end_s)
             self.pipeline.metrics.count_outcome(self.version, "CANCELLED", seconds)
             self.abandon()
             self._leave("CANCELLED")
@@ -261,46 +257,3 @@ class RequestContext(PendingRequest):
         if self.ticket is not None:
             return self.ticket.model
         return None if self.batcher is None else self.batcher.model
-
-    def times(self, end_s: float, encoded_s: float | None = None) -> StageTimings:
-        """Returns the stage timings of the request up to ``end_s``.
-
-        Args:
-            encoded_s: time when the response was encoded; None if there is no response.
-        """
-        begins = [self.start_s]
-        if self.queued_s:
-            begins.append(self.queued_s)
-        if self.ticket is not None:
-            begins.append(self.ticket.taken_s)
-            if self.ticket.looked_up_s is not None:
-                begins.append(self.ticket.looked_up_s)
-        if encoded_s is not None:
-            begins.append(encoded_s)
-        return StageTimings(tuple(begins), end_s)
-
-    def _record(
-        self,
-        outcome: str,
-        quota: CallerQuota | None,
-        end_s: float,
-        encoded_s: float | None = None,
-        caller: str = "",
-    ) -> RequestRecord:
-        """Returns the record of the request of ``quota``, or else of a ``caller`` that was not
-        admitted, which ended at ``end_s``."""
-        model, request, writer = self.version, self.request, self.writer
-        return RequestRecord(
-            request_id=self.request_id.decode("ascii"),
-            protocol=self.options.metrics.protocol,
-            outcome=outcome,
-            timings=self.times(end_s, encoded_s),
-            model=self.options.model if model is None else model.served_as,
-            version=0 if model is None else model.version,
-            examples=request.batch_size,
-            ids=request.ids.size,
-            caller=caller if quota is None else quota.grant.name,
-            address=self.pipeline.addresses.find(writer.peer, writer.header),
-            trace=read_traceparent(writer.header(TRACEPARENT)),
-            calls=None if self.ticket is None else self.ticket.calls,
-        )

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.metrics.request_metrics import NO_FAILURES
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
 from embedserve.tracing.slow_requests import Fields, SlowRequests
+from embedserve.tracing.stage_timings import StageTimings
+from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
 
 if TYPE_CHECKING:
     from embedserve.pipeline.request_context import RequestContext
@@ -67,7 +70,7 @@ class RequestTelemetry:
         if self._has_id(context) or is_error or end_s - context.start_s >= self._slow_s:
             headers.append((REQUEST_ID, context.request_id))
         if self._tells_times:
-            headers.append((SERVER_TIMING, context.times(end_s).server_timing()))
+            headers.append((SERVER_TIMING, _timings(context, end_s).server_timing()))
         return headers
 
     def request_id_headers(self, context: RequestContext) -> HeaderList:
@@ -84,43 +87,72 @@ class RequestTelemetry:
         return given is not None
 
     def report(
-        self, context: RequestContext, seconds: float, record: Callable[[], RequestRecord]
-    ) -> None:
-        """Reports ``context``, which was answered or cancelled: as ``report_rejected`` does, and to
-        the log if it is slow."""
-        fields = self.report_rejected(context, seconds, record)
-        if seconds >= self._slow_s:
-            self._log.log(logging.WARNING, "slow request", fields=fields)
-
-    def report_rejected(
-        self, context: RequestContext, seconds: float, record: Callable[[], RequestRecord]
+        self,
+        context: RequestContext,
+        outcome: str,
+        caller: str,
+        end_s: float,
+        encoded_s: float | None = None,
     ) -> Callable[[], Fields]:
-        """Traces ``context`` if it is sampled, and adds it to ``slow`` if its duration of
-        ``seconds`` reaches the slow-request limit.
+        """Traces a request that has ended, if it is sampled. If it was slow, adds it to ``slow``,
+        and unless it was rejected logs it.
 
-        Returns a function for the fields of its log line, which ProtocolMetrics writes: every
-        rejection has one, slow or not.
+        Args:
+            outcome: OK, CANCELLED, or the code of its error.
+            caller: name of its caller; "" without authentication.
+            end_s: time of its end.
+            encoded_s: time when the response was encoded; None if there is no response.
+
+        Returns:
+            Function for the fields of its log line, which ProtocolMetrics writes: every rejection
+                has one, slow or not.
         """
-        record = self._trace(context, record)
+        traced = None
+        if self.traces is not None and (trace := context.trace) is not None:
+            traced = _record(context, outcome, caller, end_s, encoded_s)
+            traced.trace = trace
+            self.traces.add(traced)
 
         def fields() -> Fields:
-            return record().fields()
+            return (traced or _record(context, outcome, caller, end_s, encoded_s)).fields()
 
+        seconds = end_s - context.start_s
         if seconds >= self._slow_s:
             self.slow.add(seconds, fields)
+            if outcome in NO_FAILURES:
+                self._log.log(logging.WARNING, "slow request", fields=fields)
         return fields
 
-    def _trace(
-        self, context: RequestContext, record: Callable[[], RequestRecord]
-    ) -> Callable[[], RequestRecord]:
-        """Exports ``context`` if it is sampled. Returns a function for its record, which then
-        includes the trace context; else returns ``record``."""
-        if self.traces is None:
-            return record
-        trace = context.trace
-        if trace is None:
-            return record
-        made = record()
-        made.trace = trace
-        self.traces.add(made)
-        return lambda: made
+
+def _timings(context: RequestContext, end_s: float, encoded_s: float | None = None) -> StageTimings:
+    """Returns the stage timings of a request up to ``end_s``."""
+    begins = [context.start_s]
+    if context.queued_s:
+        begins.append(context.queued_s)
+    if context.ticket is not None:
+        begins.append(context.ticket.taken_s)
+        if context.ticket.looked_up_s is not None:
+            begins.append(context.ticket.looked_up_s)
+    if encoded_s is not None:
+        begins.append(encoded_s)
+    return StageTimings(tuple(begins), end_s)
+
+
+def _record(
+    context: RequestContext, outcome: str, caller: str, end_s: float, encoded_s: float | None
+) -> RequestRecord:
+    model, request, writer = context.version, context.request, context.writer
+    return RequestRecord(
+        request_id=context.request_id.decode("ascii"),
+        protocol=context.options.metrics.protocol,
+        outcome=outcome,
+        timings=_timings(context, end_s, encoded_s),
+        model=context.options.model if model is None else model.served_as,
+        version=0 if model is None else model.version,
+        examples=request.batch_size,
+        ids=request.ids.size,
+        caller=caller,
+        address=context.pipeline.addresses.find(writer.peer, writer.header),
+        trace=read_traceparent(writer.header(TRACEPARENT)),
+        calls=None if context.ticket is None else context.ticket.calls,
+    )
