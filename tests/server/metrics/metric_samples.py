@@ -1,14 +1,32 @@
-"""Reads families and samples from the text of /metrics, and counts ids without a row."""
+"""Metrics of several workers, families and samples of the text of /metrics, and counts of ids
+without a row."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from embedserve.lookup_types import Batch
-from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.request_metrics import VersionMetrics
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve.model_info import ModelInfo
+
+
+def workers_of(count: int, *models: ModelInfo) -> tuple[SharedCounters, list[Metrics]]:
+    """Returns the metrics of ``count`` ready workers that serve ``models``, and their counters."""
+    slots = SharedCounters(count, cells_per_worker(len(models), COLUMNS_MIN))
+    for worker in range(count):
+        slots.set_ready(worker, True)
+    return slots, [Metrics(models, WorkerCounters(slots, worker)) for worker in range(count)]
+
+
+def with_version(model: ModelInfo, number: int) -> ModelInfo:
+    return replace(model, manifest=replace(model.manifest, version=number))
 
 
 def parse_families(text: str) -> dict[str, Metric]:

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from server.fake_deltas import shared_state
 from server.fake_models import model_info
+from server.metrics.metric_samples import workers_of
 
 from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations
-from embedserve.metrics.metrics import Metrics, cells_per_worker
-from embedserve.metrics.model_metrics import COLUMNS_MIN
-from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve.metrics.metrics import Metrics
 from embedserve_store.format.delta_manifest import LinePosition
 
 APPLIED = Applied(5, 1e9, "ab" * 32)
@@ -42,9 +41,8 @@ def values(
         )
     )
     model = replace(model_info(), deltas=shared_state(status))
-    counters = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
-    both = [Metrics([model], WorkerCounters(counters, worker)) for worker in (0, 1)]
-    registry = both[1].registry()
+    _, (_, scraped) = workers_of(2, model)
+    registry = scraped.registry()
     return {
         sample.name.removeprefix("embedserve_delta_"): sample.value
         for family in registry.collect()

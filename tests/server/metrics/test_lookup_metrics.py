@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import Metric, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import Bags, make_request
 from server.fake_models import served_of
+from server.metrics.metric_samples import families_of, workers_of
 
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.lookup_types import Batch
-from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.request_metrics import LookupMetrics, lookup_cells
 from embedserve.metrics.row_to_rank import DIVIDED_CELLS, ROWS_SAMPLED_MAX
 from embedserve.metrics.shared_counters import (
-    SharedCounters,
     WorkerCounters,
     single_worker_counters,
 )
@@ -121,8 +119,7 @@ FAMILIES = {
 
 
 def exported(metrics: Metrics) -> dict[str, Counter[str]]:
-    text = generate_latest(metrics.registry()).decode()
-    families: dict[str, Metric] = {one.name: one for one in text_string_to_metric_families(text)}
+    families = families_of(metrics)
     counts = {}
     for name, labels in FAMILIES.items():
         counts[name] = Counter(
@@ -185,9 +182,8 @@ def test_counts_are_exact_if_every_batch_is_sampled(batches: list[list[Bags]]) -
 
 
 def test_counts_are_summed_over_workers_including_replaced_workers() -> None:
-    slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
+    slots, _ = workers_of(2, MODEL)
     for worker in (0, 1, 1):
-        slots.set_ready(worker, True)
         metrics = Metrics([MODEL], WorkerCounters(slots, worker))
         metrics.models["shop"].version.lookups.observe(joined(BAGS))
         metrics.flush()
@@ -196,11 +192,10 @@ def test_counts_are_summed_over_workers_including_replaced_workers() -> None:
 
 
 def test_replaced_worker_divides_reads_that_its_predecessor_left() -> None:
-    slots = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
-    slots.set_ready(0, True)
-    for _ in range(2):  # the first is killed before it flushes
-        metrics = Metrics([MODEL], WorkerCounters(slots, 0))
-        metrics.models["shop"].version.lookups.observe(joined(BAGS))
+    slots, (killed,) = workers_of(1, MODEL)
+    killed.models["shop"].version.lookups.observe(joined(BAGS))  # it never flushes
+    metrics = Metrics([MODEL], WorkerCounters(slots, 0))
+    metrics.models["shop"].version.lookups.observe(joined(BAGS))
     metrics.flush()
     assert exported(metrics) == counted_by_hand(BAGS, BAGS)
 

@@ -10,7 +10,7 @@ from time import perf_counter
 import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.live import IN_THREAD
-from server.metrics.metric_samples import families_of
+from server.metrics.metric_samples import families_of, with_version, workers_of
 from server.pipelines import make_pipeline, outcomes_of
 from server.recording_call import RecordingCall, make_options, submit_request
 from server.waiting import until
@@ -18,13 +18,10 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.histogram import PENDING_MAX
-from embedserve.metrics.metrics import Metrics, cells_per_worker
-from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
+from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.model_metrics import NAMES_SPARE
 from embedserve.metrics.request_metrics import OUTCOMES
-from embedserve.metrics.shared_counters import (
-    SharedCounters,
-    WorkerCounters,
-)
+from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
 
@@ -36,12 +33,8 @@ LIMITS = replace(IN_THREAD, queue_examples_max=1)
 
 
 def version_of(number: int, alias: str, features: dict[str, tuple[int, int]]) -> ModelInfo:
-    info = model_info("shop", features)
-    return replace(
-        info,
-        manifest=replace(info.manifest, version=number),
-        served_name=f"shop@{alias}" * bool(alias),
-    )
+    info = with_version(model_info("shop", features), number)
+    return replace(info, served_name=f"shop@{alias}" * bool(alias))
 
 
 STABLE = version_of(7, "stable", {"user": (7, 4), "film": (11, 3)})
@@ -174,13 +167,6 @@ async def test_unknown_model_names_add_no_series(pipeline: RequestPipeline) -> N
     assert len(family.samples) == before
     assert request_counts(pipeline.metrics) == {}
     assert outcomes_of(pipeline.metrics.protocols["rest"])["NOT_FOUND"] == 150
-
-
-def workers_of(count: int, *models: ModelInfo) -> tuple[SharedCounters, list[Metrics]]:
-    slots = SharedCounters(count, cells_per_worker(len(models), COLUMNS_MIN))
-    for worker in range(count):
-        slots.set_ready(worker, True)
-    return slots, [Metrics(models, WorkerCounters(slots, worker)) for worker in range(count)]
 
 
 def record(metrics: Metrics, name: str, completed: int, failed: int) -> None:

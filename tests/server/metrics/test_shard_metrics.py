@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from server.fake_models import model_info
 from server.fake_parts import FakeParts, in_parts
+from server.metrics.metric_samples import workers_of
 
 from embedserve.config import ServeSettings
 from embedserve.lookup_types import Batch
@@ -190,8 +191,7 @@ def batch_in_parts(missing_parts: Sequence[int], cached_count: int) -> Batch:
 def test_missing_parts_and_cached_ids_are_counted_by_version() -> None:
     """Covers counts of all workers, including replaced ones."""
     model = in_parts(model_info(), FakeParts())
-    slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
-    workers = [Metrics([model], WorkerCounters(slots, worker)) for worker in range(2)]
+    slots, workers = workers_of(2, model)
     for metrics, parts in zip(workers, ([0, 1], [1, 2]), strict=True):  # there is no part 2
         metrics.models["shop"].version.count_parts(batch_in_parts(parts, 5))
         metrics.flush()

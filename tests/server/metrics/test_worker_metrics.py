@@ -7,20 +7,17 @@ from itertools import repeat
 
 import pytest
 from server.fake_engine import model_info
-from server.metrics.metric_samples import count_unknown_ids, families_of, sample_value
+from server.metrics.metric_samples import (
+    count_unknown_ids,
+    families_of,
+    sample_value,
+    with_version,
+    workers_of,
+)
 
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.model_info import ModelInfo
-
-
-def two_workers() -> tuple[SharedCounters, list[Metrics]]:
-    model = model_info()
-    slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
-    for worker in (0, 1):
-        slots.set_ready(worker, True)
-    return slots, [Metrics([model], WorkerCounters(slots, worker)) for worker in (0, 1)]
 
 
 def test_slot_size_equals_the_cells_of_all_metrics() -> None:
@@ -34,7 +31,7 @@ def test_slot_size_equals_the_cells_of_all_metrics() -> None:
 
 
 def test_every_worker_exports_sums_over_all_workers() -> None:
-    slots, workers = two_workers()
+    slots, workers = workers_of(2, model_info())
     for count, metrics in enumerate(workers, 1):
         for _ in range(count):
             metrics.protocols["rest"].count_answered(0.02, 100)
@@ -61,7 +58,7 @@ def test_every_worker_exports_sums_over_all_workers() -> None:
 
 
 def test_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
-    slots, (one, other) = two_workers()
+    slots, (one, other) = workers_of(2, model_info())
     other.protocols["rest"].count_answered(0.02, 100)
     other.models["shop"].count_queue = lambda: (7, 7)
     count_unknown_ids(other.models["shop"].version, 2)
@@ -76,7 +73,7 @@ def test_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
 
 
 def test_replacement_worker_continues_the_counts() -> None:
-    slots, (one, other) = two_workers()
+    slots, (one, other) = workers_of(2, model_info())
     other.protocols["rest"].count_answered(0.02, 100)
     count_unknown_ids(other.models["shop"].version, 2)
     other.flush()
@@ -95,8 +92,8 @@ def test_replacement_worker_continues_the_counts() -> None:
 
 
 def test_next_version_counts_from_zero_under_its_own_number() -> None:
-    _, workers = two_workers()
-    later = replace_version(model_info("shop", {"person": (7, 4), "movie": (11, 3)}), 8)
+    _, workers = workers_of(2, model_info())
+    later = with_version(model_info("shop", {"person": (7, 4), "movie": (11, 3)}), 8)
     for metrics in workers:
         shop = metrics.models["shop"]
         before = shop.version
@@ -124,17 +121,17 @@ def test_next_version_counts_from_zero_under_its_own_number() -> None:
         assert sample_value(families, "embedserve_model_switches_total", model="shop") == 1
         assert sample_value(families, "embedserve_model_load_seconds", model="shop") == 1.5
         assert sample_value(families, "embedserve_model_wanted_version", model="shop") == 8
-    _, (fresh, _) = two_workers()
+    _, (fresh, _) = workers_of(2, model_info())
     assert sample_value(families_of(fresh), "embedserve_model_switches_total", model="shop") == 0
 
 
 def test_workers_with_different_versions_are_not_summed() -> None:
     """Covers the switch of a version, which workers do not make in the same instant."""
-    _, (one, other) = two_workers()
+    _, (one, other) = workers_of(2, model_info())
     for metrics in (one, other):
         metrics.models["shop"].version.batch_ids.observe(5.0)
         metrics.flush()
-    other.models["shop"].switch(replace_version(model_info(), 8), 0.1)
+    other.models["shop"].switch(with_version(model_info(), 8), 0.1)
     other.models["shop"].version.batch_ids.observe(3.0)
     other.flush()
     assert (
@@ -145,12 +142,8 @@ def test_workers_with_different_versions_are_not_summed() -> None:
     )
 
 
-def replace_version(model: ModelInfo, number: int) -> ModelInfo:
-    return replace(model, manifest=replace(model.manifest, version=number))
-
-
 def test_added_and_removed_names_are_summed_over_all_workers() -> None:
-    _, workers = two_workers()
+    _, workers = workers_of(2, model_info())
     canary = replace(model_info(), served_name="shop@canary")
     for metrics in workers:
         metrics.add(canary).version.batch_ids.observe(5.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import zlib
 from itertools import pairwise
-from urllib.parse import unquote
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,6 @@ from embedserve.wire.grpc.grpc_framing import (
     WireError,
     framed,
     parse_timeout,
-    percent_encoded,
 )
 
 BYTES_MAX = 1000
@@ -175,14 +173,3 @@ def test_timeout_units_are_parsed(value: bytes, seconds: float) -> None:
 def test_invalid_timeout_is_rejected(value: bytes) -> None:
     with pytest.raises(WireError, match="grpc-timeout is"):
         parse_timeout(value)
-
-
-@given(st.text())
-def test_status_messages_survive_percent_encoding(message: str) -> None:
-    try:
-        message.encode()
-    except UnicodeEncodeError:
-        return
-    encoded = percent_encoded(message)
-    assert all(0x20 <= byte <= 0x7E for byte in encoded)
-    assert unquote(encoded.decode()) == message
