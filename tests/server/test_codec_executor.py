@@ -14,6 +14,7 @@ from server.recording_call import BODY, OriginWriter, RecordingCall, make_option
 from server.waiting import until
 
 from embedserve.lookup_types import LookupRequest
+from embedserve.pipeline import submit_compressed
 
 
 async def test_compressed_bodies_have_every_second_turn_however_many_callers_send_them(
@@ -31,7 +32,7 @@ async def test_compressed_bodies_have_every_second_turn_however_many_callers_sen
         options = make_options(pipeline, codec)
         call = RecordingCall(pipeline, options, writer=OriginWriter(origin))
         if is_compressed:
-            pipeline.submit_compressed(call, 1, lambda: BODY)
+            submit_compressed(call, 1, lambda: BODY)
         else:
             pipeline.submit(call, BODY)
         return call

@@ -6,19 +6,16 @@ adapter: it implements ResponseWriter and creates a RequestContext for each requ
 ids.
 """
 
-from embedserve.pipeline.request_context import (
+from embedserve.pipeline.codec_executor import submit_compressed
+from embedserve.pipeline.request_pipeline import (
     LARGE_RESPONSE_BYTES,
+    ORIGIN,
     ROUTING_KEY,
     RequestContext,
     RequestOptions,
-)
-from embedserve.pipeline.request_pipeline import (
-    ORIGIN,
-    UPLOAD_S_MAX,
     RequestPipeline,
-    late_request,
 )
-from embedserve.pipeline.response_writer import ResponseWriter
+from embedserve.pipeline.response_writer import UPLOAD_S_MAX, ResponseWriter, late_request
 
 __all__ = [
     "LARGE_RESPONSE_BYTES",
@@ -30,4 +27,5 @@ __all__ = [
     "RequestPipeline",
     "ResponseWriter",
     "late_request",
+    "submit_compressed",
 ]

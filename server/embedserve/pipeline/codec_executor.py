@@ -1,18 +1,22 @@
-"""Runs slow decoding and encoding in a thread, off the event loop."""
+"""Decodes large bodies and encodes large responses in threads, off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
+from embedserve.batching.split import copy_if_view
 from embedserve.errors import DeadlineExceededError, EmbedServeError, OverloadedError
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, with_size
 
 if TYPE_CHECKING:
-    from embedserve.pipeline.request_context import RequestContext
+    from embedserve.pipeline.request_pipeline import RequestContext
 
 T = TypeVar("T")
 WaitingCalls = dict[object, deque[Callable[[], None]]]
@@ -22,6 +26,11 @@ WAITING_BYTES_MAX = 256 << 20
 bounds the memory that they hold. A single call is accepted at any size while no other waits."""
 SOURCE_SHARE = 1 / 2
 """Fraction of WAITING_BYTES_MAX that one source may hold."""
+
+
+CHUNK_YIELD_S = 0.0001
+"""Seconds of sleep between two chunks of a large response, so that the event loop can take the GIL.
+Without it the loop waits a full 5 ms switch interval each time."""
 
 
 class CodecExecutor:
@@ -148,3 +157,93 @@ class CodecExecutor:
 
 def _new_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="codec")
+
+
+def check_deadline(context: RequestContext) -> None:
+    """Raises DeadlineExceededError if the deadline of a request that was read has passed."""
+    now_s = perf_counter()
+    if now_s >= context.deadline_s:
+        waited_ms = (now_s - context.start_s) * 1000
+        raise DeadlineExceededError(
+            f"the deadline had passed when the request was read, {waited_ms:.1f} ms after its start"
+        )
+
+
+def decode_later(
+    context: RequestContext,
+    nbytes: int,
+    read_body: Callable[[], bytes],
+    *,
+    is_compressed: bool = False,
+) -> None:
+    """Decodes the body that ``read_body`` returns, of ``nbytes`` until then, in the codec thread,
+    and then enqueues its request."""
+    options, models, limits = context.options, context.pipeline.models, context.pipeline.limits
+    _, decode_whole = context.pipeline.decoders(context)
+
+    def decode() -> LookupRequest:
+        body = read_body()
+        if models.has_full_queue:  # The queue may have filled while the body waited.
+            models.check_queue_for_body(options.model, body, options.codec)
+        return decode_whole(body, options.model, limits)
+
+    def enqueue(request: LookupRequest) -> None:
+        if context.quota is not None:
+            context.quota.check_model(request.model, models.default_model)
+        models.enqueue(request, context)
+        context.writer.on_enqueued()
+
+    context.pipeline.codec_executor.submit(
+        context, "body", nbytes, decode, enqueue, is_compressed=is_compressed
+    )
+
+
+def submit_compressed(
+    context: RequestContext, nbytes: int, decompress: Callable[[], bytes]
+) -> None:
+    """Submits a request whose body is decompressed in the codec thread first. Never raises.
+
+    Args:
+        nbytes: bytes held until the body is decompressed.
+        decompress: returns the body, or raises EmbedServeError.
+    """
+    try:
+        check_deadline(context)
+        decode_later(context, nbytes, decompress, is_compressed=True)
+    except EmbedServeError as error:
+        context.reject(error)
+    except Exception:
+        context.fail()
+
+
+def encode_later(context: RequestContext, result: LookupResult) -> None:
+    """Encodes ``result`` in the codec thread, then writes it to ``context``. A thread of its
+    own encodes a response that may block.
+
+    Copies ``result`` out of its batch first, so that it does not keep the batch alive.
+
+    Raises:
+        OverloadedError: too many bytes wait for the codec thread already.
+    """
+    result.values = copy_if_view(result.values)
+    result.extra_chunks = [copy_if_view(chunk) for chunk in result.extra_chunks]
+    nbytes = result.values.nbytes + sum(chunk.nbytes for chunk in result.extra_chunks)
+    encode = partial(_encode, context, result)
+    may_block = result.output is not None and result.output.may_block
+    pipeline = context.pipeline
+    executor = pipeline.shared_memory_executor if may_block else pipeline.codec_executor
+    executor.submit(
+        context, "answer", nbytes, encode, lambda encoded: context.write(result, *encoded)
+    )
+
+
+def _encode(context: RequestContext, result: LookupResult) -> EncodedResponse:
+    """Encodes ``result`` in the codec thread. Stops early once ``context`` no longer waits."""
+    chunks: list[bytes | memoryview] = []
+    for chunk in context.options.response_codec.encode(result):
+        if chunks:
+            time.sleep(CHUNK_YIELD_S)
+        chunks.append(chunk)
+        if not context.is_waiting:
+            break
+    return with_size(chunks)

@@ -1,39 +1,276 @@
-"""The request pipeline: the only path from bytes to a batch and back."""
+"""The request pipeline: the only path from bytes to a batch and back.
+
+The context of a request is the same for every protocol, from its headers until its response. What
+telemetry reports of a request (its id, stage timings and trace context) is computed only when it is
+reported. A request that is not reported pays nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from time import perf_counter
 
-from embedserve.access.authenticator import Authenticator
+from embedserve.access.authenticator import Authenticator, Certificate
+from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.client_address import ClientAddresses
-from embedserve.batching.split import copy_if_view
-from embedserve.codec.codec import Codecs, Decode, TryDecodeInline
-from embedserve.errors import DeadlineExceededError, EmbedServeError
-from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, with_size
+from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
+from embedserve.codec.codec import Codec, Codecs, Decode, TryDecodeInline
+from embedserve.errors import INTERNAL, EmbedServeError, EngineError
+from embedserve.lookup_types import LookupResult, ResponseChunks
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.metrics.request_metrics import ProtocolMetrics
+from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
-from embedserve.pipeline.codec_executor import CodecExecutor
-from embedserve.pipeline.request_context import NEVER, RequestContext
+from embedserve.pipeline.codec_executor import (
+    CodecExecutor,
+    check_deadline,
+    decode_later,
+    encode_later,
+)
+from embedserve.pipeline.response_writer import ResponseWriter
 from embedserve.pipeline.telemetry import RequestTelemetry
-from embedserve.shared_memory.region_registry import NONE, RegionRegistry
+from embedserve.shared_memory.region_registry import EVERYBODY, NONE, RegionRegistry
+from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.trace_context import TRACEPARENT, TraceContext
 
 logger = logging.getLogger(__name__)
 
-UPLOAD_S_MAX = 30.0
-"""Seconds that the body of one request may take to arrive. Slower requests are rejected with
-DEADLINE_EXCEEDED."""
+NEVER = float("inf")
+LARGE_RESPONSE_BYTES = 64 << 10
+"""Bytes of an encoded response above which `on_large_response` callbacks are called. They bound the
+memory pinned by unsent responses. Responses up to 64 KiB fit in a socket's send buffer."""
+ROUTING_KEY = b"x-routing-key"
+"""Header whose value pins requests to one version where several versions share a model's
+traffic."""
+_UNDECIDED = TraceContext("", "", False)
+"""Trace of a request before it is decided whether it is sampled."""
 ORIGIN = b"origin"
 """Header that browsers add to the requests of a page to another site."""
-CHUNK_YIELD_S = 0.0001
-"""Seconds of sleep between two chunks of a large response, so that the event loop can take the GIL.
-Without it the loop waits a full 5 ms switch interval each time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestOptions:
+    """Options parsed from the request headers, shared by requests with identical headers.
+
+    Attributes:
+        model: model in the URL; "" selects the model that the body names, or the default model.
+        codec: codec of the request body.
+        response_codec: codec of the response.
+        timeout_s: seconds from the end of the request's headers until its deadline; None for no
+            deadline.
+        metrics: metrics of the protocol.
+        has_id: whether the request has an X-Request-Id header, which the response repeats.
+    """
+
+    model: str
+    codec: Codec
+    response_codec: Codec
+    timeout_s: float | None
+    metrics: ProtocolMetrics
+    has_id: bool = False
+
+
+class RequestContext(PendingRequest):
+    """Context of one request. Times are perf_counter seconds.
+
+    A request ends once: in `write`, `reject` or `cancel`. That method counts its outcome by
+    protocol (``options.metrics``) and by caller (``quota``). It counts it by version, too, if one
+    was chosen: `write` by the ticket, the others by ``pipeline.metrics``.
+
+    Attributes:
+        options: options parsed from its headers.
+        start_s: time when its headers, or in a stream its message, had arrived. A request that is
+            pipelined over HTTP/1 starts once the response before it is written.
+        pipeline: pipeline that it is submitted to.
+        writer: writer of its response.
+        quota: limits and counters of its caller, from its admission until its end; None without
+            authentication.
+    """
+
+    __slots__ = ("_request_id", "_trace", "options", "pipeline", "quota", "start_s", "writer")
+
+    def __init__(
+        self,
+        options: RequestOptions,
+        start_s: float,
+        pipeline: RequestPipeline,
+        writer: ResponseWriter,
+    ) -> None:
+        self.options = options
+        self.start_s = start_s
+        self.pipeline = pipeline
+        self.writer = writer
+        self.quota: CallerQuota | None = None
+        self._request_id = b""
+        self._trace: TraceContext | None = _UNDECIDED
+        timeout_s = options.timeout_s
+        self.deadline_s = NEVER if timeout_s is None else start_s + timeout_s
+        self.is_waiting = True
+        self.batcher = None
+        self.queued_s = 0.0
+        self.request = NO_REQUEST
+        self.ticket = None
+
+    # The caller
+
+    @property
+    def source(self) -> object:
+        return self.quota or self.writer.origin
+
+    @property
+    def caller(self) -> str:
+        """Name of the admitted caller until the request ends; "" without authentication."""
+        return "" if self.quota is None else self.quota.grant.name
+
+    @property
+    def owner(self) -> str:
+        """Name of the owner of the caller's shared-memory regions."""
+        return self.caller or EVERYBODY
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.writer.certificate
+
+    @property
+    def can_delay_rejection(self) -> bool:
+        return self.writer.can_delay_rejection
+
+    @property
+    def routing_key(self) -> bytes:
+        return self.writer.header(ROUTING_KEY) or b""
+
+    # Its end
+
+    def complete(self, result: LookupResult) -> None:
+        try:
+            encoded = self.options.response_codec.try_encode_inline(result)
+            if encoded is None:
+                encode_later(self, result)
+            else:
+                self.write(result, *encoded)
+        except EmbedServeError as error:
+            self.reject(error)
+        except Exception:
+            self.fail()
+
+    def write(self, result: LookupResult, chunks: ResponseChunks, nbytes: int) -> None:
+        """Writes the response that ``result`` was encoded to, and counts the request as
+        answered."""
+        self.is_waiting = False
+        encoded_s = perf_counter()
+        seconds = encoded_s - self.start_s
+        options, telemetry = self.options, self.pipeline.telemetry
+        headers_of = options.response_codec.response_headers
+        headers = None if headers_of is None else headers_of(result)
+        if seconds >= telemetry.watched_s or nbytes > LARGE_RESPONSE_BYTES:
+            self._write_observed(chunks, nbytes, encoded_s, headers or [])
+        else:
+            quota = self.quota
+            if quota is not None:  # as in `_leave`, which would cost each request a call
+                quota.active -= 1
+                quota.answered_count += 1
+                self.quota = None
+            if options.has_id:
+                headers = [*(headers or ()), *telemetry.request_id_headers(self)]
+            self.writer.write_response(chunks, nbytes, headers)
+        options.metrics.count_answered(seconds, nbytes)
+        assert self.ticket is not None
+        self.ticket.observe_latency(seconds)
+
+    def _write_observed(
+        self, chunks: ResponseChunks, nbytes: int, encoded_s: float, headers: HeaderList
+    ) -> None:
+        """Writes a response that is large, or whose request may have to be logged or traced, or
+        needs timing headers. Slow path of `write`."""
+        telemetry, caller = self.pipeline.telemetry, self.caller
+        self._leave("OK")
+        headers = [*headers, *telemetry.response_headers(self, encoded_s)]
+        self.writer.write_response(chunks, nbytes, headers)
+        if nbytes > LARGE_RESPONSE_BYTES:
+            self.pipeline.record_large_response(nbytes)
+        telemetry.report(self, "OK", caller, perf_counter(), encoded_s)
+
+    def reject(self, error: EmbedServeError) -> None:
+        self.is_waiting = False
+        end_s, code = perf_counter(), error.code
+        seconds, telemetry = end_s - self.start_s, self.pipeline.telemetry
+        try:
+            self.pipeline.metrics.count_outcome(self.version or error.model, code, seconds)
+            fields = telemetry.report(self, code, self.caller or error.caller, end_s)
+            self._leave(code)
+            self.options.metrics.count_rejected(code, error.message, seconds, fields)
+            self.writer.write_error(error, telemetry.response_headers(self, end_s, is_error=True))
+        except Exception:  # the other requests of its batch are answered nevertheless
+            log = self.options.metrics.log
+            log.log(logging.ERROR, "an error could not be written", with_traceback=True)
+            self.writer.abort()
+
+    def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
+        """Rejects a request before it is submitted, after ``wait_s`` seconds; 0: immediately."""
+        if wait_s:
+            asyncio.get_running_loop().call_later(wait_s, self._reject_if_waiting, error)
+        else:
+            self.reject(error)
+
+    def _reject_if_waiting(self, error: EmbedServeError) -> None:
+        if self.is_waiting:
+            self.reject(error)
+
+    def fail(self) -> None:
+        """Logs the unexpected exception that is being handled, and rejects the request with an
+        internal error."""
+        log, named = self.options.metrics.log, lambda: {"request_id": self.request_id.decode()}
+        log.log(logging.ERROR, "a request failed", with_traceback=True, fields=named)
+        self.reject(EngineError(INTERNAL))
+
+    def cancel(self) -> None:
+        """Cancels the request because its client went away. It leaves the queue, and nothing is
+        written. Does nothing once the request has ended."""
+        if self.is_waiting:
+            end_s = perf_counter()
+            seconds = end_s - self.start_s
+            self.pipeline.telemetry.report(self, "CANCELLED", self.caller, end_s)
+            self.pipeline.metrics.count_outcome(self.version, "CANCELLED", seconds)
+            self.abandon()
+            self._leave("CANCELLED")
+            self.options.metrics.count_cancelled(seconds)
+
+    def _leave(self, outcome: str) -> None:
+        """Ends the request with ``outcome``: its caller no longer counts it as in flight."""
+        if self.quota is not None:
+            self.quota.leave(outcome)
+            self.quota = None
+
+    # Reported by telemetry
+
+    @property
+    def request_id(self) -> bytes:
+        """Request id sent by the caller, or else an id generated on first use."""
+        if not self._request_id:
+            self._request_id = self.writer.request_id()
+        return self._request_id
+
+    @property
+    def trace(self) -> TraceContext | None:
+        """Trace context of a sampled request, None for another; decided once."""
+        if self._trace is _UNDECIDED:
+            traces = self.pipeline.telemetry.traces
+            given = self.writer.header(TRACEPARENT)
+            self._trace = None if traces is None else traces.sampled(given)
+        return self._trace
+
+    @property
+    def version(self) -> ModelInfo | None:
+        """Version that serves the request: that of its batch or else of its batcher. None before
+        it is enqueued."""
+        if self.ticket is not None:
+            return self.ticket.model
+        return None if self.batcher is None else self.batcher.model
 
 
 class RequestPipeline:
@@ -45,6 +282,8 @@ class RequestPipeline:
         metrics: metrics of the process; those of each protocol are in ``metrics.protocols``.
         authenticator: authenticator of callers; None: no authentication.
         telemetry: telemetry that logs, traces and times requests.
+        codec_executor, shared_memory_executor: executors for large bodies and responses, and for
+            responses in shared memory.
         shared_memory: regions of shared memory where tensors may be located; None: disabled.
         addresses: resolver of client addresses behind proxies.
         limits: limits on the work that the server accepts.
@@ -69,8 +308,8 @@ class RequestPipeline:
         self._large_response_callbacks: list[Callable[[int], None]] = []
         self.limits = models.limits
         waiting_bytes: Counter[object] = Counter()
-        self._codec_executor = CodecExecutor(waiting_bytes)
-        self._shared_memory_executor = CodecExecutor(waiting_bytes)
+        self.codec_executor = CodecExecutor(waiting_bytes)
+        self.shared_memory_executor = CodecExecutor(waiting_bytes)
         self._log = RateLimitedLogger(logger)
         self._unflushed: list[Callable[[], None]] = []
         self._queue_reopened_callbacks: list[Callable[[], None]] = []
@@ -86,13 +325,13 @@ class RequestPipeline:
             if self.models.has_full_queue:
                 self.models.check_queue_for_body(options.model, body, options.codec, is_quick=True)
             if context.deadline_s != NEVER:
-                _check_deadline(context)
+                check_deadline(context)
             if self.shared_memory is None:
                 request = options.codec.try_decode_inline(body, options.model, self.limits)
             else:
-                request = self._decoders(context)[0](body, options.model, self.limits)
+                request = self.decoders(context)[0](body, options.model, self.limits)
             if request is None:
-                self._decode_later(context, len(body), lambda: body)
+                decode_later(context, len(body), lambda: body)
             else:
                 quota = context.quota
                 if quota is not None and quota.models is not None:
@@ -103,52 +342,7 @@ class RequestPipeline:
         except Exception:
             context.fail()
 
-    def submit_compressed(
-        self, context: RequestContext, nbytes: int, decompress: Callable[[], bytes]
-    ) -> None:
-        """Submits a request whose body is decompressed in the codec thread first. Never raises.
-
-        Args:
-            nbytes: bytes held until the body is decompressed.
-            decompress: returns the body, or raises EmbedServeError.
-        """
-        try:
-            if context.deadline_s != NEVER:
-                _check_deadline(context)
-            self._decode_later(context, nbytes, decompress, is_compressed=True)
-        except EmbedServeError as error:
-            context.reject(error)
-        except Exception:
-            context.fail()
-
-    def _decode_later(
-        self,
-        context: RequestContext,
-        nbytes: int,
-        read_body: Callable[[], bytes],
-        *,
-        is_compressed: bool = False,
-    ) -> None:
-        options = context.options
-        _, decode_whole = self._decoders(context)
-
-        def decode() -> LookupRequest:
-            body = read_body()
-            if self.models.has_full_queue:  # The queue may have filled while the body waited.
-                self.models.check_queue_for_body(options.model, body, options.codec)
-            return decode_whole(body, options.model, self.limits)
-
-        def enqueue(request: LookupRequest) -> None:
-            if context.quota is not None:
-                context.quota.check_model(request.model, self.models.default_model)
-            self.models.enqueue(request, context)
-            context.writer.on_enqueued()
-
-        self._codec_executor.submit(
-            context, "body", nbytes, decode, enqueue, is_compressed=is_compressed
-        )
-
-    def _decoders(self, context: RequestContext) -> tuple[TryDecodeInline, Decode]:
+    def decoders(self, context: RequestContext) -> tuple[TryDecodeInline, Decode]:
         """Returns (inline decoder, full decoder) for the body.
 
         They are bound to the caller's shared-memory regions. Requests from a browser page, which
@@ -159,25 +353,6 @@ class RequestPipeline:
             return codec.try_decode_inline, codec.decode
         is_page = context.writer.header(ORIGIN) is not None
         return codec.in_regions(NONE if is_page else shared.of(context.owner))
-
-    def encode_later(self, context: RequestContext, result: LookupResult) -> None:
-        """Encodes ``result`` in the codec thread, then writes it to ``context``. A thread of its
-        own encodes a response that may block.
-
-        Copies ``result`` out of its batch first, so that it does not keep the batch alive.
-
-        Raises:
-            OverloadedError: too many bytes wait for the codec thread already.
-        """
-        result.values = copy_if_view(result.values)
-        result.extra_chunks = [copy_if_view(chunk) for chunk in result.extra_chunks]
-        nbytes = result.values.nbytes + sum(chunk.nbytes for chunk in result.extra_chunks)
-        encode = partial(_encode, context, result)
-        may_block = result.output is not None and result.output.may_block
-        executor = self._shared_memory_executor if may_block else self._codec_executor
-        executor.submit(
-            context, "answer", nbytes, encode, lambda encoded: context.write(result, *encoded)
-        )
 
     def reject_if_overloaded(self, context: RequestContext) -> None:
         """Rejects ``context`` before its body arrives if its queue is full.
@@ -222,29 +397,3 @@ class RequestPipeline:
     def _notify_queue_reopened(self) -> None:
         for callback in self._queue_reopened_callbacks:
             callback()
-
-
-def late_request() -> DeadlineExceededError:
-    """Returns the error for a request whose body did not arrive within UPLOAD_S_MAX."""
-    return DeadlineExceededError(f"the request was incomplete after {UPLOAD_S_MAX:g} s")
-
-
-def _check_deadline(context: RequestContext) -> None:
-    now_s = perf_counter()
-    if now_s >= context.deadline_s:
-        waited_ms = (now_s - context.start_s) * 1000
-        raise DeadlineExceededError(
-            f"the deadline had passed when the request was read, {waited_ms:.1f} ms after its start"
-        )
-
-
-def _encode(context: RequestContext, result: LookupResult) -> EncodedResponse:
-    """Encodes ``result`` in the codec thread. Stops early once ``context`` no longer waits."""
-    chunks: list[bytes | memoryview] = []
-    for chunk in context.options.response_codec.encode(result):
-        if chunks:
-            time.sleep(CHUNK_YIELD_S)
-        chunks.append(chunk)
-        if not context.is_waiting:
-            break
-    return with_size(chunks)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from embedserve.access.authenticator import Certificate
-from embedserve.errors import EmbedServeError
+from embedserve.errors import DeadlineExceededError, EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_of
+
+UPLOAD_S_MAX = 30.0
+"""Seconds that the body of one request may take to arrive. Slower requests are rejected with
+DEADLINE_EXCEEDED."""
 
 
 class ResponseWriter(ABC):
@@ -69,3 +73,8 @@ class ResponseWriter(ABC):
     def on_enqueued(self) -> None:  # noqa: B027  # most writers do nothing then
         """Called when a request that was decoded off the event loop has been enqueued. A request
         decoded inline is already enqueued when `submit` returns."""
+
+
+def late_request() -> DeadlineExceededError:
+    """Returns the error for a request whose body did not arrive within UPLOAD_S_MAX."""
+    return DeadlineExceededError(f"the request was incomplete after {UPLOAD_S_MAX:g} s")

@@ -20,7 +20,7 @@ from embedserve.tracing.stage_timings import StageTimings
 from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
 
 if TYPE_CHECKING:
-    from embedserve.pipeline.request_context import RequestContext
+    from embedserve.pipeline.request_pipeline import RequestContext
     from embedserve.tracing.otlp import OtlpTraces  # imports OpenTelemetry, only with an endpoint
 
 logger = logging.getLogger("embedserve.requests")

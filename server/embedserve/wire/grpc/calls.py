@@ -19,6 +19,7 @@ from embedserve.pipeline import (
     RequestOptions,
     RequestPipeline,
     late_request,
+    submit_compressed,
 )
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
 from embedserve.wire.call_writer import CallWriter
@@ -98,7 +99,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
             context.reject(error)
             return
         if isinstance(message, LargeMessage):
-            context.pipeline.submit_compressed(context, message.nbytes, message.whole)
+            submit_compressed(context, message.nbytes, message.whole)
         elif message is not None:
             context.pipeline.submit(context, message)
 
