@@ -19,6 +19,7 @@ from embedserve.deltas.delta_target import DeltaTarget
 from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.open_store import open_folder
 from embedserve_store import DeltaLine
+from embedserve_store.deltas.signing import TrustedKeys
 
 WAIT_S_MAX = 60
 NICENESS_MAX = 19
@@ -28,7 +29,12 @@ class ApplierProcess:
     """The applier of a store, forked from this process."""
 
     def __init__(
-        self, followed: Followed, store: Path, poll_s: float = 0.0, notify: str = ""
+        self,
+        followed: Followed,
+        store: Path,
+        poll_s: float = 0.0,
+        notify: str = "",
+        keys: TrustedKeys | None = None,
     ) -> None:
         self.supervisor, theirs = socket.socketpair()
         self.pid = os.fork()
@@ -40,7 +46,8 @@ class ApplierProcess:
             model = SharedDeltaState(
                 followed.live, followed.status, followed.hold, notify=followed.notify
             )
-            run_applier(settings, {DeltaTarget("m", "", "", 0): model}, open_folder, theirs)
+            versions = {DeltaTarget("m", "", "", 0): model}
+            run_applier(settings, versions, open_folder, theirs, keys=keys)
         theirs.close()
         self.supervisor.settimeout(WAIT_S_MAX)
 
@@ -48,6 +55,10 @@ class ApplierProcess:
         _, status = os.waitpid(self.pid, 0)
         self.supervisor.close()
         return os.waitstatus_to_exitcode(status)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.wait_for_exit() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("is_terminated", [False, True])
@@ -80,16 +91,14 @@ def test_hold_survives_applier_restart(tmp_path: Path) -> None:
         wait_until(lambda: followed.state == "held")
         followed.push(seq)
         wait_until(lambda: followed.status.read().wanted_seq == seq)  # noqa: B023
-        os.kill(applier.pid, signal.SIGKILL)
-        assert applier.wait_for_exit() == -signal.SIGKILL
+        applier.kill()
         followed.status.stall("it was killed")
         assert followed.live.seq == 0
     applier = ApplierProcess(followed, tmp_path / "store")
     wait_until(lambda: followed.state == "held")
     followed.hold.set(False)
     wait_until(lambda: followed.live.seq == 2)
-    os.kill(applier.pid, signal.SIGKILL)
-    applier.wait_for_exit()
+    applier.kill()
 
 
 def test_idle_applier_sends_heartbeats(tmp_path: Path) -> None:
@@ -97,8 +106,7 @@ def test_idle_applier_sends_heartbeats(tmp_path: Path) -> None:
     applier = ApplierProcess(followed, tmp_path / "store", poll_s=3600.0)
     beats = [applier.supervisor.recv(1) for _ in range(4)]
     assert beats == [b"\n"] * 4
-    os.kill(applier.pid, signal.SIGKILL)
-    applier.wait_for_exit()
+    applier.kill()
 
 
 class Clock:

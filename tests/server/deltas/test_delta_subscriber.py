@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import threading
 import time
@@ -302,8 +301,7 @@ def test_notified_delta_is_applied_before_the_next_poll(broker: Broker, tmp_path
             broker.start()  # the applier polls after a new connection
             wait_until(lambda: followed.live.seq == 3)
     finally:
-        os.kill(applier.pid, signal.SIGKILL)
-        applier.wait_for_exit()
+        applier.kill()
 
 
 def test_polling_finds_all_deltas_while_the_broker_is_killed_and_floods(
@@ -334,8 +332,7 @@ def test_polling_finds_all_deltas_while_the_broker_is_killed_and_floods(
     finally:
         is_over.set()
         thread.join()
-        os.kill(applier.pid, signal.SIGKILL)
-        applier.wait_for_exit()
+        applier.kill()
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +10,9 @@ from typing import Any
 import pytest
 from delta_keys import KeyPair, key_pair, replace_file, resealed
 from server.deltas.followed import Followed
+from server.deltas.test_applier_process import ApplierProcess
 
-from embedserve.config import ServeSettings
-from embedserve.deltas.applier_process import run_applier
 from embedserve.deltas.bounded_line import BoundedLine
-from embedserve.deltas.delta_target import DeltaTarget
-from embedserve.deltas.status import SharedDeltaState
-from embedserve.processes.open_store import open_folder
 from embedserve_store import DeltaWriter, undo_deltas
 from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.format.delta_manifest import manifest_name
@@ -126,25 +119,15 @@ def test_applier_process_verifies_signatures(
     whole = path.read_bytes()
     assert json.loads(whole)["signature"]
     replace_file(path, resealed(whole, lambda data: data.pop("signature")))
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if not pid:
-        ours.close()
-        settings = ServeSettings(store=str(tmp_path / "store"), deltas="follow", delta_poll_s=0.01)
-        model = SharedDeltaState(followed.live, followed.status, followed.hold)
-        versions = {DeltaTarget("m", "", "", 0): model}
-        run_applier(settings, versions, open_folder, theirs, keys=trusted_keys(pair.public))
-    theirs.close()
-    ours.settimeout(60)
+    keys = trusted_keys(pair.public)
+    applier = ApplierProcess(followed, tmp_path / "store", poll_s=0.01, keys=keys)
     try:
         while not followed.status.read().is_ready:
-            assert ours.recv(1) == b"\n"
+            assert applier.supervisor.recv(1) == b"\n"
         assert followed.live.seq == 0
         assert "has no signature" in followed.status.read().reason
         replace_file(path, whole)
         while not followed.live.seq:
-            assert ours.recv(1) == b"\n"
+            assert applier.supervisor.recv(1) == b"\n"
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        ours.close()
+        applier.kill()
