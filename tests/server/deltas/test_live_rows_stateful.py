@@ -59,6 +59,9 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         self.writer = RowsWriter(self.live)
         self.states, self.kept = [state_of(version)], [0]
         self.lookups: list[tuple[RowsReader, int, State]] = []
+        # An undo waits for lookups that began before it. Nothing else ends those lookups here.
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(time, "sleep", self.end_a_later_lookup)
 
     @property
     def seq(self) -> int:
@@ -76,18 +79,17 @@ class LookupsAndDeltas(RuleBasedStateMachine):
             self.device.reader.advance()
             self.writer.apply(seq, [])
         free = sum(one.count for one in self.writer._free)
+        self.patch.undo()
         assert free + np.count_nonzero(self.live.last_spares) == self.live.peaks.sum()
         self.folder.cleanup()
 
     @rule(seed=SEEDS, most=st.integers(0, 200))
     def push(self, seed: int, most: int) -> None:
         changes = self.changes(seed, most)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(time, "sleep", self.end_a_later_lookup)
-            try:
-                self.writer.apply(self.seq + 1, changes)
-            except RowsFullError:
-                return
+        try:
+            self.writer.apply(self.seq + 1, changes)
+        except RowsFullError:
+            return
         self.states.append(changed(self.states[-1], changes))
         self.kept.append(self.seq)
 
@@ -98,12 +100,10 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         if is_kept:
             self.states.append(self.states[target])
             self.kept = [*self.kept[: self.kept.index(target) + 1], self.seq]
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(time, "sleep", self.end_a_later_lookup)
-            assert self.writer.revert(target, len(self.states) - is_kept) == is_kept
-            self.new_lookups_read_the_committed_state()
-            if is_finished:
-                self.writer.finish_undo()
+        assert self.writer.revert(target, len(self.states) - is_kept) == is_kept
+        self.new_lookups_read_the_committed_state()
+        if is_finished:
+            self.writer.finish_undo()
 
     def end_a_later_lookup(self, _: float) -> None:
         """Ends a lookup that began before an undo, which waits for it."""
@@ -120,9 +120,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     def kill_the_writer(self, seed: int, most: int, calls: int) -> None:
         """Kills the writer at a barrier. The barriers lie between its steps, the last of them
         before the commit."""
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(time, "sleep", self.end_a_later_lookup)
-            self.writer.finish_undo()
+        self.writer.finish_undo()
         with killed_at_barrier(calls), contextlib.suppress(RowsFullError):
             self.writer.apply(self.seq + 1, self.changes(seed, most))
         self.restart_the_writer()
@@ -131,20 +129,15 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     def kill_the_writer_in_an_undo(self, calls: int) -> None:
         """Kills the writer at a barrier. The undo is visible before the first one."""
         target = self.writer.undo_from
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(time, "sleep", self.end_a_later_lookup)
-            self.writer.finish_undo()
+        self.writer.finish_undo()
         self.states.append(self.states[target])
-        with pytest.MonkeyPatch.context() as patched, killed_at_barrier(calls):
-            patched.setattr(time, "sleep", self.end_a_later_lookup)
+        with killed_at_barrier(calls):
             self.writer.revert(target, self.seq)
             self.writer.finish_undo()
         self.restart_the_writer()
 
     def restart_the_writer(self) -> None:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(time, "sleep", self.end_a_later_lookup)
-            self.writer = RowsWriter(self.live)
+        self.writer = RowsWriter(self.live)
         self.kept = [self.seq]
 
     @rule(which=st.integers(0, 1))
