@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from server.deltas.tables import first_values
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas.bounded_line import BoundedLine
@@ -125,11 +126,9 @@ class Followed:
         value."""
         view, _ = self._reader.begin()
         numbers = self._reader.rows_in_view(np.arange(ROWS), np.array([ROWS]), view)
-        start, size = self.live.tables.offsets["t"], self.live.tables.tables["t"].row_bytes
-        data = self.live.tables.data
-        found = [data[start + size * row :][:4].view(np.float32)[0] for row in numbers]
+        found = first_values(self.live, "t", numbers)
         self._reader.end(view)
-        return {i: float(v) for i, v in enumerate(found) if v != self.published[i]}
+        return {i: value for i, value in enumerate(found) if value != self.published[i]}
 
     @property
     def state(self) -> str:

@@ -103,3 +103,19 @@ def by_key(live: LiveRows, state: State) -> State:
         column.key: state[column.table.name][: manifest.rows_per_feature[column.feature]]
         for column in manifest.columns
     }
+
+
+def states_equal(one: State, other: State) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in other)
+
+
+def rows_of(spec: TableSpec, *numbers: int, value: int = 0) -> ChangedRows:
+    values = np.full((len(numbers), spec.row_bytes), value, np.uint8)
+    return ChangedRows(spec, np.array(numbers, np.int64), values)
+
+
+def first_values(live: LiveRows, table: str, numbers: NDArray[np.int64]) -> list[float]:
+    """Returns the first value of rows of float32, whose numbers are those of kernels."""
+    start, size = live.tables.offsets[table], live.tables.tables[table].row_bytes
+    at = (start + size * number for number in numbers)
+    return [float(live.tables.data[one : one + 4].view(np.float32)[0]) for one in at]

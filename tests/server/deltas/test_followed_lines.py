@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from server.deltas.followed import ROWS, Followed
+from server.deltas.tables import first_values
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.config import ServeSettings
@@ -76,10 +77,9 @@ class DeltaRollout:
         reader = RowsReader(live, 0, live.version.plan)
         view, _ = reader.begin()
         found = reader.rows_in_view(np.arange(ROWS), np.array([ROWS]), view)
-        start, size = live.tables.offsets["t"], live.tables.tables["t"].row_bytes
-        rows = [live.tables.data[start + size * row :][:4].view(np.float32)[0] for row in found]
+        values = first_values(live, "t", found)
         reader.end(view)
-        return [float(value) for value in rows]
+        return values
 
     def poll_repeatedly(self) -> None:
         for _ in range(10):

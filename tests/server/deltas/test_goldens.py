@@ -11,7 +11,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from server.deltas.followed import ROWS, Followed
-from server.deltas.tables import changed, random_changes, state_of, version_of
+from server.deltas.tables import (
+    by_key,
+    changed,
+    random_changes,
+    read,
+    state_of,
+    states_equal,
+    version_of,
+)
 
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
@@ -142,15 +150,7 @@ def test_rejected_rows_do_not_affect_later_deltas_or_lookups(tmp_path: Path) -> 
                 np.testing.assert_array_equal(rows_of(spec, sampled), stored)
 
         writer.apply(seq, following, compare)
-        for spec in version.manifest.tables:  # the lookup that began before reads the old rows
-            all_rows = np.arange(spec.num_embeddings)
-            feature = [column.table.name for column in version.manifest.columns].index(spec.name)
-            counts = np.zeros(len(version.manifest.features), np.int64)
-            counts[feature] = len(all_rows)
-            numbers = reader.rows_in_view(all_rows, counts, view)
-            start = live.tables.offsets[spec.name]
-            at = start + numbers[:, None] * spec.row_bytes + np.arange(spec.row_bytes)
-            np.testing.assert_array_equal(live.tables.data[at], state[spec.name])
+        assert states_equal(read(live, reader, view), by_key(live, state))  # the rows before
         reader.end(view)
         state = expected
 

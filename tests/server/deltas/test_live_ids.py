@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from server.deltas.tables import first_values
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas import rows_writer
@@ -99,9 +100,7 @@ class Model:
         change = partial(self.reader.with_changed_ids, view)
         found = self.live.version.translator.translate(ids, counts, change)
         numbers = self.reader.rows_in_view(found.rows, counts, view)
-        start, size = self.live.tables.offsets[table], self.live.tables.tables[table].row_bytes
-        data = self.live.tables.data
-        values = [float(data[start + size * n :][:4].view(np.float32)[0]) for n in numbers]
+        values = first_values(self.live, table, numbers)
         unknown = np.zeros(len(ids), bool) if found.unknown is None else found.unknown
         return [None if missing else v for v, missing in zip(values, unknown, strict=True)]
 
@@ -128,33 +127,11 @@ def test_ids_are_added_and_removed_from_their_delta_on(model: Model) -> None:
     model.follower.poll_once()
     after = model.begin()
     assert model.values(before, 0, REQUESTED_IDS, "t") == [*range(1, 9), None, None, None]
-    assert model.values(after, 0, REQUESTED_IDS, "t") == [
-        None,
-        2,
-        3,
-        4,
-        5,
-        52,
-        None,
-        8,
-        51,
-        None,
-        None,
-    ]
+    expected = [None, 2, 3, 4, 5, 52, None, 8, 51, None, None]
+    assert model.values(after, 0, REQUESTED_IDS, "t") == expected
     # The other table of the feature has the id, too, with the row as published.
-    assert model.values(after, 1, REQUESTED_IDS, "u") == [
-        None,
-        2,
-        3,
-        4,
-        5,
-        6,
-        None,
-        8,
-        9,
-        None,
-        None,
-    ]
+    expected = [None, 2, 3, 4, 5, 6, None, 8, 9, None, None]
+    assert model.values(after, 1, REQUESTED_IDS, "u") == expected
     now = model.status.read()
     assert (now.rows_changed, now.ids_changed) == (2, 3)
 

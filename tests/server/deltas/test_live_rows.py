@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from server.deltas.fake_device import FakeDevice
-from server.deltas.live_changes import rows_of, states_equal
-from server.deltas.tables import SHARED_SPECS, SPECS, state_of, version_of
+from server.deltas.tables import SHARED_SPECS, SPECS, rows_of, state_of, states_equal, version_of
 
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError

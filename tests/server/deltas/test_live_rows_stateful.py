@@ -14,7 +14,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from server.deltas.fake_device import FakeDevice
-from server.deltas.live_changes import rows_of, states_equal
 from server.deltas.tables import (
     SHARED_SPECS,
     SPECS,
@@ -23,7 +22,9 @@ from server.deltas.tables import (
     changed,
     random_changes,
     read,
+    rows_of,
     state_of,
+    states_equal,
     version_of,
 )
 

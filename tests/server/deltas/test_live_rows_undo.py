@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from server.deltas.live_changes import rows_of, states_equal
-from server.deltas.tables import SPECS, read
+from server.deltas.tables import SPECS, read, rows_of, states_equal
 
 from embedserve.deltas import row_groups, rows_writer
 from embedserve.deltas.live_rows import LiveRows

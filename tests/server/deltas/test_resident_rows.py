@@ -21,6 +21,7 @@ from server.deltas.tables import (
     random_changes,
     read,
     state_of,
+    states_equal,
     version_of,
 )
 
@@ -78,10 +79,10 @@ def test_deltas_are_applied_and_undone_in_resident_tables(
         writer.apply(seq, changes)
         states.append(changed(states[-1], changes))
         found = read(live, reader, live.committed[0])
-        assert all(np.array_equal(found[k], v) for k, v in by_key(live, states[-1]).items())
+        assert states_equal(found, by_key(live, states[-1]))
     assert writer.revert(18, 20)
     found = read(live, reader, live.committed[0])
-    assert all(np.array_equal(found[k], v) for k, v in by_key(live, states[-2]).items())
+    assert states_equal(found, by_key(live, states[-2]))
 
 
 def test_write_to_a_published_row_kills_the_process(live: LiveRows) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from server.deltas.fake_device import FakeDevice
-from server.deltas.live_changes import rows_of
-from server.deltas.tables import SPECS
+from server.deltas.tables import SPECS, rows_of
 from server.fake_deltas import shared_state
 
 from embedserve.deltas import status as module

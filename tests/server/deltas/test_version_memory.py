@@ -10,7 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server.deltas.tables import by_key, changed, random_changes, read, state_of, version_of
+from server.deltas.tables import (
+    by_key,
+    changed,
+    random_changes,
+    read,
+    state_of,
+    states_equal,
+    version_of,
+)
 
 from embedserve.config import ServeSettings
 from embedserve.deltas import version_memory
@@ -57,10 +65,7 @@ def test_opened_memory_shares_rows_readers_status_and_goldens(tmp_path: Path) ->
     second, seq = reader.begin()
     assert seq == 2
     for view, state in ((first, after), (second, changed(after, later))):
-        found, expected = read(theirs.live, reader, view), by_key(theirs.live, state)
-        assert {key: rows.tolist() for key, rows in found.items()} == {
-            key: rows.tolist() for key, rows in expected.items()
-        }
+        assert states_equal(read(theirs.live, reader, view), by_key(theirs.live, state))
     goldens = DeltaGoldens(
         np.array([1]), np.ones((1, 1), np.int32), None, np.ones((1, 2), np.float32), "float32"
     )
