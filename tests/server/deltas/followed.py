@@ -130,6 +130,11 @@ class Followed:
         self._reader.end(view)
         return {i: value for i, value in enumerate(found) if value != self.published[i]}
 
+    def poll(self) -> tuple[str, int]:
+        """Polls once; returns (state, seq)."""
+        self.follower.poll_once()
+        return self.state, self.live.seq
+
     @property
     def state(self) -> str:
         return self.status.read().state

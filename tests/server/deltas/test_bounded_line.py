@@ -73,12 +73,10 @@ def test_lowered_bound_reverts_rows_from_the_store_after_restart(followed: Follo
     followed.follower = followed.started()  # a new applier has the newest rows only
     followed.line.last_seq = 1
     repair = followed.damage(1)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 4, rows_at(4))
+    assert (*followed.poll(), followed.changed()) == ("stalled", 4, rows_at(4))
     assert followed.status.read().reason.startswith("cannot go back to delta 1: ")
     repair()
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
+    assert (*followed.poll(), followed.changed()) == ("following", 1, rows_at(1))
     followed.follower = followed.started()  # it continues where the other one went back to
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (1, rows_at(1))
@@ -112,8 +110,7 @@ def test_undo_after_the_bound_is_not_applied(followed: Followed) -> None:
     followed.follower.poll_once()
     undo_deltas(followed.models.where, "m", to=1, why="wrong")
     followed.line.last_seq = 2
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, rows_at(2))
+    assert (*followed.poll(), followed.changed()) == ("following", 2, rows_at(2))
     followed.line.last_seq = None
     followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (4, rows_at(1))
@@ -136,8 +133,7 @@ def test_undo_read_ahead_during_a_hold_is_not_applied_past_the_bound(followed: F
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq) == ("stalled", 1, 2)
     followed.line.last_seq = None
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 4)
+    assert followed.poll() == ("following", 4)
 
 
 def test_rows_are_not_reverted_during_a_hold(followed: Followed) -> None:
@@ -153,8 +149,7 @@ def test_rows_are_not_reverted_during_a_hold(followed: Followed) -> None:
     now = followed.status.read()
     assert (now.state, followed.live.seq, now.wanted_seq, now.lag_s()) == ("held", 3, 3, 0)
     followed.hold.set(False)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
+    assert (*followed.poll(), followed.changed()) == ("following", 1, rows_at(1))
 
 
 def test_bound_after_the_last_delta_has_no_effect(followed: Followed) -> None:
@@ -173,16 +168,13 @@ def test_gap_after_the_bound_does_not_stall_the_line(
     push_each(followed, 1, 3)
     (followed.deltas / f"{2:020d}.json").unlink()
     followed.line.last_seq = 1
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 1)
+    assert followed.poll() == ("following", 1)
     followed.follower._list_after_s = LIST_AFTER_S_MAX  # long without a new delta
     followed.line.last_seq = None
-    followed.follower.poll_once()
-    assert followed.state == "following"
+    assert followed.poll()[0] == "following"
     now_s = time.monotonic() + LIST_AFTER_S
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    followed.follower.poll_once()
-    assert followed.state == "stalled"
+    assert followed.poll()[0] == "stalled"
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
@@ -220,5 +212,4 @@ def test_compacted_version_is_reverted_no_further_than_its_own_rows(followed: Fo
     followed.follower.poll_once()
     assert followed.live.seq == 3
     followed.line.last_seq = 1
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, {})
+    assert (*followed.poll(), followed.changed()) == ("following", 2, {})

@@ -105,8 +105,7 @@ def test_invalid_manifest_stalls_the_line(
 ) -> None:
     followed.push(1)
     followed.edit(1, change)
-    followed.follower.poll_once()
-    assert followed.state == "stalled"
+    assert followed.poll()[0] == "stalled"
     assert reason in followed.status.read().reason
     assert (followed.rows.rows, followed.live.seq) == ({}, 0)
 
@@ -121,17 +120,14 @@ def test_gap_is_found_by_the_next_listing(
     path = followed.deltas / manifest_name(2)
     whole = path.read_bytes()
     path.unlink()
-    followed.follower.poll_once()
-    assert followed.state == "following"  # no listing yet
+    assert followed.poll()[0] == "following"  # no listing yet
     followed.follower._list_after_s = 0.0  # the next listing is due
-    followed.follower.poll_once()
-    assert followed.state == "stalled"
+    assert followed.poll()[0] == "stalled"
     assert "delta 2 of line 1 does not exist; after version 1 it has 1 to 3" in (
         followed.status.read().reason
     )
     path.write_bytes(whole)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 3)
+    assert followed.poll() == ("following", 3)
 
 
 def test_unreachable_store_stalls_the_line_until_the_next_poll(
@@ -174,8 +170,7 @@ def test_unreadable_rows_are_retried_at_the_next_poll(
         assert (now.state, now.applied.seq) == ("stalled", 1)
         assert now.reason.startswith("no access to the store: ")
         assert now.reason.endswith("cannot be read: Permission denied")
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 2)
+    assert followed.poll() == ("following", 2)
 
 
 def test_deltas_before_a_delta_that_exceeds_memory_are_applied(followed: Followed) -> None:
@@ -187,8 +182,7 @@ def test_deltas_before_a_delta_that_exceeds_memory_are_applied(followed: Followe
     assert (now.state, now.reason) == ("full", "no room for delta 2")
     assert followed.rows.rows == {1: 1, 2: 1}
     followed.rows.room = 5
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 2)
+    assert followed.poll() == ("following", 2)
 
 
 def test_follower_resumes_where_a_killed_follower_stopped(followed: Followed) -> None:
@@ -216,8 +210,7 @@ def test_listed_but_missing_delta_is_not_polled_again_immediately(
     assert not followed.follower.poll_once()
     assert (followed.state, followed.status.read().is_ready) == ("catching up", True)
     followed.push(1)
-    followed.follower.poll_once()
-    assert followed.state == "following"
+    assert followed.poll()[0] == "following"
 
 
 def test_idle_line_is_listed_at_growing_intervals(followed: Followed) -> None:

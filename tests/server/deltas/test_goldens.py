@@ -42,8 +42,7 @@ def push(followed: Followed, row: int, value: float, expected: float | None = No
 
 def test_delta_with_matching_goldens_is_applied(followed: Followed) -> None:
     push(followed, 1, 1.5)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, {1: 1.5})
+    assert (*followed.poll(), followed.changed()) == ("following", 1, {1: 1.5})
 
 
 def test_goldens_are_compared_with_earlier_and_published_rows(followed: Followed) -> None:
@@ -54,11 +53,9 @@ def test_goldens_are_compared_with_earlier_and_published_rows(followed: Followed
     five = version.tables.rows("t")[5].view(np.float32)
     answers = np.stack([np.full(4, 2, np.float32), five + 2])
     followed.writer.push_rows({}, goldens=(bags, answers))
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 2)
+    assert followed.poll() == ("following", 2)
     followed.writer.push_rows({"t": ([5], five[None] + 1)}, goldens=(bags, answers))
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("stalled", 2)
+    assert followed.poll() == ("stalled", 2)
     assert "goldens: 'f' (table 't'), example 1, column 0: " in followed.status.read().reason
 
 
@@ -68,8 +65,7 @@ def test_golden_mismatch_stalls_the_line_before_that_delta(
     push(followed, 1, 1)
     push(followed, 2, 1, expected=1.25)
     with caplog.at_level(logging.ERROR):
-        followed.follower.poll_once()
-        assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 1, {1: 1})
+        assert (*followed.poll(), followed.changed()) == ("stalled", 1, {1: 1})
         assert followed.status.read().reason == (
             "delta 2: goldens: 'f' (table 't'), example 0, column 0: the rows give 1, training had "
             "1.25, and their dtypes explain 1.2e-05; 4 of 8 values differ"
@@ -102,12 +98,10 @@ def test_goldens_count_toward_the_step_size(followed: Followed) -> None:
 def test_undo_resumes_a_line_stalled_by_goldens(followed: Followed) -> None:
     push(followed, 1, 1)
     push(followed, 2, 1, expected=9)
-    followed.follower.poll_once()
-    assert followed.state == "stalled"
+    assert followed.poll()[0] == "stalled"
     undo_deltas(followed.models.where, "m", to=1, why="wrong rows")
     assert followed.follower.poll_once()
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 3, {1: 1})
+    assert (*followed.poll(), followed.changed()) == ("following", 3, {1: 1})
     followed.writer.resume()
     push(followed, 3, 4)
     followed.follower.poll_once()

@@ -36,16 +36,14 @@ def followed(tmp_path: Path, pair: KeyPair) -> Followed:
 
 def stall_reason(followed: Followed) -> str:
     """Returns why the follower applies no further delta."""
-    followed.follower.poll_once()
-    assert followed.state == "stalled"
+    assert followed.poll()[0] == "stalled"
     return followed.status.read().reason
 
 
 def test_signed_deltas_are_applied(followed: Followed) -> None:
     followed.push(1)
     followed.push(2)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, {1: 1, 2: 1})
+    assert (*followed.poll(), followed.changed()) == ("following", 2, {1: 1, 2: 1})
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,7 @@ def test_missing_or_invalid_signature_stalls_the_line(
     assert (followed.live.seq, followed.changed()) == (1, {1: 1})
     assert reason in stall_reason(followed)
     replace_file(path, whole)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 3)
+    assert followed.poll() == ("following", 3)
 
 
 def test_signature_of_another_key_stalls_the_line(followed: Followed, tmp_path: Path) -> None:
@@ -91,8 +88,7 @@ def test_undo_needs_a_valid_signature(followed: Followed, pair: KeyPair, tmp_pat
     assert (followed.live.seq, followed.changed()) == (2, {1: 1, 2: 1})
     (followed.deltas / manifest_name(3)).unlink()
     undo_deltas(store, "m", to=1, why="CTR fell", key=pair.private)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 3, {1: 1})
+    assert (*followed.poll(), followed.changed()) == ("following", 3, {1: 1})
 
 
 def test_undo_verifies_signatures_of_deltas_read_again(followed: Followed, pair: KeyPair) -> None:

@@ -83,11 +83,9 @@ def test_line_is_stalled_while_a_lookup_of_undone_rows_hangs(
         assert now.reason == "lookups still read undone rows after 0.01 s"
         assert followed.changed() == {1: 1}
     followed.push(3, value=3)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, now.refused) == ("stalled", 3, 1)
+    assert (*followed.poll(), now.refused) == ("stalled", 3, 1)
     hanging.end(view)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 4)
+    assert followed.poll() == ("following", 4)
     assert followed.changed() == {1: 1, 3: 3}
 
 
@@ -135,13 +133,11 @@ def test_undo_skips_a_damaged_delta(followed: Followed) -> None:
     followed.push(1, value=1)
     followed.push(2, value=2)
     followed.damage(2)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("stalled", 1)
+    assert followed.poll() == ("stalled", 1)
     undo(followed, 1)
     followed.push(3, value=3)
     repair = followed.damage(4)
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 3, {1: 1})
+    assert (*followed.poll(), followed.changed()) == ("stalled", 3, {1: 1})
     repair()
     followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 3})
@@ -153,8 +149,7 @@ def test_deltas_and_undos_are_applied_singly_if_merging_exceeds_memory(followed:
     undo(followed, 1)
     followed.push(4, 5, value=4)
     followed.rows.room = 3
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("full", 3)
+    assert followed.poll() == ("full", 3)
     assert followed.changed() == {1: 1, 2: 1}
 
 
@@ -259,8 +254,7 @@ def test_undo_many_steps_after_a_damaged_delta_is_found(followed: Followed) -> N
     followed.damage(2)
     followed.follower._step_bytes = 1
     followed.follower.poll_once()
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("stalled", 1)
+    assert followed.poll() == ("stalled", 1)
     assert followed.status.read().wanted_seq == 7
     undo(followed, 1)
     followed.push(3, value=9)
@@ -278,13 +272,11 @@ def test_second_undo_skips_an_undo_that_cannot_be_applied(followed: Followed) ->
     followed.follower = followed.started()
     undo(followed, 2)
     (followed.deltas / f"{2:020d}.json").unlink()
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("stalled", 4)
+    assert followed.poll() == ("stalled", 4)
     assert not followed.follower.poll_once()
     undo(followed, 4)
     assert followed.follower.poll_once()
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq) == ("following", 6)
+    assert followed.poll() == ("following", 6)
     assert followed.changed() == {1: 1, 2: 2, 3: 3, 4: 4}
 
 
@@ -294,8 +286,7 @@ def test_undone_delta_that_exceeds_memory_is_skipped(followed: Followed) -> None
     followed.push(5, value=3)
     followed.push(6, 7, 8, value=4)
     followed.rows.room = 3
-    followed.follower.poll_once()
-    assert (followed.state, followed.live.seq, followed.changed()) == ("full", 3, {5: 3})
+    assert (*followed.poll(), followed.changed()) == ("full", 3, {5: 3})
 
 
 def test_newline_in_the_undo_reason_is_logged_as_a_space(
