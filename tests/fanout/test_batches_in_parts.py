@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise, permutations, product
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedserve.fanout.parted_version import PartedBatch
 from embedserve.fanout.partition import Partition, PartLookup
 from embedserve.fanout.pooled_batch import DenseBatch, PackedBatch
 from embedserve.fanout.pooled_columns import PooledColumns, chunk_width
@@ -23,28 +25,66 @@ POOLED_KINDS: list[Pooled] = [PackedBatch, DenseBatch]
 both_pooled = pytest.mark.parametrize("pooled", POOLED_KINDS)
 
 
-@dataclass
 class PartitionedModel:
-    """A model with random rows, and the boundaries of its parts."""
+    """A model with random rows, and its parts."""
 
-    manifest: Manifest
-    hosts: HostPlan
-    rows: Tables
-
-    def part_rows(self, part: int) -> Tables:
-        return {
-            name: self.rows[name][slice(*list(pairwise(bounds))[part])]
-            for name, bounds in self.hosts.rows.items()
+    def __init__(self, tables: list[TableSpec], hosts: HostPlan) -> None:
+        random = np.random.default_rng(0)
+        self.rows = {
+            one.name: random.standard_normal((one.num_embeddings, one.embedding_dim), np.float32)
+            for one in tables
         }
+        self.manifest, self.hosts = Manifest("m", 1, tuple(tables), False), hosts
+        self.partition = Partition(self.manifest, hosts)
 
+    def batch(
+        self,
+        kind: type[PartedBatch],
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+    ) -> PartedBatch:
+        """Returns a batch of ``kind``."""
+        partition = self.partition
+        if kind is UnpooledBatch:
+            return UnpooledBatch(partition, ids, lengths)
+        divided = partition.divide(ids, lengths, weights)
+        return cast(Pooled, kind)(partition, PooledColumns(partition), divided)
 
-def partitioned_model(tables: list[TableSpec], hosts: HostPlan, seed: int = 0) -> PartitionedModel:
-    random = np.random.default_rng(seed)
-    rows = {
-        table.name: random.standard_normal((table.num_embeddings, table.embedding_dim), np.float32)
-        for table in tables
-    }
-    return PartitionedModel(Manifest("m", 1, tuple(tables), False), hosts, rows)
+    def merged(self, batch: PartedBatch) -> np.ndarray:
+        """Returns the results of ``batch`` after those of its parts."""
+        lookups = batch.lookups()
+        for lookup, values in zip(lookups, self.part_results(lookups), strict=True):
+            batch.add(lookup.part, values)
+        return batch.merge()
+
+    def whole_results(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+    ) -> np.ndarray:
+        return whole_table_results(self.manifest, self.rows, ids, lengths, weights)
+
+    def part_results(self, lookups: list[PartLookup]) -> list[np.ndarray]:
+        """Returns the results of the parts, whose feature order may differ from that of the ids."""
+        part_values = []
+        for lookup in lookups:
+            part = self.partition.manifests[lookup.part]
+            sent = self.partition.sent_features(lookup.part)
+            lengths = lookup.lengths.reshape(len(sent), -1)
+            ends = np.append(0, lengths.sum(axis=1).cumsum())
+            order = [sent.index(name) for name in part.features]
+            spans = [slice(ends[i], ends[i + 1]) for i in order]
+            ids = np.concatenate([lookup.ids[span] for span in spans])
+            weights = lookup.weights
+            if weights is not None:
+                weights = np.concatenate([weights[span] for span in spans])
+            rows = {
+                name: self.rows[name][slice(*bounds[lookup.part : lookup.part + 2])]
+                for name, bounds in self.hosts.rows.items()
+            }
+            found = whole_table_results(part, rows, ids, lengths[order].reshape(-1), weights)
+            assert found.shape == lookup.shape
+            part_values.append(found)
+        return part_values
 
 
 def whole_table_results(
@@ -73,30 +113,6 @@ def whole_table_results(
     return np.concatenate(blocks, axis=1 if manifest.is_pooled else 0)
 
 
-def part_results(
-    one: PartitionedModel, partition: Partition, lookups: list[PartLookup]
-) -> list[np.ndarray]:
-    """Returns the results of the parts, whose feature order may differ from that of the ids."""
-    part_values = []
-    for lookup in lookups:
-        part = partition.manifests[lookup.part]
-        sent = partition.sent_features(lookup.part)
-        lengths = lookup.lengths.reshape(len(sent), -1)
-        ends = np.append(0, lengths.sum(axis=1).cumsum())
-        order = [sent.index(name) for name in part.features]
-        spans = [slice(ends[i], ends[i + 1]) for i in order]
-        ids = np.concatenate([lookup.ids[span] for span in spans])
-        weights = lookup.weights
-        if weights is not None:
-            weights = np.concatenate([weights[span] for span in spans])
-        found = whole_table_results(
-            part, one.part_rows(lookup.part), ids, lengths[order].reshape(-1), weights
-        )
-        assert found.shape == lookup.shape
-        part_values.append(found)
-    return part_values
-
-
 POOLED = [
     TableSpec("movie", 100, 12, ("history", "candidate"), "mean", "float32"),
     TableSpec("genre", 3, 4, ("genres",), "sum", "float32"),
@@ -114,7 +130,7 @@ HOSTS = HostPlan(
 )
 
 
-def batch(
+def random_batch(
     manifest: Manifest, counts: list[list[int]], seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
@@ -142,66 +158,44 @@ COUNTS = st.integers(1, 6).flatmap(
 def test_merged_part_sums_equal_sums_of_whole_tables(
     pooled: Pooled, counts: list[list[int]], seed: int, is_weighted: bool
 ) -> None:
-    one = partitioned_model(POOLED, HOSTS)
-    partition = Partition(one.manifest, HOSTS)
-    ids, lengths, weights = batch(one.manifest, counts, seed)
+    one = PartitionedModel(POOLED, HOSTS)
+    ids, lengths, weights = random_batch(one.manifest, counts, seed)
     given_weights = weights if is_weighted else None
-    found = pooled(
-        partition, PooledColumns(partition), partition.divide(ids, lengths, given_weights)
-    )
-    lookups = found.lookups()
-    for lookup in lookups:
-        assert lookup.lengths.size == partition.has_feature[lookup.part].sum() * lookup.shape[0]
+    found = one.batch(pooled, ids, lengths, given_weights)
+    for lookup in found.lookups():
+        features = one.partition.has_feature[lookup.part].sum()
+        assert lookup.lengths.size == features * lookup.shape[0]
         if pooled is PackedBatch:
             # Each feature's bags are packed: every example has an id of some feature.
             assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
-    for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
-        found.add(lookup.part, values)
-    merged = found.merge()
-    expected = whole_table_results(one.manifest, one.rows, ids, lengths, given_weights)
+    merged = one.merged(found)
+    expected = one.whole_results(ids, lengths, given_weights)
     assert merged.dtype == np.float32
     np.testing.assert_allclose(merged, expected, rtol=0, atol=1e-5)
 
 
-UNPOOLED = [
-    TableSpec("movie", 100, 8, ("history", "candidate"), "none", "float32"),
-    TableSpec("genre", 3, 8, ("genres",), "none", "float32"),
-    TableSpec("user", 50, 8, ("user",), "none", "float32"),
-    TableSpec("recent", 77, 8, ("history",), "none", "float32"),
-]
+UNPOOLED = [replace(table, embedding_dim=8, pooling="none") for table in POOLED]
 
 
 @settings(deadline=None)
 @given(COUNTS, st.integers(0, 2**32))
 def test_merged_part_rows_equal_rows_of_whole_tables(counts: list[list[int]], seed: int) -> None:
-    one = partitioned_model(UNPOOLED, HOSTS)
-    partition = Partition(one.manifest, HOSTS)
-    ids, lengths, _ = batch(one.manifest, counts, seed)
-    found = UnpooledBatch(partition, ids, lengths)
-    lookups = found.lookups()
-    for lookup in lookups:  # each row is requested once
+    one = PartitionedModel(UNPOOLED, HOSTS)
+    ids, lengths, _ = random_batch(one.manifest, counts, seed)
+    found = one.batch(UnpooledBatch, ids, lengths)
+    for lookup in found.lookups():  # each row is requested once
         ends = np.append(0, lookup.lengths.cumsum())
         for start, end in pairwise(ends.tolist()):
             assert len(set(lookup.ids[start:end].tolist())) == end - start
-    for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
-        found.add(lookup.part, values)
-    merged = found.merge()
-    assert np.array_equal(merged, whole_table_results(one.manifest, one.rows, ids, lengths, None))
+    assert np.array_equal(one.merged(found), one.whole_results(ids, lengths))
 
 
-@pytest.mark.parametrize("pooled", [*POOLED_KINDS, None])
-def test_ids_on_a_part_are_counted_by_feature_and_example(pooled: Pooled | None) -> None:
-    one = partitioned_model(UNPOOLED if pooled is None else POOLED, HOSTS)
-    partition = Partition(one.manifest, HOSTS)
+@pytest.mark.parametrize("kind", [*POOLED_KINDS, UnpooledBatch])
+def test_ids_on_a_part_are_counted_by_feature_and_example(kind: type[PartedBatch]) -> None:
+    one = PartitionedModel(UNPOOLED if kind is UnpooledBatch else POOLED, HOSTS)
     # history, candidate, genres, user; two examples
     lengths = np.array([1, 0, 0, 1, 0, 0, 0, 0], np.int32)
-    ids = np.array([19, 40])
-    divided = partition.divide(ids, lengths)
-    found = (
-        UnpooledBatch(partition, ids, lengths)
-        if pooled is None
-        else pooled(partition, PooledColumns(partition), divided)
-    )
+    found = one.batch(kind, np.array([19, 40]), lengths)
     assert [lookup.part for lookup in found.lookups()] == [0, 2]
     counts = [found.count_ids_on(part).tolist() for part in range(3)]
     nothing = [[0, 0]] * 4
@@ -209,24 +203,21 @@ def test_ids_on_a_part_are_counted_by_feature_and_example(pooled: Pooled | None)
 
 
 def test_skipped_ids_are_counted_on_no_part() -> None:
-    one = partitioned_model(UNPOOLED, HOSTS)
+    partition = PartitionedModel(UNPOOLED, HOSTS).partition
     lengths = np.array([2, 1, 0, 1, 0, 0, 0, 0], np.int32)
-    found = UnpooledBatch(
-        Partition(one.manifest, HOSTS), np.array([0, 19, 0, 40]), lengths, np.array([0, 2])
-    )
+    found = UnpooledBatch(partition, np.array([0, 19, 0, 40]), lengths, np.array([0, 2]))
     assert found.count_ids_on(0).tolist() == [[1, 0], [0, 0], [0, 0], [0, 0]]
     assert found.count_ids_on(2).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
 
 
 def test_merged_sums_are_bitwise_equal_in_any_response_order_and_packed_or_not() -> None:
-    one = partitioned_model(POOLED, HOSTS)
-    partition = Partition(one.manifest, HOSTS)
-    ids, lengths, weights = batch(one.manifest, [[9, 4, 7]] * 4, 5)
+    one = PartitionedModel(POOLED, HOSTS)
+    ids, lengths, weights = random_batch(one.manifest, [[9, 4, 7]] * 4, 5)
     results = set()
     for order, pooled in product(permutations(range(4)), POOLED_KINDS):
-        found = pooled(partition, PooledColumns(partition), partition.divide(ids, lengths, weights))
+        found = one.batch(pooled, ids, lengths, weights)
         lookups = found.lookups()
-        part_values = part_results(one, partition, lookups)
+        part_values = one.part_results(lookups)
         for i in order:
             found.add(lookups[i].part, part_values[i])
         results.add(found.merge().tobytes())
@@ -259,22 +250,15 @@ def test_vectors_of_any_width_are_added_in_few_chunks(
         TableSpec(f"t{i}", 60, dim, (f"f{i}",), "sum", "float32") for i, dim in enumerate(dims)
     ]
     hosts = HostPlan(3, {table.name: bounds for table in tables})
-    one = partitioned_model(tables, hosts)
-    partition = Partition(one.manifest, hosts)
-    ids, lengths, _ = batch(one.manifest, counts, 3)
-    found = pooled(partition, PooledColumns(partition), partition.divide(ids, lengths))
-    lookups = found.lookups()
-    for lookup, values in zip(lookups, part_results(one, partition, lookups), strict=True):
-        found.add(lookup.part, values)
-    expected = whole_table_results(one.manifest, one.rows, ids, lengths, None)
-    np.testing.assert_allclose(found.merge(), expected, rtol=0, atol=1e-5)
+    one = PartitionedModel(tables, hosts)
+    ids, lengths, _ = random_batch(one.manifest, counts, 3)
+    found = one.merged(one.batch(pooled, ids, lengths))
+    np.testing.assert_allclose(found, one.whole_results(ids, lengths), rtol=0, atol=1e-5)
 
 
 @both_pooled
 def test_batch_without_ids_calls_no_part_and_returns_zeros(pooled: Pooled) -> None:
-    one = partitioned_model(POOLED, HOSTS)
-    partition = Partition(one.manifest, HOSTS)
-    divided_ids = partition.divide(np.empty(0, np.int64), np.zeros(8, np.int32))
-    found = pooled(partition, PooledColumns(partition), divided_ids)
+    one = PartitionedModel(POOLED, HOSTS)
+    found = one.batch(pooled, np.empty(0, np.int64), np.zeros(8, np.int32))
     assert found.lookups() == []
     assert np.array_equal(found.merge(), np.zeros((2, 44), np.float32))
