@@ -8,7 +8,8 @@ import pytest
 from certificates import Authority
 
 from embedserve.config import ServeSettings
-from embedserve.fanout.credentials import ShardCredentials
+from embedserve.fanout.credentials import follow_credentials
+from embedserve.shard_client.shard_connection import ConnectionOptions
 
 
 def settings(**files: Path) -> ServeSettings:
@@ -16,33 +17,34 @@ def settings(**files: Path) -> ServeSettings:
     return ServeSettings("store", shards="file:x", **shown)  # type: ignore[arg-type]
 
 
-def read(**files: Path) -> ShardCredentials:
-    return ShardCredentials(settings(**files), lambda: None)
+def read(**files: Path) -> ConnectionOptions:
+    found: list[ConnectionOptions] = []
+    follow_credentials(settings(**files), found.append)
+    (options,) = found
+    return options
 
 
 def test_without_files_neither_tls_nor_a_token_is_used() -> None:
-    credentials = read()
-    assert credentials.options.ssl_context is None
-    assert credentials.options.metadata == []
-    assert credentials.reloader is None
-    assert credentials.for_host("shard-0").server_hostname == "shard-0"
+    options = read()
+    assert options.ssl_context is None
+    assert options.metadata == []
+    assert follow_credentials(settings(), lambda options: None) is None
 
 
 async def test_changed_token_file_is_reloaded(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
-    changes: list[None] = []
-    credentials = ShardCredentials(settings(shard_token=token), lambda: changes.append(None))
-    assert credentials.options.metadata == [(b"authorization", b"Bearer first")]
+    found: list[ConnectionOptions] = []
+    reloader = follow_credentials(settings(shard_token=token), found.append)
+    assert reloader is not None
+    assert found[-1].metadata == [(b"authorization", b"Bearer first")]
     token.write_text("two words")
-    assert credentials.reloader is not None
-    await credentials.reloader.poll()
-    assert credentials.options.metadata == [(b"authorization", b"Bearer first")]
-    assert len(changes) == 1
+    await reloader.poll()
+    assert len(found) == 1
     token.write_text("second")
-    await credentials.reloader.poll()
-    assert credentials.options.metadata == [(b"authorization", b"Bearer second")]
-    assert len(changes) == 2
+    await reloader.poll()
+    assert found[-1].metadata == [(b"authorization", b"Bearer second")]
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("text", ["", "\n", "two words", "a\nb", "x" * 4097, "\0"])
@@ -66,4 +68,4 @@ def test_invalid_certificates_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"nowhere\.pem"):
         read(shard_ca=tmp_path / "nowhere.pem")
     right = read(shard_ca=root, shard_cert=certificate, shard_key=key)
-    assert right.options.ssl_context is not None
+    assert right.ssl_context is not None

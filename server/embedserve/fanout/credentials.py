@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from embedserve.config import MIB, ServeSettings
@@ -15,55 +15,33 @@ ALPN = ["h2"]
 TOKEN_BYTES_MAX = 4096
 
 
-class ShardCredentials:
-    """Options of new connections to shards. Connections that are open keep theirs: whoever has some
-    replaces them when the options change.
+def follow_credentials(
+    settings: ServeSettings, adopt: Callable[[ConnectionOptions], None]
+) -> FileReloader[ConnectionOptions] | None:
+    """Calls ``adopt`` with the options of connections to shards. The reloader calls it again when a
+    file has changed; None if there are no files.
 
-    Attributes:
-        options: present options.
-        reloader: reloader of the files; None if there are none.
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a certificate is damaged, does not fit its key, or the token is none.
     """
+    names = ("shard_ca", "shard_cert", "shard_key", "shard_token")
+    paths = [path for name in names if (path := getattr(settings, name))]
+    if paths:
+        return FileReloader("credentials for shards", paths, partial(_read, settings), adopt)
+    adopt(_read(settings))
+    return None
 
-    options: ConnectionOptions
 
-    def __init__(self, settings: ServeSettings, on_change: Callable[[], None]) -> None:
-        """Reads the files.
-
-        Args:
-            on_change: called after the files were read, also for the first time.
-
-        Raises:
-            OSError: a file cannot be read.
-            ValueError: a certificate is damaged, does not fit its key, or the token is none.
-        """
-        self._settings = settings
-        self._on_change = on_change
-        # The values of a batch, and the fields before them.
-        self._response_bytes_max = settings.limits.request_output_bytes_max + MIB
-        self.options = ConnectionOptions(response_bytes_max=self._response_bytes_max)
-        self.reloader: FileReloader[ConnectionOptions] | None = None
-        names = ("shard_ca", "shard_cert", "shard_key", "shard_token")
-        paths = [path for name in names if (path := getattr(settings, name))]
-        if paths:
-            self.reloader = FileReloader("credentials for shards", paths, self._read, self._adopt)
-
-    def for_host(self, host: str) -> ConnectionOptions:
-        """Returns the options of connections to ``host``, the name in its certificate; "" for the
-        address itself."""
-        return replace(self.options, server_hostname=host) if host else self.options
-
-    def _adopt(self, options: ConnectionOptions) -> None:
-        self.options = options
-        self._on_change()
-
-    def _read(self) -> ConnectionOptions:
-        settings = self._settings
-        metadata = []
-        if settings.shard_token:
-            token = _read_token(settings.shard_token)
-            metadata.append((b"authorization", b"Bearer " + token.encode()))
-        context = _read_context(settings) if settings.shard_ca else None
-        return ConnectionOptions(context, "", metadata, self._response_bytes_max)
+def _read(settings: ServeSettings) -> ConnectionOptions:
+    metadata = []
+    if settings.shard_token:
+        token = _read_token(settings.shard_token)
+        metadata.append((b"authorization", b"Bearer " + token.encode()))
+    context = _read_context(settings) if settings.shard_ca else None
+    # The values of a batch, and the fields before them.
+    response_bytes_max = settings.limits.request_output_bytes_max + MIB
+    return ConnectionOptions(context, "", metadata, response_bytes_max)
 
 
 def _read_context(settings: ServeSettings) -> ssl.SSLContext:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ import torch
 from embedserve.call_trace import CallTrace
 from embedserve.config import ServeSettings
 from embedserve.daemon_threads import run_in_daemon_thread
-from embedserve.fanout.credentials import ShardCredentials
+from embedserve.fanout.credentials import follow_credentials
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.parted_version import ServedPart, served_parts
 from embedserve.fanout.router_engine import RouterEngine
@@ -34,7 +35,7 @@ from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.discovery import PART, DnsShards, RayShards, discover, parse_shards
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.replica import Connect
-from embedserve.shard_client.shard_connection import Address, ShardConnection
+from embedserve.shard_client.shard_connection import Address, ConnectionOptions, ShardConnection
 from embedserve.shard_client.timer_queue import TimerQueue
 from embedserve_store import ModelVersion
 from embedserve_store.errors import UnopenedError
@@ -88,7 +89,8 @@ class Shards:
         self._local = LocalParts(self._inline_bytes_max)
         self._on_missing = MissingPolicy.parse(settings.on_missing)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
-        self._credentials = ShardCredentials(settings, self._renew)
+        self._connection_options: ConnectionOptions
+        self._credentials = follow_credentials(settings, self._adopt_options)
         self._tasks: list[asyncio.Task[None]] = []
         self._discoveries: dict[int, asyncio.Task[None]] = {}  # by number of parts
         self._engines: list[ref[RouterEngine]] = []
@@ -189,8 +191,8 @@ class Shards:
         # One timer for the calls of all parts: a batch begins them at once.
         self._timers = TimerQueue(monotonic, self.loop.call_later)
         self._clients, self._tasks, self._discoveries = {}, [], {}
-        if (reloader := self._credentials.reloader) is not None:
-            self._tasks.append(asyncio.ensure_future(poll_all([reloader])))
+        if self._credentials is not None:
+            self._tasks.append(asyncio.ensure_future(poll_all([self._credentials])))
         for engine in self._opened():
             self._expect(engine.served_parts)
 
@@ -246,8 +248,9 @@ class Shards:
         for client, served in zip(self._clients[count], parts, strict=True):
             client.expect(VersionKey(served.model, served.version), served.fingerprint)
 
-    def _renew(self) -> None:
-        """Replaces the connections, after the credentials have changed."""
+    def _adopt_options(self, options: ConnectionOptions) -> None:
+        """Makes new connections with ``options``, and replaces those that are open."""
+        self._connection_options = options
         for client in self.clients():
             client.renew()
 
@@ -260,7 +263,8 @@ class Shards:
         def connect(
             address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
         ) -> ShardConnection:
-            return ShardConnection(address, self._credentials.for_host(host), on_ready, on_end)
+            options = replace(self._connection_options, server_hostname=host)
+            return ShardConnection(address, options, on_ready, on_end)
 
         return connect
 
