@@ -10,9 +10,7 @@ MICROSECONDS_MAX = 99_999_999
 """Longest timeout in the header: grpc-timeout has at most 8 digits."""
 TIMEOUT_BITS = 4
 """Significant bits of a timeout in the header. Shards cache the decoded headers of 64 blocks, so
-the timeouts sent are few; each is rounded up by at most an eighth."""
-BLOCKS_MAX = 512
-"""Header blocks cached for a method; TIMEOUT_BITS allow fewer."""
+the timeouts sent are few, under 256; each is rounded up by at most an eighth."""
 
 
 class CallHeaders:
@@ -61,7 +59,5 @@ class CallHeaders:
 
     def _encode(self, microseconds: int) -> bytes:
         value = b"%du" % min(microseconds, MICROSECONDS_MAX)
-        block = self._start + encode([(b"grpc-timeout", value)])
-        if len(self._blocks) < BLOCKS_MAX:
-            self._blocks[microseconds] = block
+        block = self._blocks[microseconds] = self._start + encode([(b"grpc-timeout", value)])
         return block
