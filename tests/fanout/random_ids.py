@@ -1,10 +1,14 @@
-"""Random ids for lookups in parts."""
+"""Random ids for lookups in parts, and their results."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from embedserve_store import Manifest
+from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.reference_pooling import pool
 
 Ids = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
@@ -18,3 +22,15 @@ def random_ids(
     rows = np.repeat(np.repeat(manifest.rows_per_feature, examples), lengths)
     weights = random.normal(size=rows.size).astype(np.float32) if is_weighted else None
     return random.integers(0, rows), lengths, weights
+
+
+def whole_results(
+    manifest: Manifest,
+    rows: Mapping[str, np.ndarray],
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    weights: np.ndarray | None,
+) -> np.ndarray:
+    """Returns the results from the whole ``rows`` of each table."""
+    bags = Bags(ids, lengths.reshape(len(manifest.features), -1), weights)
+    return pool(manifest, bags, ids, lambda table, numbers: rows[table.name][numbers])

@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from fanout.random_ids import whole_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,11 @@ class PartitionedModel:
     def whole_results(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
     ) -> np.ndarray:
-        return whole_table_results(self.manifest, self.rows, ids, lengths, weights)
+        """Returns the sums, or the rows of an unpooled model, from whole tables."""
+        pooling = "sum" if self.manifest.is_pooled else "none"
+        tables = tuple(replace(table, pooling=pooling) for table in self.manifest.tables)
+        manifest = replace(self.manifest, tables=tables)
+        return whole_results(manifest, self.rows, ids, lengths, weights)
 
     def part_results(self, lookups: list[PartLookup]) -> list[np.ndarray]:
         """Returns the results of the parts, whose feature order may differ from that of the ids."""
@@ -81,36 +86,10 @@ class PartitionedModel:
                 name: self.rows[name][slice(*bounds[lookup.part : lookup.part + 2])]
                 for name, bounds in self.hosts.rows.items()
             }
-            found = whole_table_results(part, rows, ids, lengths[order].reshape(-1), weights)
+            found = whole_results(part, rows, ids, lengths[order].reshape(-1), weights)
             assert found.shape == lookup.shape
             part_values.append(found)
         return part_values
-
-
-def whole_table_results(
-    manifest: Manifest,
-    rows: Tables,
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    weights: np.ndarray | None,
-) -> np.ndarray:
-    """Returns the results of a server of whole tables, which adds in the order of the ids."""
-    bags = lengths.reshape(len(manifest.features), -1)
-    ends = np.cumsum(lengths).reshape(bags.shape)
-    blocks = []
-    for column in manifest.columns:
-        table = rows[column.table.name]
-        first, last = ends[column.feature, 0] - bags[column.feature, 0], ends[column.feature, -1]
-        if not manifest.is_pooled:
-            blocks.append(table[ids[first:last]])
-            continue
-        sums = np.zeros((bags.shape[1], table.shape[1]), np.float64)
-        for example, end in enumerate(ends[column.feature].tolist()):
-            start = end - bags[column.feature, example]
-            scale = np.ones(end - start) if weights is None else weights[start:end]
-            sums[example] = (table[ids[start:end]] * scale[:, None]).sum(axis=0)
-        blocks.append(sums.astype(np.float32))
-    return np.concatenate(blocks, axis=1 if manifest.is_pooled else 0)
 
 
 POOLED = [

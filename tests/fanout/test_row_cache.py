@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fanout.random_ids import random_ids
+from fanout.random_ids import random_ids, whole_results
 from pooled import collection
 from reference import stored_rows
 from resident_memory import resident_bytes
@@ -56,8 +56,8 @@ def test_sums_equal_those_of_the_rows_while_rows_replace_others(
         ids, lengths, weights = random_ids(manifest, examples, random, is_weighted=is_weighted)
         taken = cache.take_cached(ids, lengths, weights)
         # The sums of all rows, less those of the rows that are left, are those of the cached rows.
-        sums = sums_of(manifest, rows, ids, lengths, weights)
-        sums -= sums_of(manifest, rows, taken.ids, taken.lengths, taken.weights)
+        sums = whole_results(manifest, rows, ids, lengths, weights)
+        sums -= whole_results(manifest, rows, taken.ids, taken.lengths, taken.weights)
         assert taken.lengths.sum() == taken.ids.size
         assert taken.lengths.dtype == np.int32
         if taken.sums is None:
@@ -72,25 +72,6 @@ def test_sums_equal_those_of_the_rows_while_rows_replace_others(
                 vectors = np.concatenate([rows[one.table.name][own] for one in columns], axis=1)
                 cache.store(feature, own, vectors)
     assert found > 100
-
-
-def sums_of(
-    manifest: Manifest,
-    rows: dict[str, np.ndarray],
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    weights: np.ndarray | None,
-) -> np.ndarray:
-    """Returns the sums of rows in float64."""
-    examples = lengths.size // len(manifest.features)
-    bags = np.repeat(np.arange(lengths.size), lengths)
-    factors = np.ones(ids.size) if weights is None else weights.astype(np.float64)
-    sums = np.zeros((examples, sum(manifest.length_per_key)))
-    for one in manifest.columns:
-        own = bags // examples == one.feature
-        vectors = rows[one.table.name][ids[own]] * factors[own, None]
-        np.add.at(sums[:, one.start : one.end], bags[own] % examples, vectors)
-    return sums
 
 
 def test_rows_are_stored_once_no_thread_reads(tmp_path: Path) -> None:
