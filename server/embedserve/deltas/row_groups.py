@@ -38,7 +38,6 @@ class RowGroup:
     """A group of tables, or the table of the entries of changed ids, and its spare rows.
 
     Attributes:
-        tables: the tables.
         row_start: number of rows of the groups before.
         row_count: rows of the largest table.
         start: number of the first spare row.

@@ -45,13 +45,7 @@ OTHER_OUTCOME = "error"
 
 
 class Attempt:
-    """A call of one replica.
-
-    Attributes:
-        replica: the replica.
-        start_s: when the call began.
-        is_over: whether the call has ended.
-    """
+    """A call of one replica."""
 
     __slots__ = (
         "_end_s",
@@ -147,7 +141,6 @@ class PartCall:
         message: chunks of the request message.
         deadline_s: time.monotonic() at which the lookup fails.
         calls: record of the calls for traces; None if no request is traced.
-        is_over: whether the lookup has ended.
     """
 
     __slots__ = (

@@ -53,13 +53,9 @@ class PartClient:
 
     Attributes:
         part: number of the part.
-        part_count: number of parts.
-        options: options of the lookups.
         stats: counts since the start.
-        recent: recent latencies.
         hedges, retries: budgets of extra calls.
         timers: deadlines of calls in flight.
-        clock: time.monotonic.
     """
 
     def __init__(

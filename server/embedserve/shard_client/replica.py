@@ -48,7 +48,6 @@ class PartReplica:
     """A replica of a part.
 
     Attributes:
-        address: host and port.
         connection: connection on which calls may begin; None while there is none.
         reason: why there is no connection, or no list of models.
     """

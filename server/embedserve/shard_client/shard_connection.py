@@ -64,7 +64,6 @@ class ShardConnection(asyncio.Protocol):
     """A connection to a shard. It connects once; a lost one is replaced by a new object.
 
     Attributes:
-        address: host and port of the shard.
         is_ready: whether calls may begin.
         last_received_s: time.monotonic() when bytes arrived last.
         reason: why the connection is not ready.
