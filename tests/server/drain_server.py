@@ -2,7 +2,7 @@
 
 Prints its two ports when ready, and drains on SIGTERM and SIGINT. Every lookup runs in the thread.
 A lookup takes the given seconds, or waits for SIGUSR2 if they are below 0. On SIGUSR1 the server
-hangs. The watchdog ends it after the given seconds.
+hangs. The watchdog ends it after the given seconds, or never if they are 0.
 """
 
 from __future__ import annotations
@@ -66,4 +66,4 @@ def main(lookup_s: float, drain_s: float, grpc_server: str, hang_s: float) -> No
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3], float((sys.argv[4:] or "0")[0]))
+    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

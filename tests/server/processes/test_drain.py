@@ -12,16 +12,17 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 from server.async_popen import AsyncPopen, start_python
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, live_server
+from server.metrics.metric_samples import parse_families, sample_value
 
 from embedserve.wire.wire_server import WireServer
 from embedserve_proto import embedding_pb2 as pb
@@ -60,13 +61,9 @@ class Process:
         Leaves no idle connection, because a draining server would wait for its end.
         """
         text = (await self.http.get("/metrics", headers={"Connection": "close"})).text
-        samples = {
-            sample.name: sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
-        queued = samples["embedserve_queue_requests"]
-        return int(queued), int(samples["embedserve_batch_examples_count"])
+        families = parse_families(text)
+        queued = sample_value(families, "embedserve_queue_requests")
+        return int(queued), int(sample_value(families, "embedserve_batch_examples_count"))
 
     def release_lookups(self) -> None:
         self.process.send_signal(signal.SIGUSR2)
@@ -77,8 +74,11 @@ class Process:
 
 
 @asynccontextmanager
-async def server_process(grpc_server: str, lookup_s: float = 0) -> AsyncIterator[Process]:
-    process = await start_python(SCRIPT, lookup_s, DRAIN_S, grpc_server)
+async def server_process(
+    grpc_server: str, lookup_s: float = 0, hang_s: float = 0, **options: Any
+) -> AsyncIterator[Process]:
+    """Runs drain_server.py. ``options`` are those of subprocess.Popen."""
+    process = await start_python(SCRIPT, lookup_s, DRAIN_S, grpc_server, hang_s, **options)
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START_S_MAX)
         http_port, grpc_port = line.split()

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 from forkserver import PYTHON, WarmPopen
-from prometheus_client.parser import text_string_to_metric_families
 from running_servers import children_of
+from server.metrics.metric_samples import parse_families, sample_value
 from server.python import environment
 from waits import wait_until
 
@@ -32,7 +32,7 @@ class LoggingServer:
     def __init__(self, kind: str, tmp_path: Path) -> None:
         is_one = kind == "one process"
         arguments = (
-            [SERVER / "drain_server.py", 0, 5, "native"]
+            [SERVER / "drain_server.py", 0, 5, "native", 0]
             if is_one
             else [SERVER / "supervised.py", 2, 5, 0, 0, tmp_path / "failure"]
         )
@@ -73,9 +73,7 @@ class LoggingServer:
 
     def dropped_lines(self) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=WAIT_S_MAX).text
-        families = text_string_to_metric_families(text)
-        name = "embedserve_log_lines_dropped_total"
-        return sum(one.value for family in families for one in family.samples if one.name == name)
+        return sample_value(parse_families(text), "embedserve_log_lines_dropped_total")
 
     def close(self) -> None:
         if self.process.poll() is None:
