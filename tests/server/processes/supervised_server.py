@@ -87,6 +87,14 @@ class SupervisedServer:
         self.http_port = int(lines[-1].split()[1])
         return lines
 
+    async def stop(self) -> str:
+        """Stops the server with SIGTERM. Checks its exit status, and returns the remaining
+        output."""
+        self.process.terminate()
+        status, output = await self.ended()
+        assert status == 0, output
+        return output
+
     async def ended(self) -> tuple[int, str]:
         """Returns (exit status, remaining output)."""
         async with asyncio.timeout(WAIT_S_MAX):

@@ -40,9 +40,7 @@ async def test_workers_listen_only_after_the_first_poll(tmp_path: Path) -> None:
                 await server.until_line("ready")
         mode.write_text("")
         await server.until_line("ready")
-        server.process.terminate()
-        status, _ = await server.ended()
-        assert status == 0
+        await server.stop()
 
 
 async def test_killed_applier_is_replaced_while_workers_serve(tmp_path: Path) -> None:
@@ -55,9 +53,7 @@ async def test_killed_applier_is_replaced_while_workers_serve(tmp_path: Path) ->
         assert any(f"(process {applier}) was ended by SIGKILL: restarted" in one for one in lines)
         assert lines[-1].split()[2] == "stalled"  # until the next one has polled
         assert await server.post() == 200
-        server.process.terminate()
-        status, output = await server.ended()
-        assert status == 0
+        output = await server.stop()
         assert "killed" not in output
 
 
@@ -72,8 +68,7 @@ async def test_hung_applier_is_replaced_while_workers_serve(tmp_path: Path) -> N
         assert f"(process {hung}) was ended by SIGABRT: restarted" in logged
         assert await server.post() == 200
         assert await server.metric("embedserve_worker_hangs_total") == 0
-        server.process.terminate()
-        assert (await server.ended())[0] == 0
+        await server.stop()
 
 
 async def test_applier_that_exits_immediately_does_not_prevent_the_start(

@@ -27,9 +27,7 @@ async def test_all_workers_serve_and_stop_on_sigterm(tmp_path: Path) -> None:
         assert await asyncio.gather(*(server.post() for _ in range(40))) == [200] * 40
         assert await server.metric("embedserve_workers") == 3
         await server.until_metric("embedserve_requests_total", lambda value: value >= 40)
-        server.process.terminate()
-        status, output = await server.ended()
-    assert status == 0
+        output = await server.stop()
     assert output.endswith("imported:\n")  # the supervisor imports no module with threads
     assert output.count("draining") == 3
 
@@ -42,8 +40,7 @@ async def test_no_worker_responds_before_the_startup_server_has_ended(tmp_path: 
         lines = await server.until_ready()
         assert lines == ["started 0", "waited", lines[-1]]
         assert await server.post() == 200
-        server.process.terminate()
-        assert (await server.ended())[0] == 0
+        await server.stop()
 
 
 async def test_unix_socket_serves_while_a_worker_is_stopped_or_killed(
@@ -57,9 +54,8 @@ async def test_unix_socket_serves_while_a_worker_is_stopped_or_killed(
         os.kill(server.worker_pids()[0], signal.SIGKILL)
         assert await asyncio.gather(*(server.post(uds) for _ in range(20))) == [200] * 20
         assert server.socket_file.exists()
-        server.process.terminate()
-        status, output = await server.ended()
-    assert (status, "Traceback" in output) == (0, False)
+        output = await server.stop()
+    assert "Traceback" not in output
     assert not server.socket_file.exists()
 
 
@@ -123,9 +119,7 @@ async def test_workers_stop_when_the_supervisor_is_killed(tmp_path: Path) -> Non
 async def test_a_worker_that_does_not_drain_is_killed(tmp_path: Path) -> None:
     async with supervised(tmp_path, drain_s=0.1) as server:
         os.kill(server.worker_pids()[0], signal.SIGSTOP)
-        server.process.terminate()
-        status, output = await server.ended()
-    assert status == 0
+        output = await server.stop()
     assert "workers are killed: they did not end in time" in output
 
 

@@ -41,9 +41,7 @@ async def test_killed_worker_is_replaced_and_counters_do_not_decrease(tmp_path: 
         assert await server.metric("embedserve_requests_total") == 40
         assert await server.post() == 200
         await server.until_metric("embedserve_requests_total", lambda value: value >= 41)
-        server.process.terminate()
-        status, output = await server.ended()
-    assert status == 0
+        output = await server.stop()
     assert "was ended by SIGKILL: restarted" in output
 
 
@@ -82,8 +80,7 @@ async def test_failed_fork_of_a_worker_is_retried(tmp_path: Path) -> None:
         await server.until_line("INFO embedserve.processes.supervisor: worker 1 is ready")
         assert server.worker_pids()[0] == remaining
         assert len(server.worker_pids()) == 2
-        server.process.terminate()
-        assert (await server.ended())[0] == 0
+        await server.stop()
 
 
 async def test_restart_delay_grows_for_a_worker_that_keeps_ending(tmp_path: Path) -> None:
