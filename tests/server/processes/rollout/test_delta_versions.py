@@ -90,13 +90,9 @@ class Server:
         return [*self.delta_versions.models()][-1]
 
     @property
-    def failure(self) -> Failure | None:
-        return self.target.failure
-
-    @property
-    def reason(self) -> str:
-        """Returns why the version is not served; "" if there is no reason."""
-        return self.failure.reason if self.failure is not None else ""
+    def failure(self) -> Failure:
+        """Returns why a version is not served, with the reason "" if there is no failure."""
+        return self.target.failure or Failure(0, "", is_final=False)
 
 
 @pytest.fixture
@@ -128,7 +124,6 @@ def test_version_that_fails_to_open_is_retried_unless_failure_is_final(
     with monkeypatch.context() as patched:
         patched.setattr(delta_versions, "open_folder", fail)
         server.report_store(2)
-    assert server.failure is not None
     assert (server.failure.reason, server.failure.is_final) == (str(error), is_final)
     server.report_store(2)
     assert server.target.version == (1 if is_final else 2)
@@ -205,7 +200,6 @@ def test_held_model_keeps_its_version(server: Server) -> None:
     hold = server.delta_versions.served["m"].hold
     hold.set(True)
     server.report_store(2)
-    assert server.failure is not None
     assert "its deltas are held" in server.failure.reason
     assert not server.failure.is_final
     hold.set(False)
@@ -213,7 +207,7 @@ def test_held_model_keeps_its_version(server: Server) -> None:
     assert len(server.delta_versions.targets()) == 2
     hold.set(True)  # while it is prepared
     server.coordinator.advance_rollout()
-    assert (server.target.version, "its deltas are held" in server.reason) == (1, True)
+    assert (server.target.version, "its deltas are held" in server.failure.reason) == (1, True)
     assert len(server.delta_versions.targets()) == 1
 
 
@@ -236,10 +230,9 @@ def test_version_with_damaged_delta_line_fails(server: Server) -> None:
     server.delta_versions.served["m"].live.commit(2, 9)
     server.report_store(2)
     stall(server, f"{NO_ACCESS}: the host does not respond")  # nothing is known to be wrong
-    assert server.reason == ""
+    assert server.failure.reason == ""
     stall(server, "delta 4 is damaged")
-    assert server.reason == "delta 4 is damaged"
-    assert server.failure is not None
+    assert server.failure.reason == "delta 4 is damaged"
     assert server.failure.is_final
     assert len(server.delta_versions.targets()) == 1
 
@@ -255,14 +248,14 @@ def test_stall_that_ends_within_its_limit_does_not_fail_the_version(server: Serv
         now = server.next.status.read()
         server.next.status.write(replace(now, state="following", reason=""))
         server.coordinator.advance_rollout()
-    assert server.failure is None
+    assert server.failure.reason == ""
 
 
 def test_version_stalled_at_the_served_delta_does_not_fail(server: Server) -> None:
     server.delta_versions.served["m"].live.commit(2, 1)
     server.report_store(2)  # it has the rows after delta 1
     stall(server, "delta 2 is damaged")
-    assert (server.target.phase, server.failure) == (TargetPhase.PREPARE, None)
+    assert (server.target.phase, server.failure.reason) == (TargetPhase.PREPARE, "")
 
 
 def test_version_without_memory_for_changed_rows_fails(
@@ -270,7 +263,6 @@ def test_version_without_memory_for_changed_rows_fails(
 ) -> None:
     monkeypatch.setattr(delta_versions, "available_bytes", lambda: 1000)
     server.report_store(2)
-    assert server.failure is not None
     assert "and 1000 bytes of memory are available" in server.failure.reason
     assert server.target.version == 1
 
@@ -357,5 +349,4 @@ def test_version_without_deltas_gets_no_memory() -> None:
 
 def test_version_that_does_not_exist_fails(server: Server) -> None:
     server.report_store(7)
-    assert server.failure is not None
     assert "version 7 does not exist" in server.failure.reason

@@ -19,22 +19,23 @@ from embedserve.processes.startup.ports import claim_ports
 from embedserve_store import set_alias
 
 
-async def test_alias_settings_apply_before_the_first_poll(
-    store: Path, executor: ThreadPoolExecutor
-) -> None:
+@pytest.fixture
+def canary(store: Path, executor: ThreadPoolExecutor) -> FollowingProcess:
+    """Returns a process that serves an alias with a shadow share of 20 percent."""
     set_alias(store, "shop", "canary", 1, shadow=20)
-    process = FollowingProcess(store, executor, "shop@canary", "alias")
-    models = process.pipeline.models
-    await apply_initial_alias_settings(process.settings, process.rollout)
+    return FollowingProcess(store, executor, "shop@canary", "alias")
+
+
+async def test_alias_settings_apply_before_the_first_poll(canary: FollowingProcess) -> None:
+    models = canary.pipeline.models
+    await apply_initial_alias_settings(canary.settings, canary.rollout)
     assert models.status(models.model("shop@canary"))["shadow"] == 20
 
 
 async def test_process_serves_only_after_it_has_alias_settings(
-    store: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    canary: FollowingProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_alias(store, "shop", "canary", 1, shadow=20)
-    process = FollowingProcess(store, executor, "shop@canary", "alias")
-    models = process.pipeline.models
+    models = canary.pipeline.models
     shadows: list[float] = []
 
     async def run_server(*_: object) -> None:
@@ -44,23 +45,18 @@ async def test_process_serves_only_after_it_has_alias_settings(
     ports = claim_ports("127.0.0.1", 0, 0)
     ports.close()
     await run_single_process(
-        process.pipeline, process.rollout, process.settings, ports, lambda: None, lambda: None
+        canary.pipeline, canary.rollout, canary.settings, ports, lambda: None, lambda: None
     )
     assert shadows == [20]
 
 
 async def test_start_waits_for_alias_settings_only_up_to_a_time_limit(
-    store: Path,
-    executor: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    canary: FollowingProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_alias(store, "shop", "canary", 1, shadow=20)
-    process = FollowingProcess(store, executor, "shop@canary", "alias")
     may_return = threading.Event()
     monkeypatch.setattr(store_watcher, "SHARES_S_MAX", 0.05)
     monkeypatch.setattr(VersionResolver, "resolve", lambda *_: may_return.wait() and {})
-    await apply_initial_alias_settings(process.settings, process.rollout)
+    await apply_initial_alias_settings(canary.settings, canary.rollout)
     may_return.set()
     assert caplog.messages == [
         "the store did not return the shares within 0.05 s: they begin later"
@@ -68,13 +64,9 @@ async def test_start_waits_for_alias_settings_only_up_to_a_time_limit(
 
 
 async def test_start_continues_if_alias_settings_cannot_be_read(
-    store: Path,
-    executor: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    canary: FollowingProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Covers any exception of the store, after which the follower polls again."""
-    process = FollowingProcess(store, executor, "shop@1", "alias")
     monkeypatch.setattr(VersionResolver, "resolve", Mock(side_effect=RuntimeError("of a library")))
-    await apply_initial_alias_settings(process.settings, process.rollout)
+    await apply_initial_alias_settings(canary.settings, canary.rollout)
     assert caplog.messages == ["the shares cannot be read: they begin later"]
