@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from time import perf_counter
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from embedserve.access.client_address import peer_address
 from embedserve.wire.http2.frames import PREFACE
 from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
+
+if TYPE_CHECKING:
+    from embedserve.wire.wire_server import WireServer
 
 FIRST_BYTES_S_MAX = 10.0
 """Seconds until a connection's protocol must be known, and until HTTP/2 SETTINGS must arrive."""
@@ -71,48 +74,26 @@ class Connection(asyncio.Protocol, ABC):
         self._transport.abort()
 
 
-class ConnectionManager(Protocol):
-    """Registry and factory of connections, implemented by WireServer."""
-
-    def has_room(self) -> bool:
-        """Returns whether another connection is allowed."""
-
-    def record_growth(self, nbytes: int) -> None:
-        """Records that connections hold ``nbytes`` more; small amounts need not be reported."""
-
-    def http1(self, is_local: bool) -> asyncio.Protocol:
-        """Creates an HTTP/1 connection."""
-
-    def http2(self, is_local: bool) -> asyncio.Protocol:
-        """Creates an HTTP/2 connection."""
-
-    def add(self, connection: Connection) -> None:
-        """Registers a connection."""
-
-    def discard(self, connection: Connection) -> None:
-        """Unregisters a connection."""
-
-
 class ProtocolDetector(Connection):
     """A new connection, until its first bytes show which protocol it speaks."""
 
-    def __init__(self, manager: ConnectionManager, *, is_local: bool = False) -> None:
+    def __init__(self, server: WireServer, *, is_local: bool = False) -> None:
         """
         Args:
-            manager: manager and factory of connections.
+            server: server of the connection, which makes its successor.
             is_local: whether it was accepted on a Unix socket, which no browser reaches.
         """
-        self._manager = manager
+        self._server = server
         self._is_local = is_local
         self._data = b""
         self._start_s = perf_counter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
-        if not self._manager.has_room():
+        if not self._server.has_room():
             self._transport.abort()
             return
-        self._manager.add(self)
+        self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._data:
@@ -124,15 +105,15 @@ class ProtocolDetector(Connection):
         if not is_http2 and not _may_be_http1(data):
             self._transport.close()
             return
-        make = self._manager.http2 if is_http2 else self._manager.http1
+        make = self._server.http2 if is_http2 else self._server.http1
         protocol = make(self._is_local)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
-        self._manager.discard(self)
+        self._server.discard(self)
         protocol.data_received(data.removeprefix(PREFACE))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._manager.discard(self)
+        self._server.discard(self)
 
     @property
     def held_bytes(self) -> int:
@@ -195,17 +176,17 @@ class LingeringClose(Connection):
     """
 
     def __init__(
-        self, transport: asyncio.Transport, connection: Connection, manager: ConnectionManager
+        self, transport: asyncio.Transport, connection: Connection, server: WireServer
     ) -> None:
         """Takes over the transport of ``connection``, which must write no more."""
         self._transport = transport
         self._connection = connection
-        self._manager = manager
+        self._server = server
         self._unread_s = perf_counter()  # when output was last unread
         self._progress = ReadProgress()
         self._bytes_left = LINGER_BYTES_MAX
-        manager.add(self)
-        manager.discard(connection)
+        server.add(self)
+        server.discard(connection)
         transport.set_protocol(self)
         transport.resume_reading()
         if transport.can_write_eof():
@@ -221,7 +202,7 @@ class LingeringClose(Connection):
             yield_to_others(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._manager.discard(self)
+        self._server.discard(self)
         self._connection.connection_lost(exc)
 
     @property

@@ -12,6 +12,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, AsgiHandler
 from embedserve.wire.grpc.service import GrpcService
+from embedserve.wire.http1.header_templates import HeaderTemplateCache
 from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
@@ -36,7 +37,9 @@ class RouteTable:
     """Finds the handler of a request; HTTP/2 reuses it for all requests with equal headers.
 
     Attributes:
+        pipeline: request pipeline.
         allowed_hosts: allowed Host names; None: any.
+        templates: header templates of plain embed requests, which need no handler over HTTP/1.
     """
 
     def __init__(
@@ -54,11 +57,14 @@ class RouteTable:
             allowed_hosts: allowed Host names; None: any.
         """
         self.allowed_hosts = allowed_hosts
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._management = management
         self._turns = ManagementTurns(REQUESTS_PER_ITERATION)
         self._probe_turns = ManagementTurns(PROBES_PER_ITERATION)
         self._metrics = pipeline.metrics.protocols["rest"]
+        self.templates = HeaderTemplateCache(
+            self._metrics, pipeline.limits, pipeline.codecs, allowed_hosts
+        )
         self._grpc = service
 
     def resolve_http2(self, headers: Headers) -> ResolvedRoute | str:
@@ -79,20 +85,20 @@ class RouteTable:
         except EmbedServeError as error:
             if is_grpc:
                 return self._grpc.rejecting(error, request.headers)
-            return rejecting(error, request, self._pipeline)
+            return rejecting(error, request, self.pipeline)
         return self._grpc.resolve(request) if is_grpc else self.resolve(request)
 
     def resolve(self, request: HttpRequest) -> MakeHandler:
         """Returns the handler factory of a request that is not gRPC, from an allowed host."""
         if error := target_error(request.target):
-            return rejecting(error, request, self._pipeline)
+            return rejecting(error, request, self.pipeline)
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is None:
             turns = self._probe_turns if path in PROBE_PATHS else self._turns
             make: MakeHandler = partial(AsgiHandler, self._management, turns, request)
         else:
-            make = resolve_embed(route, request, self._pipeline, self._metrics)
+            make = resolve_embed(route, request, self.pipeline, self._metrics)
         expects_continue = any(
             name == b"expect" and value.lower() == b"100-continue"
             for name, value in request.headers

@@ -23,7 +23,6 @@ from embedserve.wire.asgi import ASGIApp
 from embedserve.wire.connections import Connection, ProtocolDetector
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http1.fast_path import FastPathConnection
-from embedserve.wire.http1.header_templates import HeaderTemplateCache
 from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.listener import BACKLOG, Listener
@@ -78,14 +77,10 @@ class WireServer:
         self._handshakes = Handshakes(logger, pipeline.metrics.tls)
         if certificates is not None:
             pipeline.metrics.tls.expires_s = lambda: certificates.expires_s
-        service, rest = service or GrpcService(pipeline), pipeline.metrics.protocols["rest"]
+        service = service or GrpcService(pipeline)
         # Keyed by is_local: cached routes and templates depend on the allowed Host names.
         self._route_tables = {
             is_local: RouteTable(pipeline, management, service, names)
-            for is_local, names in ((False, allowed_hosts), (True, None))
-        }
-        self._templates = {
-            is_local: HeaderTemplateCache(rest, pipeline.limits, pipeline.codecs, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
         upload_bytes = max(UPLOAD_BYTES_MAX, pipeline.limits.body_bytes_max)
@@ -152,12 +147,10 @@ class WireServer:
         return Handshake(self, self._handshakes, self._certificates.context)
 
     def http1(self, is_local: bool) -> FastPathConnection:
-        routes, templates = self._route_tables[is_local], self._templates[is_local]
-        return FastPathConnection(self._pipeline, routes, templates, self)
+        return FastPathConnection(self._route_tables[is_local], self)
 
     def http2(self, is_local: bool) -> Http2Protocol:
-        routes = self._route_tables[is_local]
-        return Http2Protocol(self._pipeline, routes.resolve_http2, self._uploads, self)
+        return Http2Protocol(self._route_tables[is_local], self._uploads, self)
 
     def add(self, connection: Connection) -> None:
         self._connections[connection] = self._retire_s()
@@ -201,6 +194,7 @@ class WireServer:
         return perf_counter() + age_s * random.uniform(*AGE_JITTER) if age_s else math.inf
 
     def has_room(self) -> bool:
+        """Returns whether another connection is allowed. Counts and logs a rejected one."""
         limit = self._limits.connections_max
         if len(self._connections) < limit:
             return True
@@ -211,6 +205,7 @@ class WireServer:
         return False
 
     def record_growth(self, nbytes: int) -> None:
+        """Records that connections hold ``nbytes`` more; small amounts need not be reported."""
         self._grown_bytes += nbytes
         if self._grown_bytes > CHECK_BYTES:
             # Not deferred: one event-loop iteration may read megabytes from each connection.

@@ -10,17 +10,15 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from embedserve.access.authenticator import CERTIFICATE, Certificate
 from embedserve.access.client_address import peer_address
 from embedserve.errors import EmbedServeError
-from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import (
     DRAIN_IDLE_S,
     READ_BYTES,
     Connection,
-    ConnectionManager,
     LingeringClose,
     ReadProgress,
 )
@@ -30,6 +28,9 @@ from embedserve.wire.http_stream import HttpRequest, MakeHandler
 from embedserve.wire.rest.calls import rejecting
 from embedserve.wire.route_table import RouteTable
 from embedserve.wire.unsent_memory import UnsentMemory
+
+if TYPE_CHECKING:
+    from embedserve.wire.wire_server import WireServer
 
 KEEP_ALIVE_S = 75.0
 """Seconds until an idle connection is closed; longer than the idle timeout of usual proxies."""
@@ -60,20 +61,17 @@ class Http1Connection(Connection):
     certificate: Certificate | None = None
     peer: str = ""
 
-    def __init__(
-        self, pipeline: RequestPipeline, routes: RouteTable, manager: ConnectionManager
-    ) -> None:
+    def __init__(self, routes: RouteTable, server: WireServer) -> None:
         """
         Args:
-            pipeline: request pipeline.
             routes: table that finds the handlers of requests.
-            manager: manager of the server's connections.
+            server: server of the connection.
         """
         self.transport: asyncio.Transport
-        self.pipeline = pipeline
+        self.pipeline = routes.pipeline
         self.loop = asyncio.get_running_loop()
         self._routes = routes
-        self._manager = manager
+        self._server = server
         self.is_read_paused = self.is_write_paused = False
         self._held: list[bytes] = []  # received behind the request being answered
         self._streams: deque[Http1Stream] = deque()  # being answered, then those queued
@@ -91,7 +89,7 @@ class Http1Connection(Connection):
         self.peer = peer_address(transport)
         scheme = b"https" if transport.get_extra_info("sslcontext") else b"http"
         self._parser = RequestParser(self, scheme)
-        self._manager.add(self)
+        self._server.add(self)
         self._idle_since_s = perf_counter()
 
     # Reading
@@ -138,7 +136,7 @@ class Http1Connection(Connection):
     def hold(self, data: bytes) -> None:
         """Holds data received before the current response is written, and pauses reading."""
         self._held.append(data)
-        self._manager.record_growth(len(data))
+        self._server.record_growth(len(data))
         self._pause_reading()
 
     def take_held_soon(self) -> None:
@@ -193,7 +191,7 @@ class Http1Connection(Connection):
     def receive_body(self, data: bytes) -> None:
         self._body_pieces += 1
         self._streams[-1].append(data)
-        self._manager.record_growth(len(data))  # may abort this connection
+        self._server.record_growth(len(data))  # may abort this connection
 
     def end_request(self) -> None:
         self._streams[-1].is_received = True
@@ -284,7 +282,7 @@ class Http1Connection(Connection):
         self._held.clear()
         self._parser.body_bytes = 0
         self._has_ended = True
-        LingeringClose(self.transport, self, self._manager)
+        LingeringClose(self.transport, self, self._server)
 
     @property
     def unsent_bytes(self) -> int:
@@ -353,5 +351,5 @@ class Http1Connection(Connection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._held.clear()
-        self._manager.discard(self)
+        self._server.discard(self)
         self._drop_streams()

@@ -8,6 +8,7 @@ for each request would cost a tenth of its time. Http1Connection parses all othe
 from __future__ import annotations
 
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.errors import EmbedServeError
@@ -15,19 +16,21 @@ from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
     UPLOAD_S_MAX,
     RequestContext,
-    RequestPipeline,
     ResponseWriter,
     late_request,
 )
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
-from embedserve.wire.connections import READ_BYTES, ConnectionManager, yield_to_others
+from embedserve.wire.connections import READ_BYTES, yield_to_others
 from embedserve.wire.http1.connection import Http1Connection
 from embedserve.wire.http1.header_checks import BLANKS
-from embedserve.wire.http1.header_templates import HeaderTemplate, HeaderTemplateCache
+from embedserve.wire.http1.header_templates import HeaderTemplate
 from embedserve.wire.http1.stream import CLOSE, STATUS_LINES, lines_of
 from embedserve.wire.rest.headers import content_headers, encode_error_response
 from embedserve.wire.route_table import RouteTable
+
+if TYPE_CHECKING:
+    from embedserve.wire.wire_server import WireServer
 
 
 class FastPathConnection(Http1Connection, ResponseWriter):
@@ -37,15 +40,9 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         is_last: whether the next response is the last on the connection.
     """
 
-    def __init__(
-        self,
-        pipeline: RequestPipeline,
-        routes: RouteTable,
-        templates: HeaderTemplateCache,
-        manager: ConnectionManager,
-    ) -> None:
-        super().__init__(pipeline, routes, manager)
-        self._templates = templates
+    def __init__(self, routes: RouteTable, server: WireServer) -> None:
+        super().__init__(routes, server)
+        self._templates = routes.templates
         self._context: RequestContext | None = None  # request being read or answered
         self._template: HeaderTemplate | None = None  # of the headers of the last request
         self._head = b""  # these headers
@@ -97,7 +94,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             # Not rejected while a queue is full: the connection would have to end.
             self._missing_bytes = missing
             self._body.append(data[body_start:])
-            self._manager.record_growth(len(data))
+            self._server.record_growth(len(data))
         else:
             self.pipeline.submit(context, data[body_start:missing])
 
@@ -120,7 +117,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             data = data[: self._missing_bytes]
         self._missing_bytes -= len(data)
         self._body.append(data)
-        self._manager.record_growth(len(data))
+        self._server.record_growth(len(data))
         if self.transport.is_closing():
             return
         if not self._missing_bytes:

@@ -187,7 +187,7 @@ class HeaderTemplateCache:
         self._metrics = metrics
         self._limits = limits
         self._codecs = codecs
-        self.allowed_hosts = allowed_hosts
+        self._allowed_hosts = allowed_hosts
         self._templates: dict[int, list[HeaderTemplate]] = {}
         self._count = 0
 
@@ -206,9 +206,7 @@ class HeaderTemplateCache:
     def _remember(self, head: bytes) -> tuple[HeaderTemplate, int] | None:
         if len(head) > HEAD_BYTES_MAX:
             return None
-        template = make_template(
-            head, self._metrics, self._limits, self._codecs, self.allowed_hosts
-        )
+        template = self.parse(head)
         length = -1 if template is None else template.match(head, len(head))
         if template is None or length < 0:
             return None
@@ -223,46 +221,40 @@ class HeaderTemplateCache:
         self._count += 1
         return template, length
 
+    def parse(self, head: bytes) -> HeaderTemplate | None:
+        """Parses ``head`` (with its empty line), and returns its template, or None.
 
-def make_template(
-    head: bytes,
-    metrics: ProtocolMetrics,
-    limits: Limits,
-    codecs: Codecs,
-    allowed_hosts: AllowedHosts | None = None,
-) -> HeaderTemplate | None:
-    """Parses ``head`` (with its empty line), and returns its template, or None.
-
-    Only a plain embed request to one of ``allowed_hosts`` has a template.
-    """
-    plain = _PlainRequest()
-    try:
-        RequestParser(plain, b"http").feed(head)
-    except EmbedServeError:
-        return None
-    request = plain.request
-    if request is None or request.content_length is None:
-        return None
-    names = [name for name, _ in request.headers]
-    if SPECIAL_HEADERS.intersection(names):
-        return None
-    if any(names.count(name) > 1 for name in SEVERAL_HEADERS):
-        return None
-    path = request.target.decode("latin-1")
-    route = embed_route(path)
-    if route is None or not SPECIAL_CHARACTERS.isdisjoint(path):
-        return None
-    if not head.startswith(b"POST %b " % request.target):
-        return None  # an absolute URL
-    try:
-        if allowed_hosts is not None:
-            allowed_hosts.check(request.headers)
-        options = read_headers(route, request.headers, metrics, codecs)
-    except EmbedServeError:
-        return None
-    template = HeaderTemplate(head, options, options.codec.bytes_max(limits), codecs)
-    # No template where llhttp and the pattern disagree, as on folded lines.
-    return template if len(_LINE.findall(head)) == len(names) else None
+        Only a plain embed request to one of ``allowed_hosts`` has a template.
+        """
+        plain = _PlainRequest()
+        try:
+            RequestParser(plain, b"http").feed(head)
+        except EmbedServeError:
+            return None
+        request = plain.request
+        if request is None or request.content_length is None:
+            return None
+        names = [name for name, _ in request.headers]
+        if SPECIAL_HEADERS.intersection(names):
+            return None
+        if any(names.count(name) > 1 for name in SEVERAL_HEADERS):
+            return None
+        path = request.target.decode("latin-1")
+        route = embed_route(path)
+        if route is None or not SPECIAL_CHARACTERS.isdisjoint(path):
+            return None
+        if not head.startswith(b"POST %b " % request.target):
+            return None  # an absolute URL
+        try:
+            if self._allowed_hosts is not None:
+                self._allowed_hosts.check(request.headers)
+            options = read_headers(route, request.headers, self._metrics, self._codecs)
+        except EmbedServeError:
+            return None
+        bytes_max = options.codec.bytes_max(self._limits)
+        template = HeaderTemplate(head, options, bytes_max, self._codecs)
+        # No template where llhttp and the pattern disagree, as on folded lines.
+        return template if len(_LINE.findall(head)) == len(names) else None
 
 
 class _PlainRequest:

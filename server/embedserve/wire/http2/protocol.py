@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from embedserve.access.authenticator import CERTIFICATE
 from embedserve.access.client_address import peer_address
-from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import (
     FIRST_BYTES_S_MAX,
     Connection,
-    ConnectionManager,
     LingeringClose,
     ReadProgress,
 )
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import ErrorCode
-from embedserve.wire.http2.request_headers import ResolveRoute
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.route_table import RouteTable
 from embedserve.wire.unsent_memory import owners_of
+
+if TYPE_CHECKING:
+    from embedserve.wire.wire_server import WireServer
 
 IDLE_S_MAX = 600.0
 """Seconds an HTTP/2 connection may be without streams; long, as clients expect to keep it."""
@@ -54,23 +55,17 @@ class Http2Protocol(Connection):
         "_is_flush_due",
         "_is_write_paused",
         "_loop",
-        "_manager",
         "_pipeline",
         "_progress",
+        "_server",
         "_start_s",
         "_transport",
     )
 
-    def __init__(
-        self,
-        pipeline: RequestPipeline,
-        resolve_route: ResolveRoute,
-        uploads: UploadBudget,
-        manager: ConnectionManager,
-    ) -> None:
-        self._pipeline = pipeline
-        self._manager = manager
-        self._connection = Http2Connection(resolve_route, uploads, self._on_output)
+    def __init__(self, routes: RouteTable, uploads: UploadBudget, server: WireServer) -> None:
+        self._pipeline = routes.pipeline
+        self._server = server
+        self._connection = Http2Connection(routes.resolve_http2, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
         self._has_ended = self._is_write_paused = False
         self._is_flush_due = self._is_continue_due = False
@@ -82,7 +77,7 @@ class Http2Protocol(Connection):
         self._connection.frame_writer.write = self._transport.write
         self._connection.certificate = self._transport.get_extra_info(CERTIFICATE)
         self._connection.peer = peer_address(self._transport)
-        self._manager.add(self)
+        self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
         connection = self._connection
@@ -90,11 +85,11 @@ class Http2Protocol(Connection):
         connection.receive(data)
         if connection.has_more:
             # Yields to other connections before the rest is read.
-            self._manager.record_growth(len(data))
+            self._server.record_growth(len(data))
             self._transport.pause_reading()
             self._continue_soon()
         elif connection.flow_control.held_bytes:
-            self._manager.record_growth(len(data))
+            self._server.record_growth(len(data))
         writer = connection.frame_writer
         if not (writer.out or writer.ready or connection.is_over):
             self._is_flush_due = False
@@ -157,7 +152,7 @@ class Http2Protocol(Connection):
 
     def _end(self) -> None:
         self._has_ended = True
-        LingeringClose(self._transport, self, self._manager)
+        LingeringClose(self._transport, self, self._server)
 
     def pause_writing(self) -> None:
         self._is_write_paused = True
@@ -180,7 +175,7 @@ class Http2Protocol(Connection):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._manager.discard(self)
+        self._server.discard(self)
         self._connection.close()
 
     @property

@@ -11,7 +11,7 @@ import logging
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from embedserve.codec.json_codec import encode_error
 from embedserve.errors import InvalidRequestError
@@ -20,11 +20,13 @@ from embedserve.metrics.tls import TlsMetrics
 from embedserve.wire.connections import (
     DRAIN_IDLE_S,
     Connection,
-    ConnectionManager,
     LingeringClose,
     ProtocolDetector,
 )
 from embedserve.wire.tls.transport import TlsTransport
+
+if TYPE_CHECKING:
+    from embedserve.wire.wire_server import WireServer
 
 HANDSHAKE_S_MAX = 10.0
 HANDSHAKE_BYTES_MAX = 128 << 10
@@ -56,10 +58,8 @@ class Handshake(Connection):
     After the handshake a TlsTransport replaces it, with a ProtocolDetector.
     """
 
-    def __init__(
-        self, manager: ConnectionManager, handshakes: Handshakes, context: ssl.SSLContext
-    ) -> None:
-        self._manager = manager
+    def __init__(self, server: WireServer, handshakes: Handshakes, context: ssl.SSLContext) -> None:
+        self._server = server
         self._handshakes = handshakes
         self._context = context
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -71,11 +71,11 @@ class Handshake(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
-        if not self._manager.has_room():
+        if not self._server.has_room():
             self._is_over = True
             self._transport.abort()
             return
-        self._manager.add(self)
+        self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._object is None:
@@ -125,7 +125,7 @@ class Handshake(Connection):
             self._transport.write(out)  # on failure, too: an alert with the reason
         if error is not None:
             self._fail(_outcome(error), _reason(error))
-            LingeringClose(self._transport, self, self._manager)
+            LingeringClose(self._transport, self, self._server)
         elif stepped.result():
             self._finish()
         elif self._pending:
@@ -136,12 +136,12 @@ class Handshake(Connection):
     def _finish(self) -> None:
         assert self._object is not None
         self._end("ok")
-        inner = ProtocolDetector(self._manager)
+        inner = ProtocolDetector(self._server)
         transport = TlsTransport(
             self._transport, self._object, self._incoming, self._outgoing, inner
         )
         self._transport.set_protocol(transport)
-        self._manager.discard(self)
+        self._server.discard(self)
         inner.connection_made(transport)
         if not self._transport.is_closing():
             transport.begin(self._pending)
@@ -153,7 +153,7 @@ class Handshake(Connection):
             said = "this port takes TLS only: use https://"
             body = encode_error(InvalidRequestError(said))
             self._transport.write(PLAIN_HTTP + b"content-length: %d\r\n\r\n" % len(body) + body)
-        LingeringClose(self._transport, self, self._manager)
+        LingeringClose(self._transport, self, self._server)
 
     def _end(self, outcome: str) -> None:
         if not self._is_over:
@@ -171,7 +171,7 @@ class Handshake(Connection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("gone")
-        self._manager.discard(self)
+        self._server.discard(self)
 
     @property
     def held_bytes(self) -> int:

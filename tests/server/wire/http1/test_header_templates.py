@@ -23,7 +23,6 @@ from embedserve.wire.http1.header_templates import (
     TEMPLATES_PER_LENGTH_MAX,
     HeaderTemplate,
     HeaderTemplateCache,
-    make_template,
 )
 
 LIMITS = Limits(body_bytes_max=1000, request_text_bytes_max=500)
@@ -40,6 +39,10 @@ def headers_of(*lines: str, url: str = "/embed", length: int | str = 5) -> bytes
     return "\r\n".join([first, "Host: h", *lines, f"Content-Length: {length}", "", ""]).encode()
 
 
+def new_cache() -> HeaderTemplateCache:
+    return HeaderTemplateCache(METRICS, LIMITS, CODECS)
+
+
 def parsed_options(options: RequestOptions) -> ParsedOptions:
     assert options.metrics is METRICS
     return options.model, options.codec, options.response_codec, options.timeout_s
@@ -49,7 +52,7 @@ def parse_uncached(headers: bytes) -> tuple[ParsedOptions, int] | None:
     """Parses headers without a cache into options and content length; None if they are not
     plain.
     """
-    template = make_template(headers, METRICS, LIMITS, CODECS)
+    template = new_cache().parse(headers)
     if template is None:
         return None
     length = template.match(headers, len(headers))
@@ -118,9 +121,7 @@ def test_formats_and_timeout_are_parsed_case_insensitively() -> None:
 )
 def test_headers_that_are_not_plain_have_no_template(headers: bytes) -> None:
     assert parse_uncached(headers) is None
-    assert (
-        HeaderTemplateCache(METRICS, LIMITS, CODECS).match_or_learn(headers, len(headers)) is None
-    )
+    assert new_cache().match_or_learn(headers, len(headers)) is None
 
 
 @given(
@@ -171,7 +172,7 @@ VARYING = [
 
 @pytest.mark.parametrize(("name", "values"), VARYING)
 def test_template_matches_any_value_of_a_varying_header(name: str, values: list[str]) -> None:
-    cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+    cache = new_cache()
     text = headers_of(f"{name}: @", "User-Agent: curl/8").decode()
     if name == "Content-Length":
         text = headers_of("User-Agent: curl/8", length="@").decode()
@@ -186,14 +187,14 @@ def test_template_matches_any_value_of_a_varying_header(name: str, values: list[
 
 
 def test_header_lookup_returns_none_for_fixed_and_missing_headers() -> None:
-    template = make_template(headers_of("Accept: */*"), METRICS, LIMITS, CODECS)
+    template = new_cache().parse(headers_of("Accept: */*"))
     assert template is not None
     assert template.header(headers_of("Accept: */*"), b"accept") is None
     assert template.header(headers_of("Accept: */*"), b"traceparent") is None
 
 
 def test_body_bytes_do_not_affect_the_template_match() -> None:
-    cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+    cache = new_cache()
     headers = headers_of("X-Request-Id: a")
     for body in (b"12345", b"\r\n\r\n\r", b"POST "):
         found = cache.match_or_learn(headers + body, len(headers))
@@ -202,7 +203,7 @@ def test_body_bytes_do_not_affect_the_template_match() -> None:
 
 
 def test_timeout_is_parsed_and_validated_on_each_template_match() -> None:
-    cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+    cache = new_cache()
     assert match_cached(cache, headers_of("X-Timeout-Ms: 2500")) == (("", JSON, JSON, 2.5), 5)
     assert match_cached(cache, headers_of("X-Timeout-Ms: 1000")) == (("", JSON, JSON, 1.0), 5)
     found = cache.match_or_learn(wrong := headers_of("X-Timeout-Ms: soon"), len(wrong))
@@ -242,7 +243,7 @@ SAME_LENGTH = [
 @pytest.mark.parametrize(("first", "second"), SAME_LENGTH)
 def test_headers_of_equal_length_parse_as_without_a_cache(first: bytes, second: bytes) -> None:
     for one, other in ((first, second), (second, first)):
-        cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+        cache = new_cache()
         cache.match_or_learn(one, len(one))
         assert match_cached(cache, other) == parse_uncached(other)
 
@@ -291,7 +292,7 @@ def test_slightly_changed_headers_parse_as_without_a_cache(
 def check_pair(first: bytes, second: bytes) -> None:
     """Checks that neither of ``first`` and ``second`` is taken for the other."""
     for one, other in ((first, second), (second, first)):
-        cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+        cache = new_cache()
         cache.match_or_learn(one, len(one))
         found = cache.match_or_learn(other, len(other))
         alone = parse_uncached(other)
@@ -305,7 +306,7 @@ def check_pair(first: bytes, second: bytes) -> None:
 
 
 def test_headers_over_the_byte_limit_have_no_template() -> None:
-    cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+    cache = new_cache()
     longest = headers_of("X: " + "a" * (HEAD_BYTES_MAX - len(headers_of("X: "))))
     assert len(longest) == HEAD_BYTES_MAX
     assert match_cached(cache, longest) == parse_uncached(longest) != None  # noqa: E711
@@ -314,7 +315,7 @@ def test_headers_over_the_byte_limit_have_no_template() -> None:
 
 
 def test_cached_templates_per_length_are_bounded() -> None:
-    cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+    cache = new_cache()
     learned = [headers_of(f"X-{name}: 1") for name in "abcdefghijklmnopqrst"]
     found = [cache.match_or_learn(headers, len(headers)) for headers in learned]
     kept = found[-TEMPLATES_PER_LENGTH_MAX:]
@@ -330,7 +331,7 @@ def test_cached_templates_per_length_are_bounded() -> None:
 
 
 def test_cached_templates_are_bounded_in_total() -> None:
-    cache = HeaderTemplateCache(METRICS, LIMITS, CODECS)
+    cache = new_cache()
     seen: dict[int, HeaderTemplate] = {}
     for count in range(3 * TEMPLATES_MAX):
         headers = headers_of("X-" + "a" * (count // 4) + "bcde"[count % 4] + ": 1")
@@ -379,7 +380,7 @@ def test_long_headers_are_parsed_in_under_half_a_second(line: str) -> None:
 
 def test_whitespace_around_a_header_value_is_stripped() -> None:
     headers = headers_of("X-Request-Id: \t a b \t ", "traceparent:", "Authorization:   ")
-    template = make_template(headers, METRICS, LIMITS, CODECS)
+    template = new_cache().parse(headers)
     assert template is not None
     assert template.header(headers, b"x-request-id") == b"a b"
     assert (
@@ -393,6 +394,6 @@ def test_whitespace_around_a_header_value_is_stripped() -> None:
     ("lines", "bytes_max"), [((), 500), (("Content-Type: application/x-protobuf",), 1000)]
 )
 def test_template_has_the_body_limit_of_its_codec(lines: tuple[str, ...], bytes_max: int) -> None:
-    template = make_template(headers_of(*lines), METRICS, LIMITS, CODECS)
+    template = new_cache().parse(headers_of(*lines))
     assert template is not None
     assert template.body_bytes_max == bytes_max
