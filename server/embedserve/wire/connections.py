@@ -189,10 +189,7 @@ class LingeringClose(Connection):
         server.discard(connection)
         transport.set_protocol(self)
         transport.resume_reading()
-        if transport.can_write_eof():
-            transport.write_eof()
-        else:  # a transport without half-close
-            transport.close()
+        transport.write_eof()
 
     def data_received(self, data: bytes) -> None:
         self._bytes_left -= len(data)

@@ -11,7 +11,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
@@ -108,7 +108,8 @@ class WireServer:
             is_unix = sock.family == socket.AF_UNIX
             if not is_unix:
                 sock.listen(BACKLOG)
-            listener = Listener(sock, self._maker_for(sock), 1 if is_unix else ACCEPTS_MAX)
+            make_connection = partial(self._new_connection, is_local=is_unix)
+            listener = Listener(sock, make_connection, 1 if is_unix else ACCEPTS_MAX)
             listener.start()
             self._listening.append(listener)
         self._check()
@@ -135,15 +136,10 @@ class WireServer:
         if self._checking is not None:
             self._checking.cancel()
 
-    def _maker_for(self, listening: socket.socket) -> Callable[[], asyncio.Protocol]:
-        """Returns the factory of connections accepted on ``listening``."""
-        is_local = listening.family == socket.AF_UNIX
+    def _new_connection(self, is_local: bool) -> asyncio.Protocol:
+        """Creates the protocol of an accepted connection; a Unix socket has no TLS."""
         if self._certificates is None or is_local:
-            return partial(ProtocolDetector, self, is_local=is_local)
-        return self._new_handshake
-
-    def _new_handshake(self) -> asyncio.Protocol:
-        assert self._certificates is not None
+            return ProtocolDetector(self, is_local=is_local)
         return Handshake(self, self._handshakes, self._certificates.context)
 
     def http1(self, is_local: bool) -> FastPathConnection:

@@ -175,9 +175,6 @@ class UnreadTransport(asyncio.Transport):
     def is_closing(self) -> bool:
         return False
 
-    def can_write_eof(self) -> bool:
-        return True
-
     def write_eof(self) -> None: ...
 
     def abort(self) -> None:

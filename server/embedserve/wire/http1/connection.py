@@ -24,7 +24,7 @@ from embedserve.wire.connections import (
 )
 from embedserve.wire.http1.request_parser import RequestParser
 from embedserve.wire.http1.stream import Http1Stream
-from embedserve.wire.http_stream import HttpRequest, MakeHandler
+from embedserve.wire.http_stream import HttpRequest
 from embedserve.wire.rest.calls import rejecting
 from embedserve.wire.route_table import RouteTable
 from embedserve.wire.unsent_memory import UnsentMemory
@@ -186,7 +186,10 @@ class Http1Connection(Connection):
     def begin_request(self, request: HttpRequest, *, is_1_0: bool, is_last: bool) -> None:
         if self._routes.allowed_hosts is not None:
             self._routes.allowed_hosts.check(request.headers)
-        self._queue(self._routes.resolve(request), request, is_1_0=is_1_0, is_last=is_last)
+        make_handler = self._routes.resolve(request)
+        self._streams.append(
+            Http1Stream(self, make_handler, request, is_1_0=is_1_0, is_last=is_last)
+        )
 
     def receive_body(self, data: bytes) -> None:
         self._body_pieces += 1
@@ -195,17 +198,6 @@ class Http1Connection(Connection):
 
     def end_request(self) -> None:
         self._streams[-1].is_received = True
-
-    def _queue(
-        self,
-        make_handler: MakeHandler,
-        request: HttpRequest,
-        *,
-        is_1_0: bool = False,
-        is_last: bool,
-    ) -> None:
-        stream = Http1Stream(self, make_handler, request, is_1_0=is_1_0, is_last=is_last)
-        self._streams.append(stream)
 
     def _advance(self) -> None:
         """Passes what was received to the first request's handler, and continues with the next
@@ -271,7 +263,7 @@ class Http1Connection(Connection):
                 return
             self._streams.pop().reset()
         respond = rejecting(error, request, self.pipeline, perf_counter() - since_s)
-        self._queue(respond, request, is_last=True)
+        self._streams.append(Http1Stream(self, respond, request, is_1_0=False, is_last=True))
         self._advance()
 
     def linger(self) -> None:

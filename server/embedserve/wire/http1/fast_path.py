@@ -23,8 +23,8 @@ from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.connections import READ_BYTES, yield_to_others
 from embedserve.wire.http1.connection import Http1Connection
-from embedserve.wire.http1.header_checks import BLANKS
 from embedserve.wire.http1.header_templates import HeaderTemplate
+from embedserve.wire.http1.request_parser import BLANKS
 from embedserve.wire.http1.stream import CLOSE, STATUS_LINES, lines_of
 from embedserve.wire.rest.headers import content_headers, encode_error_response
 from embedserve.wire.route_table import RouteTable

@@ -20,8 +20,7 @@ from embedserve.pipeline import RequestOptions
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.allowed_hosts import AllowedHosts
-from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX
-from embedserve.wire.http1.request_parser import RequestParser
+from embedserve.wire.http1.request_parser import BLANKS, HEAD_BYTES_MAX, RequestParser
 from embedserve.wire.http_stream import LENGTH_DIGITS_MAX, HttpRequest
 from embedserve.wire.rest.headers import (
     JSON_LENGTH,

@@ -8,10 +8,14 @@ from typing import Protocol
 import httptools
 
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX, check_headers
 from embedserve.wire.http_stream import Headers, HttpRequest
-from embedserve.wire.rest.headers import headers_too_large
+from embedserve.wire.rest.headers import VersionError, headers_too_large
 
+BLANKS = b" \t"
+"""Optional whitespace around a header value, not part of it (RFC 9110, section 5.5)."""
+HEAD_BYTES_MAX = 16 << 10
+HEAD_LINES_MAX = 100
+VERSIONS = ("1.0", "1.1")
 URL_BYTES_SAID = 200
 """Bytes of an invalid URL that the error message quotes."""
 HEAD_COPIES = 3
@@ -129,7 +133,7 @@ class RequestParser:
         self.is_in_head = False
         self._head_bytes = 0
         version, headers = self._llhttp.get_http_version(), self._headers
-        length = check_headers(version, self._url, headers)
+        length = _check_headers(version, self._url, headers)
         method = self._llhttp.get_method()
         is_1_0 = version == "1.0"
         self._receiver.begin_request(
@@ -167,3 +171,29 @@ class RequestParser:
         self._head_bytes = self.body_bytes = 0
         self.message_since_s = 0.0
         self._receiver.end_request()
+
+
+def _check_headers(version: str, url: bytes, headers: Headers) -> int | None:
+    """Validates complete headers, by limits and by rules of RFC 9112 that llhttp does not check.
+
+    Returns:
+        declared length of the body; None if not declared.
+
+    Raises:
+        HeadersTooLargeError: the headers exceed HEAD_BYTES_MAX or HEAD_LINES_MAX.
+        VersionError: the version is none of VERSIONS.
+        InvalidRequestError: the Host header is missing (HTTP/1.1) or repeated.
+    """
+    nbytes = len(url) + sum([len(name) + len(value) + 4 for name, value in headers])
+    if nbytes > HEAD_BYTES_MAX:
+        raise headers_too_large(nbytes, "bytes", HEAD_BYTES_MAX)
+    if len(headers) > HEAD_LINES_MAX:
+        raise headers_too_large(len(headers), "lines", HEAD_LINES_MAX)
+    if version not in VERSIONS:
+        raise VersionError(f"the request says HTTP/{version}: send HTTP/1.1")
+    names = [name for name, _ in headers]
+    hosts = names.count(b"host")
+    if hosts > 1 or (version == "1.1" and not hosts):
+        raise InvalidRequestError(f"there are {hosts} Host headers, expected one", "Host")
+    lengths = [int(value) for name, value in headers if name == b"content-length"]
+    return lengths[0] if lengths else None

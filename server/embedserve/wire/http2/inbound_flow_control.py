@@ -246,6 +246,4 @@ class InboundFlowControl:
     def close(self) -> None:
         """Returns spare bytes to the upload budget, after the connection and its streams ended."""
         self._is_over = True
-        if self._spare_bytes:
-            spare, self._spare_bytes = self._spare_bytes, 0
-            self._uploads.give_back(spare)
+        self._return_spare()

@@ -181,9 +181,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         else:
             self._raw.resume_reading()
 
-    def is_reading(self) -> bool:
-        return self._is_reading
-
     def eof_received(self) -> bool:
         """Closes after EOF without close_notify; safe, as HTTP messages carry their lengths."""
         return False
@@ -275,16 +272,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def get_write_buffer_size(self) -> int:
         return self._backlog_bytes + self._raw.get_write_buffer_size()
 
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        return self._raw.get_write_buffer_limits()
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._raw.set_write_buffer_limits(high, low)
-
     # Ends
-
-    def can_write_eof(self) -> bool:
-        return True
 
     def write_eof(self) -> None:
         """Closes the sending side after all is written; later input is passed on undecrypted."""

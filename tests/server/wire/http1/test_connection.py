@@ -17,7 +17,7 @@ from embedserve.config import Limits
 from embedserve.pipeline import UPLOAD_S_MAX
 from embedserve.wire.asgi import MANAGEMENT_BODY_BYTES_MAX
 from embedserve.wire.http1.connection import CHUNK_BYTES, HEAD_S_MAX
-from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX, HEAD_LINES_MAX
+from embedserve.wire.http1.request_parser import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.http1.stream import CONTINUE
 from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
 

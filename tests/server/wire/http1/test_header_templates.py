@@ -17,13 +17,13 @@ from embedserve.errors import InvalidRequestError
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestOptions
-from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX
 from embedserve.wire.http1.header_templates import (
     TEMPLATES_MAX,
     TEMPLATES_PER_LENGTH_MAX,
     HeaderTemplate,
     HeaderTemplateCache,
 )
+from embedserve.wire.http1.request_parser import HEAD_BYTES_MAX
 
 LIMITS = Limits(body_bytes_max=1000, request_text_bytes_max=500)
 METRICS: ProtocolMetrics = Metrics([FakeEngine().model]).protocols["rest"]

@@ -6,8 +6,7 @@ import pytest
 from server.raw_http import OurServer, get, read_response
 from server.waiting import until
 
-from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX
-from embedserve.wire.http1.request_parser import RequestParser
+from embedserve.wire.http1.request_parser import HEAD_BYTES_MAX, RequestParser
 from embedserve.wire.http_stream import HttpRequest
 from embedserve.wire.rest.headers import HeadersTooLargeError
 
