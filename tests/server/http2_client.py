@@ -63,7 +63,7 @@ class Http2Client:
     async def request(
         self,
         method: str,
-        path: str,
+        path: str | bytes,
         body: bytes = b"",
         headers: Fields | None = None,
     ) -> Http2Response:
@@ -76,7 +76,7 @@ class Http2Client:
     def send(
         self,
         method: str,
-        path: str,
+        path: str | bytes,
         headers: Fields | None = None,
         *,
         is_end: bool = True,

@@ -11,6 +11,7 @@ import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.http2_client import http2_client
 from server.live import Live, make_pipeline, serving
+from server.raw_http import read_response
 from server.waiting import WAIT_S_MAX
 
 BODY = b'{"features": {"user": [[1]]}}'
@@ -82,14 +83,12 @@ async def over_http1(live: Live, path: str, fields: Fields, way: str) -> tuple[i
             for piece in [data[i : i + 1] for i in range(len(data))] if way == "cut" else [data]:
                 writer.write(piece)
                 await writer.drain()
-            response = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S_MAX)
-            length = response.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
-            body = await asyncio.wait_for(reader.readexactly(int(length)), WAIT_S_MAX)
-            if b"connection: close" in response.lower():
+            status, headers, body = await asyncio.wait_for(read_response(reader), WAIT_S_MAX)
+            if b"connection" in headers:
                 break
     finally:
         writer.close()
-    return int(response.split()[1]), body
+    return status, body
 
 
 async def over_http2(live: Live, path: str, fields: Fields, way: str) -> tuple[int, bytes]:
