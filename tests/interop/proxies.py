@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from interop.drivers import python_programs
 from interop.tools import ROOT, tool
@@ -27,10 +28,18 @@ ADDRESS_FORMS = ("{}:{}", "address: {}, port_value: {}")
 """Formats of an address: in the files of nginx and HAProxy, and in Envoy's."""
 
 
-@dataclass(frozen=True)
-class Ports:
+class Ports(NamedTuple):
     http: int
     grpc: int
+
+
+def free_ports() -> Ports:
+    return Ports(free_port(), free_port())
+
+
+def ports_of(http: str, grpc: str) -> Ports:
+    """Returns the ports of addresses that end with them."""
+    return Ports(*(int(one.rpartition(":")[2]) for one in (http, grpc)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ def configuration(
 @contextmanager
 def nginx(folder: Path, *to: Ports) -> Iterator[Proxy]:
     """Runs nginx: HTTP/1.1 to one port and HTTP/2 to the other, over keepalive connections."""
-    config, ports = folder / "nginx.conf", Ports(free_port(), free_port())
+    config, ports = folder / "nginx.conf", free_ports()
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temporary = "".join(f" {kind}_temp_path {folder}/{kind};" for kind in kinds)
     listening = {
@@ -94,7 +103,7 @@ def haproxy(folder: Path, *to: Ports, has_checks: bool = True) -> Iterator[Proxy
         has_checks: whether HAProxy checks which servers are ready; not in front of a Service of
             Kubernetes.
     """
-    ports = Ports(free_port(), free_port())
+    ports = free_ports()
     listening = {
         "bind :8000": f"bind 127.0.0.1:{ports.http}",
         "bind :8001": f"bind 127.0.0.1:{ports.grpc}",
@@ -119,7 +128,7 @@ def envoy(folder: Path, *to: Ports) -> Iterator[Proxy]:
     """Runs Envoy, from the package index: HTTP/2 to both ports."""
     (program,) = python_programs("envoy").parent.glob("lib/python3*/site-packages/envoy/_bin/envoy")
     program.chmod(0o755)
-    config, ports = folder / "envoy.yaml", Ports(free_port(), free_port())
+    config, ports = folder / "envoy.yaml", free_ports()
     form = ADDRESS_FORMS[1]
     listening = {
         form.format("0.0.0.0", 8000): form.format("127.0.0.1", ports.http),

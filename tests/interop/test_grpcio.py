@@ -16,14 +16,12 @@ from interop.lookups import (
     lookup,
     lookups,
 )
+from interop.tools import ANSWER_S_MAX, ANY_SIZE
 from server.channels import OWN_CONNECTION
 
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
-ANSWER_S_MAX = 60
-"""Timeout in seconds of a call that must succeed."""
-ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 100),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from interop.lookups import large_request, large_response, lookup, lookups
+from interop.tools import ANSWER_S_MAX, ANY_SIZE
 from server.channels import OWN_CONNECTION
 
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
-
-ANSWER_S_MAX = 60
-ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from interop.lookups import SERVICE, lookup
+from interop.tools import ANSWER_S_MAX
 from server.channels import OWN_CONNECTION
 
-ANSWER_S_MAX = 60
 SERVING = health_pb2.HealthCheckResponse.SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 

@@ -29,10 +29,9 @@ from interop.pods import (
     play,
     podman,
 )
-from interop.proxies import CONFIGURATIONS, Ports, haproxy_of
-from interop.test_proxy_restart import ANSWERED, PROTOBUF, Load, add_clients
+from interop.proxies import CONFIGURATIONS, free_ports, haproxy_of
+from interop.test_proxy_restart import ANSWERED, PROTOBUF, Load, load_through
 from packaging.utils import canonicalize_name
-from running_servers import free_port
 from waits import wait_until
 
 from embedserve_proto import __version__
@@ -126,7 +125,7 @@ def test_image_contains_a_list_of_its_packages() -> None:
 @pytest.fixture
 def load(tmp_path: Path) -> Iterator[Load]:
     """Runs clients of every protocol, through HAProxy, for the addresses 11 and 12."""
-    ports, load = Ports(free_port(), free_port()), Load()
+    ports = free_ports()
     text = (CONFIGURATIONS / "haproxy.cfg").read_text()
     for old, new in {
         "bind :8000": f"bind 127.0.0.1:{ports.http}",
@@ -136,11 +135,11 @@ def load(tmp_path: Path) -> Iterator[Load]:
     }.items():
         assert old in text
         text = text.replace(old, new)
-    with haproxy_of(tmp_path, text, ports) as proxy, ExitStack() as open_:
-        for number in range(CLIENTS):
-            add_clients(load, open_, proxy, str(number), EXIT_S_MAX)
+    with (
+        haproxy_of(tmp_path, text, ports) as proxy,
+        load_through(proxy, clients=CLIENTS, timeout_s=EXIT_S_MAX) as load,
+    ):
         yield load
-        load.stop()
 
 
 def test_rolling_replacement_loses_no_requests(pods: ExitStack, tmp_path: Path, load: Load) -> None:
@@ -159,8 +158,7 @@ def test_rolling_replacement_loses_no_requests(pods: ExitStack, tmp_path: Path, 
         old = new
     load.wait_for_each(ANSWERS, ANSWERED)
     load.stop()
-    for name, counts in load.outcomes.items():
-        assert set(counts) <= ANSWERED, (name, counts)
+    load.check_answered()
     print(f"\n{sum(met.total() for met in load.outcomes.values())} requests, none lost", end=" ")
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from interop.drivers import Call, go_driver
 from interop.lookups import INVALID, INVALID_FIELD, large_request, large_response, lookup, lookups
-from interop.proxies import PROXIES, Ports, Proxy
-from interop.tools import run_tool
+from interop.proxies import PROXIES, Proxy, ports_of
+from interop.tools import ANSWER_S_MAX, ANY_SIZE, run_tool
 from protocols.logs import fields_of
 from running_servers import Running
 from server.channels import OWN_CONNECTION
@@ -26,8 +26,6 @@ from embedserve.access.client_address import ClientAddresses
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
-ANSWER_S_MAX = 60
-ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 EMBED = "/embedserve.v1.EmbeddingService/Embed"
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
@@ -36,9 +34,8 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 def proxy(
     server: Running, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Proxy]:
-    http_port, grpc_port = (int(one.rpartition(":")[2]) for one in (server.http, server.grpc))
     folder = tmp_path_factory.mktemp(request.param)
-    with PROXIES[request.param](folder, Ports(http_port, grpc_port)) as proxy:
+    with PROXIES[request.param](folder, ports_of(server.http, server.grpc)) as proxy:
         yield proxy
 
 
@@ -123,7 +120,7 @@ async def test_log_has_the_client_address_despite_forged_headers(
     framed = {"content-type": "application/grpc", "te": "trailers"}
     async with live_server(FakeEngine()) as live:
         live.pipeline.addresses = ClientAddresses(["127.0.0.1"])
-        ports = Ports(live.http_port, int(live.grpc_target.rpartition(":")[2]))
+        ports = ports_of(f":{live.http_port}", live.grpc_target)
         with PROXIES[name](tmp_path, ports) as proxy:
             for http2, url, body, headers in (
                 (False, f"{proxy.http}/embed", b"{}", {}),
@@ -148,7 +145,7 @@ async def test_503_for_a_future_min_seq_does_not_affect_other_lookups(
     async with AsyncExitStack() as open_:
         engines = [FakeEngine(at_seq(model_info(), 3)) for _ in range(2)]
         servers = [await open_.enter_async_context(live_server(one)) for one in engines]
-        to = [Ports(one.http_port, int(one.grpc_target.rpartition(":")[2])) for one in servers]
+        to = [ports_of(f":{one.http_port}", one.grpc_target) for one in servers]
         proxy = open_.enter_context(PROXIES[name](tmp_path, *to))
         client = await open_.enter_async_context(
             httpx.AsyncClient(base_url=proxy.http, timeout=ANSWER_S_MAX)

@@ -10,15 +10,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 from interop.lookups import Lookup, lookups
-from interop.proxies import PROXIES, Ports, Proxy
-from running_servers import free_port, running
+from interop.proxies import PROXIES, Ports, Proxy, free_ports
+from running_servers import running
 from server.channels import OWN_CONNECTION
 
 from embedserve_proto import embedding_pb2 as pb
@@ -101,6 +101,11 @@ class Load:
                 assert time.monotonic() < end
                 time.sleep(PAUSE_S)
 
+    def check_answered(self) -> None:
+        """Checks that no request had another outcome."""
+        for name, counts in self.outcomes.items():
+            assert set(counts) <= ANSWERED, (name, counts)
+
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
@@ -162,7 +167,7 @@ def _code(error: grpc.RpcError) -> str:
 
 @pytest.fixture
 def ports() -> Ports:
-    return Ports(free_port(), free_port())
+    return free_ports()
 
 
 @pytest.fixture(params=[("nginx", "haproxy"), ("envoy",)], ids=" and ".join)
@@ -180,40 +185,43 @@ def proxies(ports: Ports, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
         yield started
 
 
-def add_clients(load: Load, open_: ExitStack, proxy: Proxy, name: str, timeout_s: float) -> None:
-    """Adds clients for REST, unary calls and streams behind ``proxy``; ``open_`` closes them."""
-    client = httpx.Client(base_url=proxy.http, timeout=timeout_s)
-    load.add(f"{name} REST", rest(open_.enter_context(client)))
-    for kind in (unary, stream):
-        channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
-        stub = EmbeddingServiceStub(open_.enter_context(channel))
-        load.add(f"{name} {kind.__name__}", kind(stub))
+@contextmanager
+def load_through(
+    *proxies: Proxy, clients: int = 1, timeout_s: float = STEP_S_MAX
+) -> Iterator[Load]:
+    """Yields clients for REST, unary calls and streams through each proxy, and stops them at the
+    end. ``clients`` is the number of each kind."""
+    load = Load()
+    with ExitStack() as open_:
+        for name, proxy in ((f"{one.name} {n}", one) for one in proxies for n in range(clients)):
+            client = httpx.Client(base_url=proxy.http, timeout=timeout_s)
+            load.add(f"{name} REST", rest(open_.enter_context(client)))
+            for kind in (unary, stream):
+                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
+                stub = EmbeddingServiceStub(open_.enter_context(channel))
+                load.add(f"{name} {kind.__name__}", kind(stub))
+        yield load
+        load.stop()
 
 
 @pytest.fixture
 def load(proxies: list[Proxy]) -> Iterator[Load]:
-    load = Load()
-    with ExitStack() as open_:
-        for proxy in proxies:
-            add_clients(load, open_, proxy, proxy.name, STEP_S_MAX)
+    with load_through(*proxies) as load:
         yield load
-        load.stop()
 
 
 def test_server_restart_behind_proxies_loses_no_requests_outside_the_gap(
     store: Path, tmp_path: Path, ports: Ports, load: Load
 ) -> None:
-    same = (ports.http, ports.grpc)
-    with running(store, tmp_path / "first", ports_used=same) as server:
+    with running(store, tmp_path / "first", ports_used=ports) as server:
         load.wait_until_answered()
         load.start()
         load.wait_for_each(ANSWERS, ANSWERED)
-        for name, seen_counts in load.outcomes.items():
-            assert set(seen_counts) <= ANSWERED, (name, seen_counts)
+        load.check_answered()
         server.process.terminate()
         assert server.process.wait(timeout=STEP_S_MAX) == 0
     load.wait_for_each(3, UNAVAILABLE_OUTCOMES)
-    with running(store, tmp_path / "second", ports_used=same):
+    with running(store, tmp_path / "second", ports_used=ports):
         load.wait_for_each(20, ANSWERED)
         before = {name: seen_counts.copy() for name, seen_counts in load.outcomes.items()}
         load.wait_for_each(ANSWERS, ANSWERED)

@@ -20,10 +20,10 @@ from h2.events import (
 )
 from h2.settings import SettingCodes
 from interop.lookups import INVALID, INVALID_FIELD, SERVICE, lookup, unframed
+from interop.tools import ANSWER_S_MAX
 
 from embedserve_proto import embedding_pb2 as pb
 
-ANSWER_S_MAX = 60
 Fields = dict[str, str]
 
 

@@ -11,15 +11,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-from interop.proxies import PROXIES, Ports
-from interop.test_proxy_restart import ANSWERED, Load, add_clients
+from interop.proxies import PROXIES, Ports, free_ports
+from interop.test_proxy_restart import ANSWERED, Load, load_through
 from interop.tools import ANSWER_S_MAX
-from running_servers import Running, free_port, running
+from running_servers import Running, running
 from waits import wait_until
 
 CLIENTS = 2
@@ -37,29 +36,27 @@ most of the time of a test that polls."""
 @pytest.fixture(scope="module")
 def lasting(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     """Runs the server that does not restart, and yields its ports."""
-    ports = Ports(free_port(), free_port())
+    ports = free_ports()
     log = tmp_path_factory.mktemp("lasting") / "log"
-    with running(store, log, ports_used=(ports.http, ports.grpc)):
+    with running(store, log, ports_used=ports):
         yield ports
 
 
 @pytest.fixture
 def restarted() -> Ports:
     """Returns the ports of the server that restarts."""
-    return Ports(free_port(), free_port())
+    return free_ports()
 
 
 @pytest.fixture
 def load(
     lasting: Ports, restarted: Ports, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Load]:
-    load = Load()
-    with ExitStack() as open_:
-        proxy = open_.enter_context(PROXIES[request.param](tmp_path, lasting, restarted))
-        for number in range(CLIENTS):
-            add_clients(load, open_, proxy, str(number), STEP_S_MAX)
+    with (
+        PROXIES[request.param](tmp_path, lasting, restarted) as proxy,
+        load_through(proxy, clients=CLIENTS) as load,
+    ):
         yield load
-        load.stop()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,6 @@ def test_restart_in_place_behind_a_proxy_loses_no_requests(
     store: Path, tmp_path: Path, restarted: Ports, load: Load, workers: int
 ) -> None:
     options, late = ("--workers", workers, "--wait"), tmp_path / "late"
-    ports = (restarted.http, restarted.grpc)
     late.mkdir()
 
     def publish_later() -> None:
@@ -83,22 +79,21 @@ def test_restart_in_place_behind_a_proxy_loses_no_requests(
             model.rename(late / model.name)
 
     with ThreadPoolExecutor(1) as thread:
-        with running(store, tmp_path / "first", *options, ports_used=ports) as server:
+        with running(store, tmp_path / "first", *options, ports_used=restarted) as server:
             load.wait_until_answered()
             load.start()
             load.wait_for_each(ANSWERS, ANSWERED)
             server.process.terminate()
             assert server.process.wait(timeout=STEP_S_MAX) == 0
         published = thread.submit(publish_later)
-        with running(late, tmp_path / "second", *options, ports_used=ports) as server:
+        with running(late, tmp_path / "second", *options, ports_used=restarted) as server:
             published.result()
             wait_until(
                 lambda: {"rest", "grpc"} <= answered_protocols(server)
             )  # it gets requests again
             load.wait_for_each(ANSWERS, ANSWERED)
             load.stop()
-    for name, counts in load.outcomes.items():
-        assert set(counts) <= ANSWERED, (name, counts)
+    load.check_answered()
 
 
 def is_live(port: int) -> bool:

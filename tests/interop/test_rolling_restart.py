@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from interop.proxies import Ports, Proxy, haproxy, haproxy_of, nginx
-from interop.test_proxy_restart import ANSWERED, Load, add_clients
-from running_servers import Running, free_port, running
+from interop.proxies import Ports, Proxy, free_ports, haproxy, haproxy_of, nginx
+from interop.test_proxy_restart import ANSWERED, Load, load_through
+from running_servers import Running, running
 from waits import wait_until
 
 ROLLS = 1
 ANSWERS = 30
 """Number of responses that each client waits for before and after a server is replaced."""
-STEP_S_MAX = 180
 AGE_S = 3
 """Maximum age of connections in seconds, so that some end for their age during the test."""
 EXIT_S_MAX = 30
@@ -54,7 +53,7 @@ class Service:
     """A Service: its ports, and which of its pods are ready."""
 
     def __init__(self, folder: Path, pods: dict[str, Ports]) -> None:
-        self.ports = Ports(free_port(), free_port())
+        self.ports = free_ports()
         self._admin = folder / "admin"
         self.config = SERVICE.format(
             folder=folder, http=self.ports.http, grpc=self.ports.grpc, **pods
@@ -84,7 +83,7 @@ class Service:
 @pytest.fixture
 def pods() -> dict[str, Ports]:
     """Returns the ports of two places; each new server uses the free place."""
-    return {name: Ports(free_port(), free_port()) for name in ("a", "b")}
+    return {name: free_ports() for name in ("a", "b")}
 
 
 @pytest.fixture
@@ -100,7 +99,6 @@ def service(tmp_path: Path, pods: dict[str, Ports]) -> Iterator[Service]:
 @pytest.fixture
 def load(service: Service, tmp_path: Path) -> Iterator[Load]:
     """Runs clients of the Service, directly and through a proxy of each kind."""
-    load = Load()
     ports = service.ports
     own = Proxy("service", f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}", tmp_path)
     with ExitStack() as open_:
@@ -109,10 +107,7 @@ def load(service: Service, tmp_path: Path) -> Iterator[Load]:
             folder = tmp_path / f"proxy-{len(proxies)}"
             folder.mkdir()
             proxies.append(open_.enter_context(start(folder, ports)))
-        for proxy in proxies:
-            add_clients(load, open_, proxy, proxy.name, STEP_S_MAX)
-        yield load
-        load.stop()
+        yield open_.enter_context(load_through(*proxies))
 
 
 def test_rolling_restart_loses_no_requests(
@@ -122,9 +117,8 @@ def test_rolling_restart_loses_no_requests(
     with ExitStack() as ends:
 
         def start(number: int, pod: str) -> Running:
-            ports = (pods[pod].http, pods[pod].grpc)
             log = tmp_path / f"log-{number}"
-            return ends.enter_context(running(store, log, *options, ports_used=ports))
+            return ends.enter_context(running(store, log, *options, ports_used=pods[pod]))
 
         old, active_pod = start(0, "a"), "a"
         service.set_ready(active_pod, is_ready=True)
@@ -143,5 +137,4 @@ def test_rolling_restart_loses_no_requests(
             old, active_pod = new, next_pod
         load.wait_for_each(ANSWERS, ANSWERED)
         load.stop()
-    for name, counts in load.outcomes.items():
-        assert set(counts) <= ANSWERED, (name, counts)
+    load.check_answered()

@@ -18,6 +18,8 @@ SEARCHED = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
 TOOL_S_MAX = 600
 ANSWER_S_MAX = 60
 """Timeout in seconds for a response, for clients with shorter defaults."""
+ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+"""Options of a gRPC channel without limits of its own."""
 
 
 def tool(name: str) -> str:

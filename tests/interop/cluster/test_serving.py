@@ -10,7 +10,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from interop.cluster.host import CGROUP, CGROUPS
 from interop.cluster.kubectl import Kubectl, Namespaced
 from interop.cluster.manifests import persistent_volume, render
 from interop.proxies import Proxy
-from interop.test_proxy_restart import ANSWERED, Load, add_clients
+from interop.test_proxy_restart import ANSWERED, Load, load_through
 
 pytestmark = pytest.mark.cluster
 
@@ -53,15 +52,11 @@ def load(serving: Namespaced) -> Iterator[Load]:
     """Runs clients of every protocol through the Service, and counts their outcomes."""
     address = serving.get("service", "embedserve")["spec"]["clusterIP"]
     service = Proxy("service", f"http://{address}:8000", f"{address}:8001", Path(os.devnull))
-    load = Load()
-    with ExitStack() as open_:
-        for number in range(CLIENTS):
-            add_clients(load, open_, service, str(number), REQUEST_S_MAX)
+    with load_through(service, clients=CLIENTS, timeout_s=REQUEST_S_MAX) as load:
         load.wait_until_answered()
         load.start()
         load.wait_for_each(ANSWERS, ANSWERED)
         yield load
-        load.stop()
 
 
 def total(load: Load) -> Counter[str]:
@@ -90,8 +85,7 @@ def test_rollout_loses_no_requests(serving: Namespaced, load: Load) -> None:
         load.wait_for_each(ANSWERS, ANSWERED)
         assert not before & {pod["metadata"]["name"] for pod in serving.pods()}
     load.stop()
-    for name, met in load.outcomes.items():
-        assert set(met) <= ANSWERED, (name, met)
+    load.check_answered()
     print(f"\n{ROLLOUTS} rollouts, {total(load).total()} requests, none lost", end=" ")
 
 
