@@ -1,6 +1,8 @@
-"""Pushes rows from several ranks over gloo; prints what each call returned or raised.
+"""Pushes rows from two ranks over gloo; prints what each call returned or raised.
 
-python pushing_ranks.py STORE WORLD_SIZE
+    python pushing_ranks.py STORE rows|ids
+
+With "rows" the last push exceeds the limit of a delta. With "ids" the table has a vocabulary.
 """
 
 from __future__ import annotations
@@ -8,40 +10,50 @@ from __future__ import annotations
 import sys
 from unittest.mock import patch
 
-import numpy as np
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from numpy.typing import NDArray
+from store.deltas.conftest import rows
 
 from embedserve_store import DeltaWriter, StoreError
 from embedserve_store.deltas import line_appender
+from embedserve_store.format.delta_manifest import DELTA_BYTES_MAX
 
-DIM = 16
+WORLD_SIZE = 2
+PUSHES: dict[str, tuple[tuple[tuple[list[int], list[int]], ...], ...]] = {
+    "rows": (
+        (([0, 10], []), ([1, 11], [])),
+        (([], []), ([7], [])),
+        (([300], []), ([291], [])),
+        (([50], []), ([50], [])),
+        (([], []), ([], [])),
+        (([0, 10], []), ([1, 11], [])),
+    ),
+    "ids": (
+        (([2000], []), ([1001, 1000], [])),
+        (([3000], []), ([3000], [])),
+        (([1000], []), ([], [1000])),
+        (([3000], [1001]), ([], [2000])),
+    ),
+}
+"""Pushed and removed ids of each rank, for each push."""
 
 
-def rows(ids: list[int]) -> NDArray[np.float32]:
-    return np.repeat(np.array(ids, np.float32)[:, None], DIM, axis=1)
+def push(writer: DeltaWriter, kind: str, ids: list[int], removed: list[int]) -> str:
+    changes = {"user": (ids, rows("user", len(ids)))} if ids else {}
+    try:
+        return str(writer.push_rows(changes, removed={"user": removed} if kind == "ids" else None))
+    except StoreError as error:
+        return f"{type(error).__name__}: {error}"
 
 
-def run(rank: int, world_size: int, store: str) -> None:
-    outcomes = []
+def run(rank: int, store: str, kind: str) -> None:
+    *pushes, last = (push[rank] for push in PUSHES[kind])
     with DeltaWriter(store, model="m") as writer:
-        own = [rank, 10 + rank]
-        pushes: tuple[dict[str, tuple[list[int], NDArray[np.float32]]], ...] = (
-            {"user": (own, rows(own))},
-            {"user": ([7], rows([7]))} if rank == world_size - 1 else {},
-            {"user": ([rank + 290], rows([rank])) if rank else ([300], rows([300]))},
-            {"user": ([50], rows([50]))},
-            {},
-        )
-        for push in pushes:
-            try:
-                outcomes.append(str(writer.push_rows(push)))
-            except StoreError as error:
-                outcomes.append(f"{type(error).__name__}: {error}")
-        with patch.object(line_appender, "DELTA_BYTES_MAX", 5000):  # a delta has room for one file
-            outcomes.append(str(writer.push_rows({"user": (own, rows(own))})))
-    all_outcomes: list[list[str] | None] = [None] * world_size
+        outcomes = [push(writer, kind, *own) for own in pushes]
+        limit = 5000 if kind == "rows" else DELTA_BYTES_MAX  # room for one file
+        with patch.object(line_appender, "DELTA_BYTES_MAX", limit):
+            outcomes.append(push(writer, kind, *last))
+    all_outcomes: list[list[str] | None] = [None] * WORLD_SIZE
     dist.all_gather_object(all_outcomes, outcomes)
     if rank == 0:
         assert all(one == outcomes for one in all_outcomes), all_outcomes
@@ -49,5 +61,4 @@ def run(rank: int, world_size: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    store, world_size = sys.argv[1], int(sys.argv[2])
-    run_ranks(world_size, run, world_size, store)
+    run_ranks(WORLD_SIZE, run, *sys.argv[1:])

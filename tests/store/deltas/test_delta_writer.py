@@ -313,7 +313,7 @@ def test_ranks_push_one_delta_together(store: Path) -> None:
     """Every rank returns the same seq or raises the same error, and the delta has the rows of all
     ranks."""
     script = Path(__file__).with_name("pushing_ranks.py")
-    done = run_warm_python(script, store, "2", timeout_s=TIMEOUT_S)
+    done = run_warm_python(script, store, "rows", timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     outside = "changes: table 'user': rows[0] is 300, the table has 300 rows"
     assert done.stdout.splitlines() == [

@@ -249,8 +249,8 @@ def test_goldens_may_use_ids_added_by_the_same_push(store: Path) -> None:
 
 
 def test_ranks_agree_on_the_rows_of_new_ids(store: Path) -> None:
-    script = Path(__file__).with_name("pushing_ids.py")
-    done = run_warm_python(script, store, "2", timeout_s=TIMEOUT_S)
+    script = Path(__file__).with_name("pushing_ranks.py")
+    done = run_warm_python(script, store, "ids", timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines() == [
         "1",
