@@ -23,7 +23,7 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.host_plan import with_hosts
 from embedserve_store.plans.part_plan import check_parts_fit
-from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits, shard_bytes
+from embedserve_store.plans.plan import Plan, Shard, TablePlan, shard_bytes
 from embedserve_store.plans.planner_request import (
     Constraints,
     combined,
@@ -105,25 +105,6 @@ def draft_plan(
         device_memory_bytes *= max(1, hosts)  # each host has about 1 / hosts of every shard
     plan = _search(tables, wanted, ranks, device_type, device_memory_bytes, costs)
     return with_hosts(plan, tables, hosts)
-
-
-def plan_under(
-    tables: Sequence[TableSpec],
-    constraints: Mapping[str, TableConstraints],
-    *,
-    world_size: int,
-    device_type: str = "cpu",
-) -> Plan:
-    """Plans ``tables`` under a stored plan's constraints, for another number of ranks.
-
-    Raises:
-        InvalidModelError: world_size is below 1, the planner found no plan, or the shards of a
-            rank are larger than its memory, as in ``make_plan``.
-    """
-    check_table_names(tables)
-    plan = _search(tables, constraints, world_size, device_type, None)
-    check_fits(plan, tables, _memory(device_type, plan, None), device_type)
-    return plan
 
 
 def check_table_names(tables: Sequence[TableSpec]) -> None:

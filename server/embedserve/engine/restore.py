@@ -42,7 +42,8 @@ from embedserve.engine.unpooled import shard_unpooled_without_rows
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.planner import check_table_names, plan_under
+from embedserve_store.plans.planner import check_table_names, make_plan
+from embedserve_store.plans.sharding_types import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -318,11 +319,12 @@ def _plan_for(version: ModelVersion, device_type: str, world_size: int, strict_p
         return stored
     if strict_plan:
         raise StoreError(f"{_difference(version, world_size)}: refused, as strict_plan asks")
-    return plan_under(
+    return make_plan(
         version.manifest.tables,
-        stored.constraints,
+        sharding=AUTO,
         world_size=world_size,
         device_type=device_type,
+        constraints=stored.constraints,
     )
 
 

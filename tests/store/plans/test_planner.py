@@ -19,7 +19,6 @@ from embedserve_store.plans.planner import (
     check_table_names,
     draft_plan,
     make_plan,
-    plan_under,
     to_torchrec,
 )
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
@@ -104,7 +103,7 @@ def test_unconstrained_table_gets_a_servable_plan(
 ) -> None:
     gpus(monkeypatch)
     tables = (table("t", 10**6, dim=1024),)
-    plan = plan_under(tables, {}, world_size=4, device_type=device_type)
+    plan = make_plan(tables, sharding="auto", world_size=4, device_type=device_type)
     plan.check(tables, "here")
     assert plan.constraints == {}
 
@@ -126,7 +125,7 @@ def test_every_sharding_type_is_planned_and_replanned(sharding: str, world_size:
         table(dtype, 1001, dtype, dim=24) for dtype in ("float32", "float16", "int8", "int4")
     )
     plan = make_plan(tables, sharding=sharding, world_size=world_size)
-    again = plan_under(tables, plan.constraints, world_size=3)
+    again = make_plan(tables, sharding="auto", world_size=3, constraints=plan.constraints)
     for one in (plan, again):
         one.check(tables, "here")
         assert set(kinds(one).values()) == {sharding}
@@ -204,7 +203,7 @@ def test_auto_uses_column_wise_only_on_cuda_and_only_for_wide_tables(
     on_gpus = make_plan(tables, sharding="auto", world_size=4, device_type="cuda")
     assert kinds(on_gpus)["wide"] == "column_wise" != kinds(on_gpus)["narrow"]
     assert len(on_gpus.tables["wide"].shards) > 1
-    on_cpu = plan_under(tables, on_gpus.constraints, world_size=4)
+    on_cpu = make_plan(tables, sharding="auto", world_size=4, constraints=on_gpus.constraints)
     assert "column_wise" not in kinds(on_cpu).values()
 
 
@@ -280,8 +279,6 @@ def test_table_name_that_torch_modules_cannot_hold_is_rejected(name: str, shardi
     tables = (table("t", 100), table(name, 100))
     with pytest.raises(InvalidModelError, match=f"^table {name!r}: torch's modules cannot hold a"):
         make_plan(tables, sharding=sharding)
-    with pytest.raises(InvalidModelError, match=f"^table {name!r}: torch's modules cannot hold a"):
-        plan_under(tables, {}, world_size=1)
 
 
 @pytest.mark.parametrize("name", ["a.b", "t", "1", "a-b", "weight", *dir(torch.nn.ModuleDict())])
