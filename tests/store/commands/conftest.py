@@ -17,10 +17,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish_small_model(tmp_path_factory.mktemp("store"), *TWO_RANKS)
 
 
-@pytest.fixture
-def own_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a test's own copy of the store, with version 1 of "shop"."""
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def own_store(store: Path, tmp_path: Path) -> Path:
+    """Returns a test's own copy of the store, with version 1 of "shop"."""
     return shutil.copytree(store, tmp_path / "own")
 
 

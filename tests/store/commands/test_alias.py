@@ -89,9 +89,8 @@ def test_markup_and_escapes_in_a_reason_are_printed_literally(own_store: Path) -
 
 
 @pytest.fixture
-def two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def two_versions(tmp_path: Path) -> Path:
     """Returns a store with versions 1 and 2 of "m"."""
-    monkeypatch.setenv("COLUMNS", "200")
     publish_versions(tmp_path / "two", 2)
     return tmp_path / "two"
 

@@ -16,11 +16,6 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def inspect_words(*arguments: str | Path) -> list[list[str]]:
     """Returns the words of each line."""
     code, out, error = run("inspect", *arguments)

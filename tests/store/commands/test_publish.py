@@ -20,13 +20,8 @@ from embedserve_store.parts.part import Part
     [(100, ["t: its vocabulary has 100 ids for 300 rows: 200 rows have no id"]), (300, [])],
 )
 def test_vocabulary_shorter_than_its_table_is_reported(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    ids: int,
-    expected_lines: list[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ids: int, expected_lines: list[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     published = publish(
         collection((("t", 300, 4, ["f"], PoolingType.SUM),)),
         tmp_path,
@@ -40,17 +35,20 @@ def test_vocabulary_shorter_than_its_table_is_reported(
     ] == expected_lines
 
 
-def test_if_changed_reports_and_skips_an_unchanged_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    torch.save({"embedding_bags.t.weight": torch.ones(10, 4)}, tmp_path / "c.pt")
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[str | Path, ...]:
+    """Returns the command that publishes a table of 1,000 rows as "m" into the store "s"."""
+    torch.save({"embedding_bags.t.weight": torch.ones(1000, 4)}, tmp_path / "c.pt")
     (tmp_path / "t.yaml").write_text(
-        "tables: [{name: t, num_embeddings: 10, embedding_dim: 4, feature_names: [t], "
+        "tables: [{name: t, num_embeddings: 1000, embedding_dim: 4, feature_names: [t], "
         "pooling: sum}]\nis_weighted: false\n"
     )
-    command = ("publish", tmp_path / "c.pt", tmp_path / "t.yaml", tmp_path / "s", "--model", "m")
+    return "publish", tmp_path / "c.pt", tmp_path / "t.yaml", tmp_path / "s", "--model", "m"
 
+
+def test_if_changed_reports_and_skips_an_unchanged_version(
+    tmp_path: Path, command: tuple[str | Path, ...]
+) -> None:
     def last_line(*more: str) -> str:
         code, _, stderr = run(*command, "--if-changed", *more)
         assert code == 0, stderr
@@ -65,16 +63,9 @@ def test_if_changed_reports_and_skips_an_unchanged_version(
 
 
 def test_a_model_is_published_for_several_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: tuple[str | Path, ...]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    torch.save({"embedding_bags.t.weight": torch.ones(1000, 4)}, tmp_path / "c.pt")
-    (tmp_path / "t.yaml").write_text(
-        "tables: [{name: t, num_embeddings: 1000, embedding_dim: 4, feature_names: [t], "
-        "pooling: sum}]\nis_weighted: false\n"
-    )
     store = tmp_path / "s"
-    command = ("publish", tmp_path / "c.pt", tmp_path / "t.yaml", store, "--model", "m")
 
     def last_lines(*more: str) -> list[str]:
         code, _, stderr = run(*command, *more)
