@@ -17,13 +17,7 @@ def copy(source: str, target: str, model: str | None, aliases: bool, deltas: boo
     for one in _models_of(source) if name is None else [name]:
         with transfer_progress() as progress:
             copied = copy_versions(
-                source,
-                target,
-                one,
-                version,
-                aliases=aliases,
-                deltas=deltas,
-                progress=progress,
+                source, target, one, version, aliases=aliases, deltas=deltas, progress=progress
             )
         report(copied, target)
 

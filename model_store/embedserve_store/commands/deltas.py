@@ -113,14 +113,7 @@ def undo(
         StoreError: as undo_deltas raises it.
     """
     made = undo_deltas(
-        store,
-        model,
-        to=to,
-        why=why,
-        version=version,
-        is_alone=is_alone,
-        key=key,
-        notify=notify,
+        store, model, to=to, why=why, version=version, is_alone=is_alone, key=key, notify=notify
     )
     say(
         f"{model}: delta {made.seq} of line {made.line} reverts to "

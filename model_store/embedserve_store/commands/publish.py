@@ -20,11 +20,7 @@ SKIPPED_SHOWN = 10
 
 
 def publish_checkpoint(
-    checkpoint: Path,
-    description: Path,
-    store: str,
-    model: str,
-    **options: Unpack[PublishOptions],
+    checkpoint: Path, description: Path, store: str, model: str, **options: Unpack[PublishOptions]
 ) -> None:
     """Publishes a version, and reports what was published and which checkpoint entries were
     skipped.

@@ -89,10 +89,7 @@ class RowComparison:
         return dequantize_rows(rows, spec.dtype, spec.embedding_dim).astype(np.float64)
 
     def _add_drift(
-        self,
-        numbers: NDArray[np.intp],
-        distance: NDArray[np.float64],
-        cosine: NDArray[np.float64],
+        self, numbers: NDArray[np.intp], distance: NDArray[np.float64], cosine: NDArray[np.float64]
     ) -> None:
         if not len(numbers):
             return

@@ -30,11 +30,7 @@ from embedserve_store.publishing.record_event import record_event
 
 
 def copy_deltas(
-    source: ModelStore,
-    target: ModelStore,
-    manifests: Iterable[Manifest],
-    *,
-    who: str | None = None,
+    source: ModelStore, target: ModelStore, manifests: Iterable[Manifest], *, who: str | None = None
 ) -> int:
     """Copies the deltas after each of the versions, and returns how many the target did not have.
 

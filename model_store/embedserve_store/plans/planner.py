@@ -136,10 +136,7 @@ def _memory(device_type: str, plan: Plan, device_memory_bytes: int | None) -> li
 
 
 def _checked(
-    plan: Plan,
-    tables: Sequence[TableSpec],
-    world_size: int | None,
-    constraints: Constraints | None,
+    plan: Plan, tables: Sequence[TableSpec], world_size: int | None, constraints: Constraints | None
 ) -> Plan:
     if constraints:
         raise InvalidModelError("a plan has its own constraints: leave out one of the two")

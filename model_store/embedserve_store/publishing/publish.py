@@ -47,11 +47,7 @@ from embedserve_store.publishing.publish_source import (
 )
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.resolve_ids import resolve_ids
-from embedserve_store.publishing.version_writer import (
-    Draft,
-    PublishedVersion,
-    write_version,
-)
+from embedserve_store.publishing.version_writer import Draft, PublishedVersion, write_version
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
 from embedserve_store.remote.upload import upload_next
 from embedserve_store.sources.description import Description, check_no_draft
@@ -160,13 +156,7 @@ def make_draft(
     source = provenance(made.kind) | {GOLDENS: goldens}
     manifest = Manifest(model, 0, specs, made.is_weighted, source)
     return Draft(
-        made,
-        manifest,
-        id_maps,
-        plan,
-        None,
-        options.get("max_error"),
-        options.get("progress"),
+        made, manifest, id_maps, plan, None, options.get("max_error"), options.get("progress")
     )
 
 

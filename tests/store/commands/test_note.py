@@ -13,11 +13,7 @@ def test_inspect_shows_notes(own_store: Path, scheme: str) -> None:
     store = f"{scheme}{own_store}"
     inspect_arguments = ("inspect", store, "shop", "1")
     assert "note " not in run(*inspect_arguments)[1]
-    assert run("note", store, "shop", "1", "recall is up") == (
-        0,
-        "",
-        "shop: note 1 of version 1\n",
-    )
+    assert run("note", store, "shop", "1", "recall is up") == (0, "", "shop: note 1 of version 1\n")
     assert run("note", store, "shop", "1", "two\nlines \x1b[31m")[0] == 0
     code, out, _ = run(*inspect_arguments)
     assert code == 0

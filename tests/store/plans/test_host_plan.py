@@ -170,10 +170,7 @@ def test_one_host_removes_the_host_plan_and_no_count_keeps_the_plan() -> None:
         ({"b": (0, 11, 10), "c": (0, 7, 7)}, "'b' .* expected ascending row numbers"),
         ({"c": (0, 3, 7)}, r"'c' has boundaries .*, expected \[0, 4, 7\], because it shares feat"),
         ({"d": (0, 1, 2)}, "'d' is not in the manifest"),
-        (
-            {"a": (0, 0, 100), "b": (0, 0, 10), "c": (0, 0, 7)},
-            "part 0 of 2 has no rows",
-        ),
+        ({"a": (0, 0, 100), "b": (0, 0, 10), "c": (0, 0, 7)}, "part 0 of 2 has no rows"),
     ],
 )
 def test_invalid_host_plan_is_rejected(rows: dict[str, tuple[int, ...]], message: str) -> None:

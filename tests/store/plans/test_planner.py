@@ -15,12 +15,7 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.planner import (
-    check_table_names,
-    draft_plan,
-    make_plan,
-    to_torchrec,
-)
+from embedserve_store.plans.planner import check_table_names, draft_plan, make_plan, to_torchrec
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
 
 GIB = 1 << 30
@@ -35,11 +30,7 @@ def table(name: str, num_embeddings: int, dtype: str = "float32", dim: int = 128
 @pytest.mark.parametrize("sharding", SHARDING_TYPES)
 @pytest.mark.parametrize(("dtype", "stored_bytes"), [("float32", 143 * GIB), ("int4", 63 * GIB)])
 def test_tables_larger_than_torchrecs_default_host_are_planned(
-    monkeypatch: pytest.MonkeyPatch,
-    device_type: str,
-    sharding: str,
-    dtype: str,
-    stored_bytes: int,
+    monkeypatch: pytest.MonkeyPatch, device_type: str, sharding: str, dtype: str, stored_bytes: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     rows = stored_bytes // table("t", 1, dtype).row_bytes

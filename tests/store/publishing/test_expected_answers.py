@@ -22,10 +22,7 @@ from store.publishing.expected_results import (
 )
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.format.manifest import (
-    PARTLY_FROM_TRAINING,
-    Manifest,
-)
+from embedserve_store.format.manifest import PARTLY_FROM_TRAINING, Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.goldens.goldens_file import Bags

@@ -20,10 +20,7 @@ from unpooled import unpooled_collection
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.id_rule import IdRule
-from embedserve_store.format.manifest import (
-    FROM_DESCRIPTION,
-    FROM_TRAINING,
-)
+from embedserve_store.format.manifest import FROM_DESCRIPTION, FROM_TRAINING
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.local_store import LocalStore
 from embedserve_store.publishing import expected_answers

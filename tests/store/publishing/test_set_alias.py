@@ -270,9 +270,7 @@ def test_set_alias_on_a_read_only_store_fails(store: Path, monkeypatch: pytest.M
     assert ModelStore(store).aliases("m") == {}
 
 
-def test_store_is_consistent_when_publish_or_set_alias_is_killed(
-    tmp_path: Path,
-) -> None:
+def test_store_is_consistent_when_publish_or_set_alias_is_killed(tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_at_each_step.py")
     done = run_warm_python(script, tmp_path, timeout_s=KILLED_TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -61,11 +61,7 @@ def check_same(one: str | Path, other: str | Path, cache: Path) -> None:
 @pytest.mark.parametrize("source_kind", KINDS)
 @pytest.mark.parametrize("target_kind", KINDS)
 def test_copy_works_between_stores_of_any_kind(
-    local: Path,
-    place: Place,
-    source_kind: str,
-    target_kind: str,
-    tmp_path: Path,
+    local: Path, place: Place, source_kind: str, target_kind: str, tmp_path: Path
 ) -> None:
     source, target = place(source_kind, "source"), place(target_kind, "target")
     copy_versions(local, source, "m", aliases=True)
@@ -88,11 +84,7 @@ def test_one_version_is_copied_by_its_alias(local: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_other_version_under_the_same_number_is_rejected(
-    local: Path,
-    new_version: Publish,
-    place: Place,
-    kind: str,
-    tmp_path: Path,
+    local: Path, new_version: Publish, place: Place, kind: str, tmp_path: Path
 ) -> None:
     target = place(kind, "target")
     publish_rows(tmp_path / "other", 9.0, 2000)

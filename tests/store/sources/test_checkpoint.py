@@ -219,12 +219,7 @@ def test_tables_behind_feature_processors_are_rejected(
 @pytest.mark.parametrize("collection", ["embedding_bag_collection", "embedding_collection"])
 def test_tables_with_rows_pruned_in_training_are_rejected(collection: str, module: str) -> None:
     kind, table = (
-        ("embeddings", WORD)
-        if collection == "embedding_collection"
-        else (
-            "embedding_bags",
-            USER,
-        )
+        ("embeddings", WORD) if collection == "embedding_collection" else ("embedding_bags", USER)
     )
     state = {
         f"m._{collection}.{kind}.user.weight": WEIGHT,

@@ -73,9 +73,7 @@ def test_results_equal_those_of_the_module(ebc: EmbeddingBagCollection) -> None:
     assert not answers[1].any()
 
 
-def test_only_float32_modules_without_weighted_means_compute_goldens(
-    make_ebc: MakeEbc,
-) -> None:
+def test_only_float32_modules_without_weighted_means_compute_goldens(make_ebc: MakeEbc) -> None:
     assert live.can_answer(make_ebc())
     assert live.can_answer(make_ebc(is_weighted=True, pooling="sum"))
     assert not live.can_answer(make_ebc(is_weighted=True))
@@ -107,9 +105,7 @@ def test_other_objects_are_rejected(thing: Any, message: str) -> None:
         live.collection_in(thing)
 
 
-def test_error_for_several_collections_names_them(
-    ebc: EmbeddingBagCollection,
-) -> None:
+def test_error_for_several_collections_names_them(ebc: EmbeddingBagCollection) -> None:
     assert live.collection_in(torch.nn.ModuleDict({"sparse": torch.nn.Sequential(ebc)})) is ebc
     model = torch.nn.ModuleDict({"sparse": torch.nn.Sequential(ebc), "more": copy.copy(ebc)})
     with pytest.raises(

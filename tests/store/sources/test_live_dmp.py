@@ -16,12 +16,7 @@ from pooled import collection
 from server.python import run_warm_python
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    KeyedJaggedTensor,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection

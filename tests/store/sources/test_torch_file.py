@@ -37,12 +37,7 @@ def test_nested_tensors_are_read_and_other_values_named(tmp_path: Path) -> None:
     }
     tensors, others = open_torch_file(saved(tmp_path / "s.pt", content))
     assert list(tensors) == [f"model.{KEY}", "optimizer.state.0.sum"]
-    assert others == (
-        "model.over.bias",
-        "optimizer.state.0.step",
-        "optimizer.param_groups",
-        "hits",
-    )
+    assert others == ("model.over.bias", "optimizer.state.0.step", "optimizer.param_groups", "hits")
     assert torch.equal(tensors[f"model.{KEY}"].read(2, 9), WEIGHT[2:9])
     assert torch.equal(
         tensors["optimizer.state.0.sum"].gather(np.array([10, 0])), WEIGHT[[10, 0]] * 2
