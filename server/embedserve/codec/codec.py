@@ -140,11 +140,39 @@ class Codecs:
     def __init__(self) -> None:
         self.json = JSON
         self.predict = PREDICT
-        self.protobuf = _protobuf(ProtobufDecoder())
-        self.arrow = _arrow(ArrowDecoder())
+        protobuf, arrow, message = ProtobufDecoder(), ArrowDecoder(), MessageDecoder()
+        self.protobuf = Codec(
+            content_type=PROTOBUF_TYPE,
+            limit="body_bytes_max",
+            decode=protobuf.decode_request,
+            try_decode_inline=protobuf.try_decode_inline,
+            encode=protobuf_responses.encode_chunks,
+            try_encode_inline=protobuf_responses.try_encode_inline,
+            peek_model=protobuf_requests.peek_model,
+            estimate_size=protobuf_requests.estimate_size,
+        )
+        self.arrow = Codec(
+            content_type=b"application/vnd.apache.arrow.stream",
+            limit="body_bytes_max",
+            decode=arrow.decode_request,
+            try_decode_inline=arrow.try_decode_inline,
+            encode=arrow_responses.encode_chunks,
+            try_encode_inline=arrow_responses.try_encode_inline,
+            estimate_size=arrow.estimate_size,
+        )
         self._bodies = BodyDecoder()
         self.infer = _infer(self._bodies)
-        self.infer_message = _infer_message(MessageDecoder())
+        self.infer_message = Codec(
+            content_type=PROTOBUF_TYPE,
+            limit="body_bytes_max",
+            decode=message.decode_request,
+            try_decode_inline=message.try_decode_inline,
+            encode=message_responses.encode_chunks,
+            try_encode_inline=message_responses.try_encode_inline,
+            peek_model=infer_messages.peek_model,
+            estimate_size=infer_messages.estimate_size,
+            in_regions=partial(_in_regions, message.try_decode_inline, message.decode_request),
+        )
         self.infer_streamed = replace(
             self.infer_message,
             encode=message_responses.encode_streamed_chunks,
@@ -163,7 +191,7 @@ class Codecs:
         if codec is None:
             if len(self._binary) >= BINARY_CODECS_MAX:
                 self._binary.clear()
-            codec = self._binary[json_bytes] = _infer_binary(self._bodies, self.infer, json_bytes)
+            codec = self._binary[json_bytes] = _infer(self._bodies, json_bytes)
         return codec
 
     def predict_from(self, min_seq: bytes | None) -> Codec:
@@ -178,71 +206,23 @@ class Codecs:
         )
 
 
-def _protobuf(decoder: ProtobufDecoder) -> Codec:
-    return Codec(
-        content_type=PROTOBUF_TYPE,
-        limit="body_bytes_max",
-        decode=decoder.decode_request,
-        try_decode_inline=decoder.try_decode_inline,
-        encode=protobuf_responses.encode_chunks,
-        try_encode_inline=protobuf_responses.try_encode_inline,
-        peek_model=protobuf_requests.peek_model,
-        estimate_size=protobuf_requests.estimate_size,
-    )
-
-
-def _arrow(decoder: ArrowDecoder) -> Codec:
-    return Codec(
-        content_type=b"application/vnd.apache.arrow.stream",
-        limit="body_bytes_max",
-        decode=decoder.decode_request,
-        try_decode_inline=decoder.try_decode_inline,
-        encode=arrow_responses.encode_chunks,
-        try_encode_inline=arrow_responses.try_encode_inline,
-        estimate_size=decoder.estimate_size,
-    )
-
-
-def _infer(decoder: BodyDecoder) -> Codec:
-    return Codec(
-        content_type=b"application/json",
-        limit="request_text_bytes_max",
-        decode=decoder.decode_request,
-        try_decode_inline=decoder.try_decode_inline,
-        encode=body_responses.encode_chunks,
-        try_encode_inline=body_responses.try_encode_inline,
-        estimate_size=bodies.estimate_size,
-        encode_error=body_responses.encode_error,
-        head_bytes=body_responses.head_bytes,
-        in_regions=partial(_in_regions, decoder.try_decode_inline, decoder.decode_request),
-    )
-
-
-def _infer_binary(decoder: BodyDecoder, infer: Codec, json_bytes: int) -> Codec:
+def _infer(decoder: BodyDecoder, json_bytes: int | None = None) -> Codec:
+    """Returns the codec for bodies with ``json_bytes`` of JSON before their tensors; None for JSON
+    alone."""
     decode = partial(decoder.decode_request, json_bytes=json_bytes)
     try_decode_inline = partial(decoder.try_decode_inline, json_bytes=json_bytes)
-    return replace(
-        infer,
-        content_type=BINARY,
-        limit="body_bytes_max",
+    is_json = json_bytes is None
+    return Codec(
+        content_type=b"application/json" if is_json else BINARY,
+        limit="request_text_bytes_max" if is_json else "body_bytes_max",
         decode=decode,
         try_decode_inline=try_decode_inline,
+        encode=body_responses.encode_chunks,
+        try_encode_inline=body_responses.try_encode_inline,
         estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
+        encode_error=body_responses.encode_error,
+        head_bytes=body_responses.head_bytes,
         in_regions=partial(_in_regions, try_decode_inline, decode),
-    )
-
-
-def _infer_message(decoder: MessageDecoder) -> Codec:
-    return Codec(
-        content_type=PROTOBUF_TYPE,
-        limit="body_bytes_max",
-        decode=decoder.decode_request,
-        try_decode_inline=decoder.try_decode_inline,
-        encode=message_responses.encode_chunks,
-        try_encode_inline=message_responses.try_encode_inline,
-        peek_model=infer_messages.peek_model,
-        estimate_size=infer_messages.estimate_size,
-        in_regions=partial(_in_regions, decoder.try_decode_inline, decoder.decode_request),
     )
 
 

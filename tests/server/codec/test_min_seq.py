@@ -51,9 +51,8 @@ class Format:
     def templates(self) -> list[object]:
         """Returns all templates of the decoders."""
         codecs: Any = self.codecs
-        decoders = [
-            one.decode.__self__ for one in (codecs.protobuf, codecs.infer, codecs.infer_message)
-        ]
+        decodes = codecs.protobuf.decode, codecs.infer.decode.func, codecs.infer_message.decode
+        decoders = [decode.__self__ for decode in decodes]
         caches = [codecs.arrow.decode.__self__.schemas, *[one.templates for one in decoders]]
         return [template for cache in caches for template in cache.templates]
 
