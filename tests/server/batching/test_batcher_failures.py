@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 import pytest
 from server.batching.batch_limits import IN_THREAD, INLINE, USER, busy_batcher
+from server.batching.test_live_batches import NextRows
 from server.conftest import MakeBatcher
-from server.fake_engine import Bags, FakeEngine, model_info
+from server.fake_engine import Bags, FakeEngine
+from server.fake_models import ruled_info
 from server.pending_requests import submit
 from server.waiting import WAIT_S_MAX, until
 
@@ -24,7 +25,6 @@ from embedserve.errors import (
     InvalidRequestError,
 )
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve_store.ids.translate import ChangeRows, IdTranslator, Translation
 
 
 async def test_failed_chunk_fails_its_batch(engine: FakeEngine) -> None:
@@ -164,35 +164,22 @@ async def test_failure_while_splitting_fails_every_request_of_the_batch(
     assert (await submit(batcher, requests[1])).values.dtype == np.float16
 
 
-class FailingTranslator(IdTranslator):
-    """Fails while ``is_failing``, like a batch without enough memory."""
-
-    def __init__(self, translator: IdTranslator) -> None:
-        vars(self).update(vars(translator))
-        self.is_identity = False
-        self.is_failing = True
-
-    def translate(
-        self, ids: np.ndarray, ids_per_feature: np.ndarray, change: ChangeRows | None = None
-    ) -> Translation:
-        if self.is_failing:
-            raise MemoryError("no room for the batch")
-        return super().translate(ids, ids_per_feature, change)
-
-
 async def test_failure_while_joining_fails_every_request_of_the_batch(
     executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = model_info()
-    translator = FailingTranslator(plain.translator)
-    engine = FakeEngine(replace(plain, translator=translator))
+    engine = FakeEngine(ruled_info())
+    rows = engine.rows_reader = NextRows()
+    rows.id_failure = MemoryError("no room for the batch")
     metrics = ModelMetrics(engine.model)
     batcher = Batcher(engine, engine.model, INLINE, metrics, executor)
-    answers = [submit(batcher, engine.request(USER)) for _ in range(3)]
+    day: Bags = {"day": [[1]]}
+    answers = [submit(batcher, engine.request(day)) for _ in range(3)]
     for answer in answers:
         with pytest.raises(EngineError, match="the server's log says why"):
             await asyncio.wait_for(answer, WAIT_S_MAX)
     assert "no room for the batch" in caplog.text
     assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
-    translator.is_failing = False
-    assert (await submit(batcher, engine.request(USER))).values.shape[0] == 1
+    assert rows.begun
+    assert not rows.views
+    rows.id_failure = None
+    assert (await submit(batcher, engine.request(day))).values.shape[0] == 1

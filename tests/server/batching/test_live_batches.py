@@ -148,17 +148,6 @@ async def test_ids_are_translated_by_the_view_of_the_batch(
     assert not rows.views
 
 
-async def test_view_ends_if_its_batch_cannot_be_joined(executor: ThreadPoolExecutor) -> None:
-    engine = FakeEngine(ruled_info())
-    rows = engine.rows_reader = NextRows()
-    rows.id_failure = MemoryError()
-    batcher = batcher_of(engine, INLINE, executor)
-    with pytest.raises(EngineError, match="the lookup failed"):
-        await submit(batcher, engine.request({"day": [[1]]}))
-    assert rows.begun
-    assert not rows.views
-
-
 async def test_results_without_a_rows_reader_have_no_seq(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:

@@ -49,24 +49,20 @@ def requests_equal(one: LookupRequest, other: LookupRequest) -> bool:
     )
 
 
+@pytest.mark.parametrize(
+    "all_bags", [bags_of_ids(), bags_of(RULED)], ids=["integers", "integers and strings"]
+)
 @given(data=st.data())
-def test_bags_become_the_flat_arrays_of_a_keyed_jagged_tensor(data: st.DataObject) -> None:
-    bags = data.draw(bags_of_ids())
+def test_bags_become_the_flat_arrays_of_a_keyed_jagged_tensor(
+    all_bags: st.SearchStrategy[Bags], data: st.DataObject
+) -> None:
+    """Checks that strings are hashed, and kept for error messages."""
+    bags = data.draw(all_bags)
     weights = data.draw(weights_or_none(bags))
     body = json.dumps({"features": bags} | ({"weights": weights} if weights else {}))
     request = decode_request(body.encode(), "shop")
     assert requests_equal(request, make_request(bags, weights))
     assert request.model == "shop"
-    assert (request.ids.dtype, request.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
-
-
-@given(data=st.data())
-def test_string_ids_are_hashed_and_kept_for_error_messages(data: st.DataObject) -> None:
-    bags = data.draw(bags_of(RULED))
-    weights = data.draw(weights_or_none(bags))
-    body = json.dumps({"features": bags} | ({"weights": weights} if weights else {}))
-    request = decode_request(body.encode(), "shop")
-    assert requests_equal(request, make_request(bags, weights))
     assert (request.ids.dtype, request.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
 
 
