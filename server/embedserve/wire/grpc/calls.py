@@ -7,7 +7,7 @@ pipeline or a plain function processes the messages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from time import perf_counter
 
@@ -29,6 +29,7 @@ from embedserve.wire.grpc.grpc_framing import (
     PREFIX,
     PREFIX_BYTES,
     Deframer,
+    GrpcHeaders,
     LargeMessage,
     WireError,
     framed,
@@ -66,12 +67,11 @@ class GrpcEmbedCall(CallWriter[Stream]):
         self,
         options: RequestOptions,
         pipeline: RequestPipeline,
-        encoding: bytes,
-        headers: Mapping[bytes, bytes],
+        headers: GrpcHeaders,
         stream: Stream,
     ) -> None:
-        self._encoding = encoding
-        self._headers = headers
+        self._encoding = headers.encoding
+        self._headers = headers.by_name
         self._stream = stream
         self._is_rejected = False
         self._deframer: Deframer | None = None
@@ -167,21 +167,19 @@ class GrpcUnaryCall(Handler):
     def __init__(
         self,
         function: Callable[[bytes], bytes],
-        encoding: bytes,
-        headers: Mapping[bytes, bytes],
+        headers: GrpcHeaders,
         stream: Stream,
     ) -> None:
         """
         Args:
             function: takes the request message and returns the response message, or raises
                 EmbedServeError.
-            encoding: value of grpc-encoding.
-            headers: headers of the call by name.
+            headers: headers of the call.
             stream: stream of the call.
         """
         self._function = function
-        self._encoding = encoding
-        self._headers = headers
+        self._encoding = headers.encoding
+        self._headers = headers.by_name
         self._stream = stream
         self._start_s = perf_counter()
         self._deframer: Deframer | None = None
@@ -218,32 +216,30 @@ class BidiCall(Handler):
 
     Attributes:
         is_read: whether the client has ended its side and all messages were taken.
-        headers: headers of the call by name.
+        headers: headers of the call.
     """
 
     def __init__(
         self,
-        encoding: bytes,
-        headers: Mapping[bytes, bytes],
+        headers: GrpcHeaders,
         stream: Stream,
         bytes_max: int = PLAIN_BYTES_MAX,
         limit: str = PLAIN_LIMIT,
     ) -> None:
         """
         Args:
-            encoding: value of grpc-encoding.
-            headers: headers of the call by name.
+            headers: headers of the call.
             stream: stream of the call.
             bytes_max: limit of a message in bytes; if it is larger than the default, the subclass
                 has ``take_large``.
             limit: name of that limit.
 
         Raises:
-            WireError: UNIMPLEMENTED, ``encoding`` is not supported.
+            WireError: UNIMPLEMENTED, its encoding is not supported.
         """
         self.headers = headers
         self._stream = stream
-        self._deframer = Deframer(bytes_max, encoding, limit)
+        self._deframer = Deframer(bytes_max, headers.encoding, limit)
         self._whole_s = perf_counter()  # when last no incomplete message was buffered
         self._has_started = False
         self._has_all = False
@@ -352,7 +348,7 @@ class BidiCall(Handler):
         self._is_over = True
         self._deframer.drop()
         trailers = [*(OK_TRAILERS if error is None else error_trailers(error))]
-        if error is not None or REQUEST_ID in self.headers or "request_id" in self.__dict__:
+        if error is not None or REQUEST_ID in self.headers.by_name or "request_id" in self.__dict__:
             trailers.append((REQUEST_ID, self.request_id))
         if self._has_started:
             self._stream.end(encode(trailers))
@@ -362,7 +358,7 @@ class BidiCall(Handler):
     @cached_property
     def request_id(self) -> bytes:
         """Request id of the call: the caller's, or an id generated at the first access."""
-        return request_id_of(self.headers.get(REQUEST_ID))
+        return request_id_of(self.headers.by_name.get(REQUEST_ID))
 
     def reset(self) -> None:
         self._is_over = True

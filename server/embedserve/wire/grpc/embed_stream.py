@@ -8,7 +8,6 @@ request is cancelled only if its client disconnects.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from time import perf_counter
 
 from embedserve.errors import EmbedServeError
@@ -17,7 +16,7 @@ from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline,
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.call_writer import StreamWriter
 from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
-from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, LargeMessage, WireError
+from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, GrpcHeaders, LargeMessage, WireError
 from embedserve.wire.http2.stream import Stream
 
 DRAIN_STREAM_S = 1.0
@@ -42,7 +41,7 @@ class StreamedResponse(StreamWriter[Stream]):
     def __init__(self, options: RequestOptions, call: EmbedStream, stream: Stream) -> None:
         self._options = options
         self._call = call
-        self._headers = call.headers
+        self._headers = call.headers.by_name
         self._stream = stream
         self.chunks: ResponseChunks = ()
         self.nbytes = 0
@@ -101,15 +100,14 @@ class EmbedStream(BidiCall):
         self,
         options: RequestOptions,
         pipeline: RequestPipeline,
-        encoding: bytes,
-        headers: Mapping[bytes, bytes],
+        headers: GrpcHeaders,
         stream: Stream,
         response_bytes_max: int = STREAM_RESPONSE_BYTES_MAX,
     ) -> None:
         bytes_max = pipeline.limits.body_bytes_max
-        super().__init__(encoding, headers, stream, bytes_max, BODY_LIMIT)
+        super().__init__(headers, stream, bytes_max, BODY_LIMIT)
         self._options = options
-        self._authorization = headers.get(b"authorization")
+        self._authorization = headers.by_name.get(b"authorization")
         self.pipeline = pipeline
         self._responses: deque[StreamedResponse] = deque()
         self._response_bytes = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 from urllib.parse import quote
 
 from embedserve.errors import EmbedServeError
@@ -46,6 +47,21 @@ TIMEOUT_DIGITS_MAX = 8
 UNRESERVED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 """Characters of a status message that are not percent-encoded, besides letters and digits: all
 printable ASCII except %."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcHeaders:
+    """Headers of calls of one method.
+
+    Attributes:
+        encoding: value of grpc-encoding.
+        timeout_s: value of grpc-timeout in seconds; None without the header.
+        by_name: value of each header by name.
+    """
+
+    encoding: bytes
+    timeout_s: float | None
+    by_name: dict[bytes, bytes]
 
 
 class WireError(EmbedServeError):

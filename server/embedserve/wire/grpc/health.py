@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.errors import UnknownModelError
 from embedserve.wire.grpc.calls import BidiCall
-from embedserve.wire.grpc.grpc_framing import WireError
+from embedserve.wire.grpc.grpc_framing import GrpcHeaders, WireError
 from embedserve.wire.http2.stream import Stream
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -70,11 +70,10 @@ class Watch(BidiCall):
     def __init__(
         self,
         health: HealthStatuses,
-        encoding: bytes,
-        headers: Mapping[bytes, bytes],
+        headers: GrpcHeaders,
         stream: Stream,
     ) -> None:
-        super().__init__(encoding, headers, stream)
+        super().__init__(headers, stream)
         self._health = health
         self._service: str | None = None
         self._is_watching = False

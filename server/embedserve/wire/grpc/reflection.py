@@ -5,13 +5,13 @@ Both versions have the same messages on the wire. grpcio-reflection produces the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from embedserve.wire.grpc.calls import UNARY_WORK, BidiCall
-from embedserve.wire.grpc.grpc_framing import WireError
+from embedserve.wire.grpc.grpc_framing import GrpcHeaders, WireError
 from embedserve.wire.http2.stream import Stream
 
 SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
@@ -23,11 +23,10 @@ class ServerReflection(BidiCall):
     def __init__(
         self,
         services: Iterable[str],
-        encoding: bytes,
-        headers: Mapping[bytes, bytes],
+        headers: GrpcHeaders,
         stream: Stream,
     ) -> None:
-        super().__init__(encoding, headers, stream)
+        super().__init__(headers, stream)
         self._servicer = reflection.ReflectionServicer(services)
 
     def take(self, message: bytes) -> None:

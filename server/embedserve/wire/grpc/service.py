@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from embedserve.access.authenticator import Authenticator, headers_by_name
@@ -21,7 +20,7 @@ from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
-from embedserve.wire.grpc.grpc_framing import Deframer, WireError, parse_timeout
+from embedserve.wire.grpc.grpc_framing import Deframer, GrpcHeaders, WireError, parse_timeout
 from embedserve.wire.grpc.open_inference_grpc import UnaryFunction
 from embedserve.wire.grpc.statuses import error_block
 from embedserve.wire.http2.header_blocks import encode
@@ -36,21 +35,6 @@ SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
 
 ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrpcHeaders:
-    """Headers of calls of one method.
-
-    Attributes:
-        encoding: value of grpc-encoding.
-        timeout_s: value of grpc-timeout in seconds; None without the header.
-        by_name: value of each header by name.
-    """
-
-    encoding: bytes
-    timeout_s: float | None
-    by_name: dict[bytes, bytes]
 
 
 MakeCall = Callable[[Stream], Handler]
@@ -180,41 +164,39 @@ class GrpcService:
 
         return reject_call
 
-    def _options(self, codec: Codec, call: GrpcHeaders) -> RequestOptions:
-        has_id = REQUEST_ID in call.by_name
-        return RequestOptions("", codec, codec, call.timeout_s, self._metrics, has_id)
+    def _options(self, codec: Codec, headers: GrpcHeaders) -> RequestOptions:
+        has_id = REQUEST_ID in headers.by_name
+        return RequestOptions("", codec, codec, headers.timeout_s, self._metrics, has_id)
 
-    def _embed(self, codec: Codec, call: GrpcHeaders) -> MakeCall:
-        options = self._options(codec, call)
-        return partial(GrpcEmbedCall, options, self._pipeline, call.encoding, call.by_name)
+    def _embed(self, codec: Codec, headers: GrpcHeaders) -> MakeCall:
+        options = self._options(codec, headers)
+        return partial(GrpcEmbedCall, options, self._pipeline, headers)
 
-    def _predict(self, call: GrpcHeaders) -> MakeCall:
-        return self._embed(self._codecs.predict_from(call.by_name.get(MIN_SEQ_HEADER)), call)
+    def _predict(self, headers: GrpcHeaders) -> MakeCall:
+        return self._embed(self._codecs.predict_from(headers.by_name.get(MIN_SEQ_HEADER)), headers)
 
-    def _embed_stream(self, codec: Codec, call: GrpcHeaders) -> MakeCall:
-        check_encoding(call.encoding)
-        options, pipeline = self._options(codec, call), self._pipeline
+    def _embed_stream(self, codec: Codec, headers: GrpcHeaders) -> MakeCall:
+        check_encoding(headers.encoding)
+        options, pipeline = self._options(codec, headers), self._pipeline
         return self._admitting(
-            lambda stream, _: EmbedStream(options, pipeline, call.encoding, call.by_name, stream),
+            lambda stream, _: EmbedStream(options, pipeline, headers, stream),
             pipeline.authenticator,
             EMBEDDERS,
-            call.by_name,
+            headers,
             charge=False,  # its messages count against the caller's rate
         )
 
-    def _watch(self, call: GrpcHeaders) -> MakeCall:
-        check_encoding(call.encoding)
-        return lambda stream: health.Watch(self.health, call.encoding, call.by_name, stream)
+    def _watch(self, headers: GrpcHeaders) -> MakeCall:
+        check_encoding(headers.encoding)
+        return lambda stream: health.Watch(self.health, headers, stream)
 
-    def _reflection(self, authenticator: Authenticator | None, call: GrpcHeaders) -> MakeCall:
-        check_encoding(call.encoding)
+    def _reflection(self, authenticator: Authenticator | None, headers: GrpcHeaders) -> MakeCall:
+        check_encoding(headers.encoding)
         return self._admitting(
-            lambda stream, _: reflection.ServerReflection(
-                self._names, call.encoding, call.by_name, stream
-            ),
+            lambda stream, _: reflection.ServerReflection(self._names, headers, stream),
             authenticator,
             CALLERS,
-            call.by_name,
+            headers,
         )
 
     def _unary(
@@ -222,15 +204,13 @@ class GrpcService:
         function: UnaryFunction,
         authenticator: Authenticator | None,
         roles: frozenset[str],
-        call: GrpcHeaders,
+        headers: GrpcHeaders,
     ) -> MakeCall:
         return self._admitting(
-            lambda stream, quota: GrpcUnaryCall(
-                partial(function, quota), call.encoding, call.by_name, stream
-            ),
+            lambda stream, quota: GrpcUnaryCall(partial(function, quota), headers, stream),
             authenticator,
             roles,
-            call.by_name,
+            headers,
         )
 
     def _admitting(
@@ -238,7 +218,7 @@ class GrpcService:
         make: Callable[[Stream, CallerQuota | None], Handler],
         authenticator: Authenticator | None,
         roles: frozenset[str],
-        headers: dict[bytes, bytes],
+        headers: GrpcHeaders,
         *,
         charge: bool = True,
     ) -> MakeCall:
@@ -253,11 +233,11 @@ class GrpcService:
         def make_or_reject(stream: Stream) -> Handler:
             if authenticator is None:
                 return make(stream, None)
-            authorization, client = headers.get(b"authorization"), stream.connection
+            authorization, client = headers.by_name.get(b"authorization"), stream.connection
             try:
                 quota = authenticator.check(authorization, client.certificate, roles, charge=charge)
             except EmbedServeError as error:
-                return self.rejecting(error, [*headers.items()])(stream)
+                return self.rejecting(error, [*headers.by_name.items()])(stream)
             return make(stream, quota)
 
         return make_or_reject

@@ -12,6 +12,7 @@ from server.wire.http2.peer import Peer, body_of, data, of
 
 from embedserve.api.management import management_app
 from embedserve.pipeline import RequestPipeline
+from embedserve.wire.grpc.grpc_framing import GrpcHeaders
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
 from embedserve.wire.http2.frames import FRAME_BYTES_MAX
 from embedserve.wire.http_stream import Headers
@@ -22,6 +23,7 @@ EMBED = f"/{SERVICE_NAME}/Embed"
 STREAM = f"/{SERVICE_NAME}/EmbedStream"
 MESSAGE = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1]).SerializeToString()
 BODY_MAX = 300_000
+NO_HEADERS = GrpcHeaders(b"identity", None, {})
 
 
 def request_headers(

@@ -10,6 +10,7 @@ from hyperframe.frame import WindowUpdateFrame
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
 from server.pipelines import outcomes_of
+from server.wire.grpc.grpc_peer import NO_HEADERS
 from server.wire.http2.peer import Peer, body_of, data, has_ended, of
 
 from embedserve.wire.grpc.calls import BidiCall
@@ -40,7 +41,7 @@ class CountingCall(BidiCall):
     """Counts its messages, and echoes each if it ``echoes``."""
 
     def __init__(self, stream: Stream, *, echoes: bool = True) -> None:
-        super().__init__(b"identity", {}, stream)
+        super().__init__(NO_HEADERS, stream)
         self.received = 0
         self.echoes = echoes
 

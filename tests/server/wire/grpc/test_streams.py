@@ -15,6 +15,7 @@ from server.wire.grpc.grpc_peer import (
     BODY_MAX,
     EMBED,
     MESSAGE,
+    NO_HEADERS,
     STREAM,
     WATCH,
     GrpcPeer,
@@ -178,7 +179,7 @@ def test_unexpected_error_ends_only_its_own_stream(caplog: pytest.LogCaptureFixt
 
     def open_request(headers: Headers) -> ResolvedRoute:
         return ResolvedRoute(
-            lambda stream: (BrokenStream if stream.id == 1 else Stream)(b"identity", {}, stream),
+            lambda stream: (BrokenStream if stream.id == 1 else Stream)(NO_HEADERS, stream),
             None,
         )
 
@@ -209,7 +210,7 @@ async def test_messages_in_flight_are_bounded_by_response_bytes(
 
     def open_request(headers: Headers) -> ResolvedRoute:
         return ResolvedRoute(
-            lambda stream: EmbedStream(options, pipeline, b"identity", {}, stream, nbytes), None
+            lambda stream: EmbedStream(options, pipeline, NO_HEADERS, stream, nbytes), None
         )
 
     peer = Peer(open_request)
