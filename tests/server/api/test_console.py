@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from server.api.clients import client_of
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
 
@@ -108,8 +109,7 @@ async def test_console_routes_require_their_roles(
         "/console/labels/shop": (401, 403, 200),
         "/console/nothing": (401, 403, 404),
     }
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app) as client:
         for path, statuses in expected_statuses.items():
             for token, status in zip(("", "es_right", "es_boss"), statuses, strict=True):
                 headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -124,8 +124,7 @@ async def test_labels_of_served_models_are_returned(
     labels = {"t_movie": {"7": "Amélie", "9223372036854775807": "<b>last</b>"}}
     path.write_text(json.dumps({"shop": labels, "other": {}}))
     app = management_app(make_pipeline(engine, executor=executor), labels=read_labels(str(path)))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app) as client:
         for name in ("shop", "shop@7"):
             assert (await client.get(f"/console/labels/{name}")).json() == {"tables": labels}
         assert (await client.get("/console/labels/other")).status_code == 404

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from server.api.clients import client_of
 from server.fake_admin import FakeAdmin
 from server.fake_deltas import at_seq
 from server.fake_engine import FakeEngine, model_info
@@ -45,9 +46,7 @@ class Server:
         films = FakeEngine(model_info("films", {"user": (7, 2)}))
         pipeline = make_pipeline(FakeEngine(shop), films, executor=executor, authenticator=access)
         app = management_app(pipeline, FakeAdmin() if has_admin else None)
-        self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://test", timeout=20
-        )
+        self.client = client_of(app)
 
     def poll(self) -> None:
         status = self.shared.status

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.api.described import schema
+from server.api.clients import client_of, schema
 from server.fake_deltas import shared_state
 from server.fake_engine import FakeEngine
 from server.fake_models import info_of, model_info, ruled_info, unpooled_info
@@ -68,11 +68,11 @@ async def test_plan_lists_the_shards_of_each_rank(executor: ThreadPoolExecutor) 
     }
     info = replace(info_of("films", [user, movie], {}), plan=Plan(2, tables, {}))
     app = management_app(make_pipeline(FakeEngine(info), executor=executor))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        payload = (await client.get("http://test/models/films/plan")).json()
-        model = (await client.get("http://test/models/films")).json()
-        validate(payload, "Plan", (await client.get("http://test/openapi.json")).json())
-        assert (await client.get("http://test/models/shoes/plan")).status_code == 404
+    async with client_of(app) as client:
+        payload = (await client.get("/models/films/plan")).json()
+        model = (await client.get("/models/films")).json()
+        validate(payload, "Plan", (await client.get("/openapi.json")).json())
+        assert (await client.get("/models/shoes/plan")).status_code == 404
     by_columns, copied = payload["tables"]
     assert (payload["version"], payload["ranks"], by_columns["sharding"]) == (7, 2, "column_wise")
     first, second = by_columns["shards"]
@@ -100,9 +100,9 @@ async def test_pending_version_is_shown(rest: httpx.AsyncClient, pipeline: Reque
 async def test_tables_are_described_with_their_id_rules(executor: ThreadPoolExecutor) -> None:
     engines = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
     app = management_app(make_pipeline(*engines, executor=executor))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        listed = (await client.get("http://test/models")).json()
-        validate(listed, "Models", (await client.get("http://test/openapi.json")).json())
+    async with client_of(app) as client:
+        listed = (await client.get("/models")).json()
+        validate(listed, "Models", (await client.get("/openapi.json")).json())
     ruled, sequence = listed["models"]
     assert {table["name"]: table["ids"] for table in ruled["tables"]} == {
         "t_user": {"rule": "map", "id_type": "int64", "entries": 5, "unknown": "skip"},
@@ -187,15 +187,12 @@ async def test_links_of_the_root_page_work(engine: FakeEngine) -> None:
             assert (await live.http.get(link)).status_code == 200
 
 
-async def test_deltas_of_a_followed_model_are_described() -> None:
+async def test_deltas_of_a_followed_model_are_described(executor: ThreadPoolExecutor) -> None:
     status = DeltaStatus(LinePosition(3, 4, "0" * 64))
     status.stall("delta 5 is damaged")
     engine = FakeEngine(replace(model_info(), deltas=shared_state(status)))
-    with ThreadPoolExecutor(1) as executor:
-        pipeline = make_pipeline(engine, executor=executor)
-        transport = httpx.ASGITransport(management_app(pipeline))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as rest:
-            payload = (await rest.get("/models/shop")).json()["deltas"]
+    async with client_of(management_app(make_pipeline(engine, executor=executor))) as rest:
+        payload = (await rest.get("/models/shop")).json()["deltas"]
     assert payload.pop("lag_s") >= 0
     assert payload == {
         "line": 3,
@@ -210,16 +207,15 @@ async def test_deltas_of_a_followed_model_are_described() -> None:
     }
 
 
-async def test_parts_of_a_router_model_are_described(rest: httpx.AsyncClient) -> None:
+async def test_parts_of_a_router_model_are_described(
+    rest: httpx.AsyncClient, executor: ThreadPoolExecutor
+) -> None:
     plain = (await rest.get("/models/shop")).json()
     assert not plain.keys() & {"shards", "local_tables"}
     parts = FakeParts(joined={("shop", 7): [2, 0]})
     engine = FakeEngine(replace(model_info(), shards=parts, local_tables=("user",)))
-    with ThreadPoolExecutor(1) as executor:
-        pipeline = make_pipeline(engine, executor=executor)
-        transport = httpx.ASGITransport(management_app(pipeline))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as router:
-            payload = (await router.get("/models/shop")).json()
+    async with client_of(management_app(make_pipeline(engine, executor=executor))) as router:
+        payload = (await router.get("/models/shop")).json()
     assert payload["local_tables"] == ["user"]
     assert payload["shards"] == [
         {"part": 0, "replicas": 2, "why": ""},

@@ -14,7 +14,7 @@ import httpx
 import jsonschema
 import pytest
 from fastapi.openapi.utils import get_openapi
-from server.api.described import schema
+from server.api.clients import client_of, schema
 from server.fake_admin import FakeAdmin
 from server.fake_engine import FakeEngine
 from server.fake_models import unpooled_info
@@ -157,7 +157,7 @@ async def test_openapi_describes_the_operations_of_administrators(
     described = app.openapi()
     operations = {path: one for path, one in described["paths"].items() if "/admin/" in path}
     assert len(operations) == 5
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+    async with client_of(app) as client:
         for path, one in operations.items():
             assert list(one["post"]["requestBody"]["content"]) == [JSON], path
         assert (await client.post("/admin/reload", json={})).status_code == 202
