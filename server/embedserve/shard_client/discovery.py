@@ -30,7 +30,8 @@ PART = "{part}"
 EXPECTED = "expected dns:NAME-{part}:PORT, file:PATH or ray:NAME"
 
 OnAddresses = Callable[[int, list[Address]], None]
-"""Takes the number of a part and the addresses of its replicas; ``PartClient.set_addresses``."""
+"""Takes the number of a part and the addresses of its replicas, which may be those that it has;
+``PartClient.set_addresses``."""
 Resolve = Callable[[str, int], Awaitable[list[Address]]]
 """Returns the addresses of a host name and port. Raises OSError."""
 
@@ -176,12 +177,11 @@ class DnsDiscovery:
     ) -> None:
         """
         Args:
-            on_addresses: called for each part whose addresses have changed.
+            on_addresses: called for each part that is resolved.
         """
         self._source = source
         self._on_addresses = on_addresses
         self._resolve = resolve
-        self._found: dict[int, list[Address]] = {}
         self._faults = [""] * part_count
 
     async def poll_part(self, part: int) -> None:
@@ -197,9 +197,7 @@ class DnsDiscovery:
         if self._faults[part]:
             logger.info("part %d: %s is resolved again", part, name)
             self._faults[part] = ""
-        if found != self._found.get(part):
-            self._found[part] = found
-            self._on_addresses(part, found)
+        self._on_addresses(part, found)
 
     async def run(self) -> None:
         """Resolves each name immediately and then every DNS_S, until it is cancelled. A resolution
@@ -214,22 +212,17 @@ class DnsDiscovery:
 def follow_file(
     source: FileShards, part_count: int, on_addresses: OnAddresses
 ) -> FileReloader[list[list[Address]]]:
-    """Reads the addresses from a file; the reloader reads them again when it changes.
-
-    Args:
-        on_addresses: called for each part whose addresses have changed.
+    """Reads the addresses from a file, for ``on_addresses``; the reloader reads them again when it
+    changes.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: from ``read_shards``.
     """
-    known: list[list[Address]] = [[] for _ in range(part_count)]
 
     def adopt(found: list[list[Address]]) -> None:
         for part, addresses in enumerate(found):
-            if addresses != known[part]:
-                known[part] = addresses
-                on_addresses(part, addresses)
+            on_addresses(part, addresses)
 
     read = partial(read_shards, source.path, part_count)
     return FileReloader("--shards", [source.path], read, adopt)
