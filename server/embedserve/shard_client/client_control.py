@@ -94,7 +94,7 @@ class ClientControl:
     def _change_windows(self, change: int) -> None:
         """Applies a new initial window to the streams that still send."""
         self._client.stream_window += change
-        for stream in self._client.unsent.values():
+        for stream in self._client.unsent:
             stream.send_window += change
             if stream.send_window > WINDOW_MAX:
                 reason = "SETTINGS raise a window over 2^31 - 1"
@@ -127,8 +127,8 @@ class ClientControl:
         client.check_opened(stream_id, "WINDOW_UPDATE")
         if not increment:
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
-        stream = client.unsent.get(stream_id)
-        if stream is None:
+        stream = client.streams.get(stream_id)
+        if stream is None or stream not in client.unsent:
             return  # the request has ended
         stream.send_window += increment
         if stream.send_window > WINDOW_MAX:

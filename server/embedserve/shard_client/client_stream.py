@@ -28,7 +28,6 @@ class ClientStream:
         on_reply: callback for the reply; None once it was called or the call was cancelled.
         send_window: bytes of DATA that may be sent on the stream; only current while there are
             unsent bytes.
-        unsent: unsent bytes of the request; None after the request has ended.
         nbytes: bytes received of the response message and its prefix.
     """
 
@@ -40,7 +39,6 @@ class ClientStream:
         "nbytes",
         "on_reply",
         "send_window",
-        "unsent",
     )
 
     def __init__(self, client: Http2Client, on_reply: OnReply) -> None:
@@ -48,7 +46,6 @@ class ClientStream:
         self.on_reply: OnReply | None = on_reply
         self.id = 0
         self.send_window = 0
-        self.unsent: memoryview | None = None
         self.nbytes = 0
         self._chunks: list[memoryview] = []
         self._head: ResponseHeaders | None = None

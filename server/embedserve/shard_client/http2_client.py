@@ -57,7 +57,7 @@ class Http2Client:
         window: bytes of DATA that may be sent on the connection.
         stream_window: initial send window of a stream.
         frame_bytes_max: bytes of the largest DATA payload to send.
-        unsent: streams with an unsent rest of their request, by stream identifier, in order.
+        unsent: rests of requests that are not sent whole, by stream, in order.
         replies: number of streams that the shard has ended.
         is_begun: whether the shard's SETTINGS have arrived.
         is_draining: whether no more calls may begin, as after GOAWAY.
@@ -86,7 +86,7 @@ class Http2Client:
         self.replies = 0
         self.window = self.stream_window = WINDOW_AT_START
         self.frame_bytes_max = FRAME_BYTES_MAX
-        self.unsent: dict[int, ClientStream] = {}
+        self.unsent: dict[ClientStream, memoryview] = {}
         self.is_begun = self.is_draining = self.is_closed = self.is_paused = False
         self.reason = ""
         self._on_change = on_change
@@ -155,9 +155,8 @@ class Http2Client:
             data_head = pack(size >> 16, size & 0xFFFF, DATA, END_STREAM, stream_id)
             self.write(b"".join((head, block, data_head, prefix, *message)))
         else:
-            stream.unsent = memoryview(b"".join((prefix, *message)))
+            self.unsent[stream] = memoryview(b"".join((prefix, *message)))
             stream.send_window = self.stream_window
-            self.unsent[stream_id] = stream
             self.write(head + block)
             self.send_unsent()
         if self.next_id > LAST_STREAM_ID:
@@ -165,14 +164,12 @@ class Http2Client:
 
     def send_unsent(self) -> None:
         """Sends the rest of requests, in order, as far as the windows allow."""
-        for stream in list(self.unsent.values()):
+        for stream, unsent in list(self.unsent.items()):
             if self.window <= 0 or self.is_paused:
                 return
-            self._send_some(stream)
+            self._send_some(stream, unsent)
 
-    def _send_some(self, stream: ClientStream) -> None:
-        unsent = stream.unsent
-        assert unsent is not None
+    def _send_some(self, stream: ClientStream, unsent: memoryview) -> None:
         nbytes = min(len(unsent), stream.send_window, self.window)
         if nbytes <= 0:
             return
@@ -185,10 +182,9 @@ class Http2Client:
             flags = END_STREAM if start + len(chunk) == len(unsent) else 0
             pieces += [frames.head(len(chunk), DATA, flags, stream.id), chunk]
         if nbytes == len(unsent):
-            stream.unsent = None
-            del self.unsent[stream.id]
+            del self.unsent[stream]
         else:
-            stream.unsent = unsent[nbytes:]
+            self.unsent[stream] = unsent[nbytes:]
         self.write(b"".join(pieces))
 
     def cancel(self, stream: ClientStream) -> None:
@@ -203,7 +199,7 @@ class Http2Client:
 
     def _reset(self, stream: ClientStream, code: ErrorCode) -> None:
         del self.streams[stream.id]
-        self.unsent.pop(stream.id, None)
+        self.unsent.pop(stream, None)
         self.write(frames.rst_stream(stream.id, code))
 
     def pause(self) -> None:
@@ -253,7 +249,7 @@ class Http2Client:
     def end(self, stream: ClientStream, reply: Reply) -> None:
         """Ends a stream whose response has ended; a request that is not sent whole is reset."""
         self.replies += 1
-        if stream.unsent is not None:
+        if stream in self.unsent:
             self._reset(stream, ErrorCode.CANCEL)
         else:
             del self.streams[stream.id]
@@ -270,17 +266,15 @@ class Http2Client:
         """Ends a stream that the shard has reset."""
         stream = self.streams.get(stream_id)
         if stream is not None:
-            self.unsent.pop(stream_id, None)
-            stream.unsent = None
+            self.unsent.pop(stream, None)
             self.end(stream, reset_reply(code))
 
     def fail_stream(self, error: StreamError) -> None:
         """Resets a stream and fails its call."""
         stream = self.streams.get(error.stream_id)
         if stream is not None:
-            stream.unsent = None
             self.write(frames.rst_stream(stream.id, error.code))
-            self.unsent.pop(stream.id, None)
+            self.unsent.pop(stream, None)
             self.end(stream, Reply(INTERNAL, error.reason))
 
     def start_drain(self, reason: str, last_id: int) -> None:
@@ -296,7 +290,7 @@ class Http2Client:
         failed = [stream for stream in self.streams.values() if stream.id > last_id]
         for stream in failed:
             del self.streams[stream.id]
-            self.unsent.pop(stream.id, None)
+            self.unsent.pop(stream, None)
         waiting = list(self._pending)
         self._pending.clear()
         for stream in failed + waiting:
