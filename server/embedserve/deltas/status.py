@@ -139,18 +139,17 @@ class DeltaStatus:
         self.line = start.line
         parts = memory.take(2 * _RECORD_BYTES).reshape(2, -1)
         self._records = [SharedRecord(part) for part in parts]
-        self._written = 0
         if memory.is_new:
             applied = Applied(start.seq, 0.0, start.checksum)
             self.write(DeltaState(applied, applied, wanted_seq=start.seq, undo_from=start.seq))
 
     def write(self, state: DeltaState) -> None:
         """Replaces the status; only one process at a time writes."""
-        self._written = max(self._written, _number_of(self._last_record())) + 1
+        number = int.from_bytes(self._last_record()[:_NUMBER_BYTES], "big") + 1
         if (reason := _cut(state.reason)) != state.reason:
             state = replace(state, reason=reason)
-        number = self._written.to_bytes(_NUMBER_BYTES, "big")
-        self._records[self._written % 2].write(number + msgspec.msgpack.encode(state))
+        record = number.to_bytes(_NUMBER_BYTES, "big") + msgspec.msgpack.encode(state)
+        self._records[number % 2].write(record)
 
     def read(self) -> DeltaState:
         """Returns the status that was written last."""
@@ -240,10 +239,6 @@ class SharedDeltaState:
         if self.notify is not None:
             described["notify"] = "connected" if self.notify.is_set else "disconnected"
         return described
-
-
-def _number_of(record: bytes) -> int:
-    return int.from_bytes(record[:_NUMBER_BYTES], "big")
 
 
 def _age_s(since: float) -> float:

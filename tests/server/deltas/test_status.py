@@ -16,6 +16,7 @@ from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations, SharedDeltaState
+from embedserve.deltas.version_memory import SharedRecord
 from embedserve.metrics.delta_metrics import delta_samples
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.format.delta_manifest import LinePosition
@@ -84,7 +85,7 @@ def test_damaged_record_is_ignored_for_the_previous_record() -> None:
     status = DeltaStatus(START)
     status.write(state_of(status, 5))
     status.write(state_of(status, 6))
-    status._records[status._written % 2]._part[20] ^= 1
+    max(status._records, key=SharedRecord.read)._part[20] ^= 1
     assert status.read().applied.seq == 5
     status.write(state_of(status, 7))
     assert status.read().applied.seq == 7
