@@ -150,18 +150,18 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
 
     version = SimpleNamespace(at_seq=None, manifest=SimpleNamespace(version=1))
     live = cast("LiveRows", SimpleNamespace(clear_cell=lambda worker: None, version=version))
+    followed = {"m": SharedDeltaState(live, status)} if mode.exists() else {}
     try:
         Supervisor(
             worker_main,
             slots,
             drain_s,
             hang_s,
-            RolloutCoordinator({}, lambda *_: None),
+            RolloutCoordinator({}, lambda *_: None, DeltaVersions(settings, followed)),
             lambda: "tables are cut off",
             end_startup_server=end_startup_server,
             on_stop=ports.remove_files,
             applier_main=applier_main if mode.exists() else None,
-            delta_versions=DeltaVersions(settings, {"m": SharedDeltaState(live, status)}),
         ).run()
     except WorkerFailedError as error:
         sys.exit(f"failed: {error}")

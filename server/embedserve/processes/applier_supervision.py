@@ -4,6 +4,7 @@ it ends or hangs."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import signal
@@ -31,21 +32,21 @@ class ApplierSupervision:
 
     def __init__(
         self,
-        main: Callable[[socket.socket], int],
+        main: Callable[[socket.socket], int] | None,
         versions: DeltaVersions,
         selector: selectors.BaseSelector,
         close_inherited: Callable[[], None],
     ) -> None:
         """
         Args:
-            main: applies deltas until the supervisor is gone.
+            main: applies deltas until the supervisor is gone; None: there is no applier.
             versions: versions whose deltas are applied. Other versions are sent to the process.
             selector: wakes the supervisor at each heartbeat. One comes when the first poll is done,
                 and when a next version may serve.
             close_inherited: closes in the forked process what belongs to the supervisor.
         """
         self.pid = 0
-        self.restarts = Restarts()
+        self.restarts = Restarts(at_s=math.inf if main is None else 0.0)
         self._main, self._versions = main, versions
         versions.on_change = self._send_targets
         self._selector, self._close_inherited = selector, close_inherited
@@ -111,6 +112,7 @@ class ApplierSupervision:
             self._channel = None
 
     def _start(self) -> None:
+        assert self._main is not None
         self._started_s, self._silent_s, self._kill_at_s = time.monotonic(), 0.0, None
         try:
             self.pid, ours = fork(self._main, self._close_inherited)

@@ -308,7 +308,6 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
                 if settings.deltas != "none"
                 else None
             ),
-            delta_versions=delta_versions,
         )
         supervisor.run()
 

@@ -20,7 +20,6 @@ from embedserve.processes.applier_supervision import ApplierSupervision
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
-from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.messages import (
     START,
     Desired,
@@ -90,7 +89,6 @@ class Supervisor:
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
         applier_main: Callable[[socket.socket], int] | None = None,
-        delta_versions: DeltaVersions | None = None,
     ) -> None:
         """
         Args:
@@ -104,7 +102,7 @@ class Supervisor:
                 before the call returns.
             on_ready: called once, when all workers listen for the first time.
             on_stop: called before the workers are stopped.
-            applier_main: applies the deltas of ``delta_versions``, in a process of its own;
+            applier_main: applies the deltas of the coordinator's versions, in a process of its own;
                 None: no deltas are applied.
         """
         self._end_startup_server = end_startup_server
@@ -119,11 +117,9 @@ class Supervisor:
         self._looked_s = time.monotonic()
         self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
-        self._applier = None
-        if applier_main is not None and delta_versions is not None:
-            self._applier = ApplierSupervision(
-                applier_main, delta_versions, self._selector, self._close_inherited
-            )
+        self._applier = ApplierSupervision(
+            applier_main, coordinator.delta_versions, self._selector, self._close_inherited
+        )
         self._are_released = False
         self._were_ready = False
         self._is_stopping = self._is_hurried = self._is_reload_requested = False
@@ -136,8 +132,7 @@ class Supervisor:
         """
         with wake_on_signals(self._selector, self._stop, self._request_reload):
             try:
-                if self._applier is not None:
-                    self._applier.check()
+                self._applier.check()
                 for worker in self._workers:
                     self._start(worker)
                 while not self._is_stopping:
@@ -159,7 +154,7 @@ class Supervisor:
         if self._is_reload_requested:
             self._is_reload_requested = False
             self._coordinator.reload()
-        if self._applier is not None and not self._is_stopping:
+        if not self._is_stopping:
             self._applier.check()
         self._release_workers()
         self._check_heartbeats()
@@ -178,7 +173,7 @@ class Supervisor:
     def _seconds_to_restart(self) -> float:
         now_s = time.monotonic()
         waits = [worker.restarts.at_s - now_s for worker in self._workers if not worker.pid]
-        if self._applier is not None and not self._applier.pid:
+        if not self._applier.pid:
             waits.append(self._applier.restarts.at_s - now_s)
         return max(0.0, min([POLL_S, *waits]))
 
@@ -189,8 +184,7 @@ class Supervisor:
         """
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * POLL_S), now_s
-        if self._applier is not None:
-            self._applier.check_heartbeat(passed_s, self._hang_s)
+        self._applier.check_heartbeat(passed_s, self._hang_s)
         for worker in self._workers:
             if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
                 os.kill(worker.pid, signal.SIGKILL)
@@ -246,8 +240,7 @@ class Supervisor:
         for other in self._workers:
             if other.channel is not None:
                 other.channel.close()
-        if self._applier is not None:
-            self._applier.close()
+        self._applier.close()
         self._selector.close()
 
     def _receive(self, worker: _Worker) -> None:
@@ -286,7 +279,7 @@ class Supervisor:
         once it serves what the others serve."""
         self._are_released = self._are_released or (
             all(worker.warm_status is not None for worker in self._workers)
-            and (self._applier is None or self._applier.is_ready())
+            and self._applier.is_ready()
         )
         if not self._are_released:
             return
@@ -308,8 +301,7 @@ class Supervisor:
         if status == -signal.SIGBUS and (found := self._find_damage()):
             how += f" ({found})"
         self._slots.set_ready(worker.index, False)
-        if self._applier is not None:
-            self._applier.clear_reader(worker.index)
+        self._applier.clear_reader(worker.index)
         if not self._is_stopping:
             self._coordinator.on_worker_exit(worker.index, how)
         was_ready = worker.is_listening
@@ -342,7 +334,7 @@ class Supervisor:
         self._signal_all(signal.SIGTERM)
         kill_at_s = time.monotonic() + self._drain_s + KILL_AFTER_S
         is_killed = False
-        while any(one.pid for one in (*self._workers, self._applier) if one is not None):
+        while self._applier.pid or any(worker.pid for worker in self._workers):
             left_s = kill_at_s - time.monotonic()
             if (left_s <= 0 or self._is_hurried) and not is_killed:
                 is_killed = True
@@ -350,8 +342,7 @@ class Supervisor:
                 logger.error("workers are killed: %s", why)
                 self._signal_all(signal.SIGKILL)
             self._wait(min(POLL_S, max(0.01, left_s)))
-            if self._applier is not None:
-                self._applier.reap()
+            self._applier.reap()
             for worker in self._workers:
                 if worker.pid and (status := ended(worker.pid)) is not None:
                     self._reap(worker, status)
@@ -373,5 +364,4 @@ class Supervisor:
         for worker in self._workers:
             if worker.pid:
                 os.kill(worker.pid, number)
-        if self._applier is not None:
-            self._applier.signal(number)
+        self._applier.signal(number)

@@ -57,6 +57,7 @@ class RolloutCoordinator:
     no worker has joined, none is waited for.
 
     Attributes:
+        delta_versions: as in the constructor.
         send: function that sends a worker, by its number, the desired state. Set by the Supervisor,
             or by start_rollouts in a single process.
         end: function that ends a worker, by its number; the supervisor restarts it. Set by the
@@ -79,7 +80,7 @@ class RolloutCoordinator:
         self.send: Callable[[int, Desired], None] = lambda worker, desired: None
         self.end: Callable[[int], None] = lambda worker: None
         self._adopt = adopt
-        self._delta_versions = delta_versions or DeltaVersions(ServeSettings(store=""), {})
+        self.delta_versions = delta_versions or DeltaVersions(ServeSettings(store=""), {})
         self._names = {name: ServedName(found, found.number) for name, found in served.items()}
         self._generations = itertools.count(1)
         self._rollout: Rollout | None = None
@@ -143,9 +144,9 @@ class RolloutCoordinator:
         rollout = self._rollout
         if rollout is None:
             return
-        if self._delta_versions.is_held(rollout.name):
+        if self.delta_versions.is_held(rollout.name):
             self._record_failure(rollout.name, rollout.version.number, HELD_REASON, is_final=False)
-        elif why := self._delta_versions.why_stalled():
+        elif why := self.delta_versions.why_stalled():
             self._fail_rollout(rollout, why)
         elif monotonic() > rollout.until_s:
             participants = self._participants().items()
@@ -221,7 +222,7 @@ class RolloutCoordinator:
         served.update_alias_settings()
         if not found.version:
             return
-        self._delta_versions.set_at_seq(name, found.version, found.alias_settings.at_seq)
+        self.delta_versions.set_at_seq(name, found.version, found.alias_settings.at_seq)
         self._set_store_version(name, served, found.version)
         needs_no_rollout = (
             self._is_being_rolled_out(name, found.version) or found.version == served.number
@@ -259,7 +260,7 @@ class RolloutCoordinator:
         else:
             served = self._names.setdefault(command.name, ServedName())
             served.failure = None
-            self._delta_versions.set_at_seq(command.name, command.version, command.at_seq)
+            self.delta_versions.set_at_seq(command.name, command.version, command.at_seq)
             if served.store_version:  # the store names the version that is loaded
                 served.store_version = command.version
             if command.version == served.number:
@@ -315,10 +316,10 @@ class RolloutCoordinator:
         workers what has changed."""
         rollout, reports = self._rollout, self._participants().values()
         is_prepared = rollout is not None and reports and all(map(rollout.is_prepared, reports))
-        if rollout is not None and is_prepared and self._delta_versions.request_switch():
+        if rollout is not None and is_prepared and self.delta_versions.request_switch():
             self._activate(rollout)
         if self._rollout is None:
-            self._delta_versions.drop_next()
+            self.delta_versions.drop_next()
             self._begin_next()
         self._publish()
 
@@ -336,13 +337,13 @@ class RolloutCoordinator:
             candidate, served.candidate = served.candidate, None
             if candidate is None:
                 continue
-            if self._delta_versions.is_held(name):
+            if self.delta_versions.is_held(name):
                 self._record_failure(name, candidate.number, HELD_REASON, is_final=False)
                 continue
             served.previous_failure, served.failure = served.failure, None
             version = replace(candidate, generation=next(self._generations))
             try:
-                version = self._delta_versions.prepare(name, version)
+                version = self.delta_versions.prepare(name, version)
             except Exception as error:  # any error: the workers keep serving
                 reason = str(error) if isinstance(error, StoreError) else repr(error)
                 is_final = not isinstance(error, TRANSIENT)
