@@ -69,8 +69,7 @@ class StoreWatcher:
         self._reading = asyncio.Lock()  # reports go out in the order in which the store was read
         self._watching: asyncio.Task[None] | None = None
         self._openings: dict[str, asyncio.Task[None]] = {}
-        self._is_update_due = False
-        self._updating: asyncio.Task[None] | None = None
+        self._polled = asyncio.Event()
 
     def apply(self, desired: Desired) -> None:
         """Begins to watch the store if ``desired`` names this process for it. Polls it now if
@@ -84,11 +83,12 @@ class StoreWatcher:
             self._poll_requested.set()
 
     async def _watch(self) -> None:
-        polling = asyncio.create_task(self._poll_periodically())
+        tasks = [asyncio.create_task(self._poll_periodically())]
+        if self._shard_versions is not None:
+            tasks.append(asyncio.create_task(self._update_after_polls(self._shard_versions)))
         await self._stop.wait()
-        for task in (polling, self._updating, *self._openings.values()):
-            if task is not None:
-                task.cancel()
+        for task in (*tasks, *self._openings.values()):
+            task.cancel()
 
     async def _poll_periodically(self) -> None:
         while True:
@@ -119,10 +119,7 @@ class StoreWatcher:
         if is_all:
             self._poll_to_report = request
         self._report_poll()
-        if self._shard_versions is not None:
-            self._is_update_due = True
-            if self._updating is None or self._updating.done():
-                self._updating = asyncio.create_task(self._update(self._shard_versions))
+        self._polled.set()
 
     async def _resolve(self, names: Iterable[str], *, is_all: bool) -> dict[str, StoreEntry]:
         resolve = partial(self._resolver.resolve, names, is_all=is_all)
@@ -156,9 +153,10 @@ class StoreWatcher:
         target = self._version_manager.target(name)
         return target is not None and target.version != self._version_manager.number(name)
 
-    async def _update(self, shard_versions: ShardVersions) -> None:
-        while self._is_update_due:
-            self._is_update_due = False
+    async def _update_after_polls(self, shard_versions: ShardVersions) -> None:
+        while True:
+            await self._polled.wait()
+            self._polled.clear()
             await _log_fault(shard_versions.update())
 
     async def _open(self, name: str, number: int) -> None:
