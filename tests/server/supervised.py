@@ -41,7 +41,7 @@ from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.delta_versions import DeltaVersions
-from embedserve.processes.startup.ports import SharedPorts, claim_ports
+from embedserve.processes.startup.ports import Ports, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
 from embedserve_store.format.delta_manifest import LinePosition
 
@@ -51,7 +51,7 @@ ANSWER_S = 1.0
 def serve(
     channel: WorkerChannel,
     counters: WorkerCounters,
-    ports: SharedPorts,
+    ports: Ports,
     settings: ServeSettings,
     lookup_s: float,
 ) -> None:

@@ -134,7 +134,7 @@ def held_ports(host: str, http_port: int, grpc_port: int) -> Iterator[None]:
     """
     held = claim_ports(host, http_port, grpc_port).share()
     try:
-        for sock in held.reserved:
+        for sock in held.sockets:
             _let_bind(sock)
         yield
     finally:

@@ -62,7 +62,7 @@ from embedserve.processes.startup.loading import (
     restore_all,
     with_default_model,
 )
-from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
+from embedserve.processes.startup.ports import Ports, claim_ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
 from embedserve.processes.startup.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
@@ -242,7 +242,7 @@ def _loaded(
 
 
 def _log_ready(
-    pipeline: RequestPipeline, ports: Ports | SharedPorts, start_s: float, settings: ServeSettings
+    pipeline: RequestPipeline, ports: Ports, start_s: float, settings: ServeSettings
 ) -> None:
     log_ready(pipeline.models.models(), ports, time.perf_counter() - start_s, settings)
 
@@ -365,7 +365,7 @@ def _worker_main(
     settings: ServeSettings,
     versions: Versions,
     delta_versions: DeltaVersions,
-    ports: SharedPorts,
+    ports: Ports,
     start_s: float,
     slots: SharedCounters,
     room: CounterRoom,

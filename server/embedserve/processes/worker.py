@@ -29,7 +29,7 @@ from embedserve.processes.rollout.messages import (
 from embedserve.processes.rollout.store_watcher import apply_initial_alias_settings
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.server import run_server
-from embedserve.processes.startup.ports import SharedPorts
+from embedserve.processes.startup.ports import Ports
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ async def run_worker(
     pipeline: RequestPipeline,
     version_manager: VersionManager,
     settings: ServeSettings,
-    ports: SharedPorts,
+    ports: Ports,
     log_ready: Callable[[], None],
     counters: WorkerCounters,
     channel: WorkerChannel,

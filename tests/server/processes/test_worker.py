@@ -24,7 +24,7 @@ from embedserve.processes.rollout.messages import (
     report_from_bytes,
 )
 from embedserve.processes.rollout.version_manager import VersionManager
-from embedserve.processes.startup.ports import SharedPorts, claim_ports
+from embedserve.processes.startup.ports import Ports, claim_ports
 from embedserve.processes.worker import run_worker
 
 LISTENS = StartReport(WorkerStage.LISTENING)
@@ -33,7 +33,7 @@ LISTENS = StartReport(WorkerStage.LISTENING)
 class SupervisedWorker:
     """A worker in this process, and the supervisor's end of its channel."""
 
-    def __init__(self, executor: ThreadPoolExecutor, ports: SharedPorts) -> None:
+    def __init__(self, executor: ThreadPoolExecutor, ports: Ports) -> None:
         self._ours, self._supervisors = socket.socketpair()
         self._supervisors.setblocking(False)
         self._lines = LineSocket(self._supervisors)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from embedserve.processes.startup.socket_files import SocketFile, listen_at
@@ -34,7 +34,8 @@ class Ports:
     """Number of the management port; -1 if there is none."""
     management_socket: socket.socket | None = None
     are_shared: bool = False
-    """Whether other processes of this server listen on the same ports."""
+    """Whether processes of this server share the ports: the sockets are those of ``share``, or of
+    ``bind`` in one of the processes."""
     unix: tuple[SocketFile, ...] = ()
     """Unix sockets, which accept the protocols of both ports from callers on this host."""
 
@@ -53,10 +54,6 @@ class Ports:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # see _keep_others_away
                 sock.listen(BACKLOG)
 
-    def without_grpc(self) -> Ports:
-        """Returns the same ports for a process that accepts no connection on the gRPC port."""
-        return replace(self, grpc_socket=None)
-
     def release_grpc(self) -> str:
         """Closes the gRPC socket and returns its address (HOST:PORT) for grpcio, which binds it
         immediately."""
@@ -73,47 +70,32 @@ class Ports:
     def close(self) -> None:
         _close(self.sockets, self.unix)
 
-    def share(self) -> SharedPorts:
-        """Returns the same ports, reserved for workers. Connections are refused from now on until a
-        worker listens."""
-        reserved = tuple(map(_reserve, self.sockets))
+    def share(self) -> Ports:
+        """Returns the same ports, reserved for the workers of this server: their sockets are bound
+        and do not listen, so that they get no connections. Connections are refused from now on
+        until a worker listens."""
+        reserved = self._with_sockets(_reserve)
         _close(self.sockets, ())
-        return SharedPorts(self.host, self.http, self.grpc, self.management, reserved, self.unix)
-
-
-@dataclass(frozen=True)
-class SharedPorts:
-    """Ports that the workers of one server listen on, and no other server.
-
-    Attributes:
-        reserved: sockets that are bound and do not listen, so that they get no connections.
-    """
-
-    host: str
-    http: int
-    grpc: int
-    management: int
-    reserved: tuple[socket.socket, ...]
-    unix: tuple[SocketFile, ...] = ()
+        return reserved
 
     def bind(self) -> Ports:
-        """Returns the same ports with new sockets, on which this worker listens.
+        """Returns shared ports with new sockets, on which this worker listens.
 
         Raises:
             OSError: another process has taken a port of this server.
         """
-        http, grpc, *more = map(_bind_shared, self.reserved)
-        management = more[0] if more else None
-        numbers = (self.http, self.grpc)
-        return Ports(self.host, *numbers, http, grpc, self.management, management, True, self.unix)
+        return self._with_sockets(_bind_shared)
 
-    def remove_files(self) -> None:
-        """Removes the Unix socket files; see Ports.remove_files."""
-        for one in self.unix:
-            one.remove()
-
-    def close(self) -> None:
-        _close(self.reserved, self.unix)
+    def _with_sockets(self, make: Callable[[socket.socket], socket.socket]) -> Ports:
+        """Returns shared ports with a socket that ``make`` returns for each of these."""
+        grpc, management = self.grpc_socket, self.management_socket
+        return replace(
+            self,
+            http_socket=make(self.http_socket),
+            grpc_socket=None if grpc is None else make(grpc),
+            management_socket=None if management is None else make(management),
+            are_shared=True,
+        )
 
 
 def claim_ports(

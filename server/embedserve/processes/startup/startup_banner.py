@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from embedserve.config import Limits, ServeSettings, is_loopback
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import split_name
-from embedserve.processes.startup.ports import Ports, SharedPorts, bracketed
+from embedserve.processes.startup.ports import Ports, bracketed
 from embedserve_store.terminal.console import say
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ Service embedserve, such as EMBEDSERVE_PORT, are below it."""
 
 def log_ready(
     models: list[ModelInfo],
-    ports: Ports | SharedPorts,
+    ports: Ports,
     seconds: float,
     settings: ServeSettings,
 ) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from embedserve.config import ServeSettings
 from embedserve.errors import LOADING
 from embedserve.processes.forked import described, ended, fork
-from embedserve.processes.startup.ports import Ports, SharedPorts
+from embedserve.processes.startup.ports import Ports
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ DRAIN_S = 0.5
 
 @contextlib.contextmanager
 def serve_health_while_loading(
-    settings: ServeSettings, ports: Ports | SharedPorts
+    settings: ServeSettings, ports: Ports
 ) -> Iterator[Callable[[], None]]:
     """Runs a startup server on ``ports`` except gRPC, in a child process, until the yielded
     function is called or the block ends. Must be entered before this process has threads."""
@@ -73,7 +73,7 @@ def _reap(pid: int) -> None:
         os.close(watched)
 
 
-def _run_child(settings: ServeSettings, ports: Ports | SharedPorts, channel: socket.socket) -> int:
+def _run_child(settings: ServeSettings, ports: Ports, channel: socket.socket) -> int:
     """Serves in the forked process; returns its exit code."""
     logging.getLogger("embedserve").setLevel(logging.ERROR)  # hides its drain messages
     import uvloop
@@ -82,9 +82,7 @@ def _run_child(settings: ServeSettings, ports: Ports | SharedPorts, channel: soc
     return 0
 
 
-async def _serve(
-    settings: ServeSettings, ports: Ports | SharedPorts, channel: socket.socket
-) -> None:
+async def _serve(settings: ServeSettings, ports: Ports, channel: socket.socket) -> None:
     """Serves until the other end of ``channel`` is closed or its process has ended."""
     from embedserve.processes import server
 
@@ -95,5 +93,5 @@ async def _serve(
     with ThreadPoolExecutor(1) as executor:
         pipeline = server.build_pipeline({}, own_settings, executor)
         pipeline.models.not_ready = LOADING
-        here = ports.bind() if isinstance(ports, SharedPorts) else ports
-        await server.run_server(stop, pipeline, own_settings, here.without_grpc(), lambda: None)
+        here = replace(ports.bind() if ports.are_shared else ports, grpc_socket=None)
+        await server.run_server(stop, pipeline, own_settings, here, lambda: None)

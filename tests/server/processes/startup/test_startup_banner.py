@@ -13,8 +13,10 @@ from server.fake_models import model_info
 from server.python import run_python
 
 from embedserve.config import ServeSettings
-from embedserve.processes.startup.ports import SharedPorts
+from embedserve.processes.startup.ports import Ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
+
+PORTS = Ports("127.0.0.1", 8000, 8001, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -25,8 +27,7 @@ def test_banner_shows_the_number_of_replicas(
     capsys: pytest.CaptureFixture[str], replicas: int, shown: str
 ) -> None:
     model = replace(model_info(), device_type="cuda", replicas=replicas, example={"user": [[1]]})
-    ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
-    log_ready([model], ports, 1.0, ServeSettings(store=""))
+    log_ready([model], PORTS, 1.0, ServeSettings(store=""))
     assert shown in " ".join(capsys.readouterr().err.split())
 
 
@@ -37,8 +38,7 @@ def test_banner_shows_the_number_of_replicas(
 def test_banner_uses_the_singular_for_one_table(
     capsys: pytest.CaptureFixture[str], features: dict[str, tuple[int, int]], shown: str
 ) -> None:
-    ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
-    log_ready([model_info("m", features)], ports, 1.0, ServeSettings(store=""))
+    log_ready([model_info("m", features)], PORTS, 1.0, ServeSettings(store=""))
     assert f": {shown}" in " ".join(capsys.readouterr().err.split())
 
 
