@@ -37,20 +37,22 @@ def log_ready(
 ) -> None:
     """Prints the served models, the addresses, and an example command unless it is a shard."""
     for model in models:
+        tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
+        title = f"{model.name} version {model.version}{tag}"
         if model.plan.hosts is not None and settings.shards:
-            _say_router(model)
+            local = f", {', '.join(model.local_tables)} also here" if model.local_tables else ""
+            parts = model.plan.hosts.parts
+            say(f"{title}: {len(model.tables)} tables in the shards of {parts} parts{local}")
             continue
         plans = ((table.name, model.plan.tables[table.name]) for table in model.tables)
         shown = ", ".join(f"{name} {plan.sharding_type}" for name, plan in plans)
         ranks = len(model.bytes_per_rank)
         copies = f"{model.replicas} replicas of " if model.replicas > 1 else ""
-        tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
         tables = "1 table" if len(model.tables) == 1 else f"{len(model.tables)} tables"
         part = "" if model.part is None else f"part {model.part}, "
         say(
-            f"{model.name} version {model.version}{tag}: {part}{copies}{tables} "
-            f"over {ranks} {model.device_type} rank{'s' if ranks > 1 else ''} ({shown}), "
-            f"lookups {model.lookup_kind}"
+            f"{title}: {part}{copies}{tables} over {ranks} {model.device_type} "
+            f"rank{'s' if ranks > 1 else ''} ({shown}), lookups {model.lookup_kind}"
         )
     host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
     base = f"{'https' if settings.tls_cert else 'http'}://{host}:{ports.http}"
@@ -68,17 +70,6 @@ def log_ready(
         return
     say("try:")
     print(f"  {curl_line(base, models[0], curl_options(settings))}", flush=True)
-
-
-def _say_router(model: ModelInfo) -> None:
-    tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
-    hosts = model.plan.hosts
-    parts = 0 if hosts is None else hosts.parts
-    local = f", {', '.join(model.local_tables)} also here" if model.local_tables else ""
-    say(
-        f"{model.name} version {model.version}{tag}: {len(model.tables)} tables in the shards of "
-        f"{parts} parts{local}"
-    )
 
 
 def _and_unix(path: str) -> str:
