@@ -76,7 +76,8 @@ class Child:
         host = self._shard_host
         if host:
             self._release_ports()
-            http_port, grpc_port = self._claim_port(host), self._claim_port(host)
+            self._claimed = [_claim_free_port(host), _claim_free_port(host)]
+            http_port, grpc_port = (claimed.getsockname()[1] for claimed in self._claimed)
             self.address = f"{bracketed(host)}:{grpc_port}"
             arguments += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         parent = os.getpid()
@@ -108,11 +109,6 @@ class Child:
         self._release_ports()
         well_s = 0.0 if self._ready_s is None else now_s - self._ready_s
         return self.restarts.schedule(now_s, well_s, was_ready=self._ready_s is not None)
-
-    def _claim_port(self, host: str) -> int:
-        claimed, port = _claim_free_port(host)
-        self._claimed.append(claimed)
-        return port
 
     def _release_ports(self) -> None:
         for claimed in self._claimed:
@@ -154,22 +150,21 @@ def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in settings}
 
 
-def _claim_free_port(host: str) -> tuple[socket.socket, int]:
-    """Returns a bound socket, and its port of ``host``. Until it is closed, other clusters draw
+def _claim_free_port(host: str) -> socket.socket:
+    """Returns a socket that is bound to a port of ``host``. Until it is closed, other clusters draw
     another port, also before the process listens on this one. Raises OSError if ``host`` is no
     address of this host."""
     while True:
-        port = random.choice(SHARD_PORTS)
         claimed = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
-            claimed.bind((host, port))
+            claimed.bind((host, random.choice(SHARD_PORTS)))
         except OSError as error:
             claimed.close()
             if error.errno == errno.EADDRINUSE:
                 continue
             raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
         _let_bind(claimed)
-        return claimed, port
+        return claimed
 
 
 def _let_bind(claimed: socket.socket) -> None:
