@@ -43,8 +43,8 @@ class RecordingServer(WireServer):
     def __init__(
         self,
         pipeline: RequestPipeline,
-        certificates: Certificates | None = None,
-        management: ASGIApp | None = None,
+        certificates: Certificates | None,
+        management: ASGIApp | None,
     ) -> None:
         super().__init__(pipeline, management or management_app(pipeline), certificates)
         self.connections: set[Connection] = set()

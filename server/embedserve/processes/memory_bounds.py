@@ -155,7 +155,8 @@ def server_memory(
     hot: float = 1.0,
     gpus: int = 0,
     parts: int = 0,
-    features: int = FEATURES,
+    *,
+    features: int,
     names: int = 1,
 ) -> ServerMemory:
     """Returns the memory that a server of one model needs. With follow=none it has no room for the

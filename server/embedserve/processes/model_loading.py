@@ -125,7 +125,7 @@ def _shown(what: str, is_shown: bool) -> Iterator[Progress | None]:
 def restore_one(
     settings: ServeSettings,
     version: ModelVersion,
-    programs: Programs | None = None,
+    programs: Programs,
     beside: Iterable[Engine] = (),
     live: LiveRows | None = None,
     on_warming: Callable[[], None] | None = None,

@@ -146,8 +146,8 @@ def build_version_manager(
     versions: dict[str, ModelVersion],
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
-    worker: int = 0,
-    shards: Shards | None = None,
+    worker: int,
+    shards: Shards | None,
 ) -> VersionManager:
     """Returns the manager that switches the versions of ``pipeline``. ``versions`` and ``engines``
     are the current ones, by served name; the manager replaces entries of ``versions``. ``worker``

@@ -15,10 +15,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from documents import ROOT
-from typer.testing import CliRunner, Result
+from server.commands.test_plan import run
 
 from embedserve.batching.batcher import BATCHES_PER_REPLICA
-from embedserve.commands.cli import app
 from embedserve.commands.planning.pod_patch import (
     BASE,
     CACHE_SLACK_BYTES,
@@ -49,10 +48,8 @@ def patch(rows: PodRows, options: PodOptions | None = None, gpus: int = 0) -> di
     return made
 
 
-def needed(
-    rows: PodRows, options: PodOptions | None = None, gpus: int = 0
-) -> dict[str, dict[str, int]]:
-    return pod_figures(rows, options or PodOptions(), gpus)
+def needed(rows: PodRows, gpus: int = 0) -> dict[str, dict[str, int]]:
+    return pod_figures(rows, PodOptions(), gpus)
 
 
 def container(made: dict[str, Any]) -> dict[str, Any]:
@@ -198,10 +195,6 @@ def test_patch_sets_no_variables_without_options() -> None:
 def test_unprintable_name_stays_in_its_comment(name: str) -> None:
     made = patch(replace(LARGE, name=name))
     assert made == patch(LARGE)
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
 def amounts(container: dict[str, Any]) -> dict[tuple[str, str], int]:

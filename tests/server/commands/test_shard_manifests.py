@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from server.commands.test_plan import run
 
-from embedserve.commands.cli import app
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows
 from embedserve.commands.planning.shard_manifests import shard_manifests
 from embedserve.config import DEFAULT_LIMITS
@@ -33,10 +32,6 @@ def tables(tmp_path: Path) -> Path:
     path = tmp_path / "tables.yaml"
     path.write_text(TABLES)
     return path
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
 def containers(text: str) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
@@ -250,7 +249,7 @@ def _report_pulled(settings: ServeSettings, parent: int, channel: socket.socket)
 
 
 def on_devices(
-    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
+    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool
 ) -> ServeSettings:
     """Returns ``settings`` with the devices and GPU layout settled for all of ``versions``. They
     are settled once, for the versions restored now and for all later ones. Imports torch. Progress
@@ -282,9 +281,9 @@ def _status(what: str, is_shown: bool) -> contextlib.AbstractContextManager[obje
 def restore_all(
     settings: ServeSettings,
     versions: dict[str, ModelVersion],
-    deltas: Mapping[str, SharedDeltaState] = MappingProxyType({}),
+    deltas: Mapping[str, SharedDeltaState],
     *,
-    is_shown: bool = True,
+    is_shown: bool,
 ) -> dict[str, Engine]:
     """Returns the warm engine of each of ``versions``, by the same names. Progress is shown on the
     console if ``is_shown``.

@@ -6,12 +6,12 @@ import importlib.util
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from running_servers import free_port
+from server.python import run_python
 
 from embedserve.config import ServeSettings
 from embedserve.processes import local_cluster
@@ -173,8 +173,7 @@ os._exit(0)
 
 def test_stopped_actor_does_not_exit_by_itself() -> None:
     """Guards against a restart by Ray, which would also start the shard again."""
-    command = [sys.executable, "-c", STOPPED]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = run_python("-c", STOPPED)
     assert (ended.returncode, ended.stdout) == (0, f"{-signal.SIGTERM}\n"), ended.stderr
 
 

@@ -96,9 +96,9 @@ class SwitchingProcess:
     def activate(self, name: str = "shop") -> None:
         self.desire(name, phase=TargetPhase.SERVE)
 
-    def fail(self, number: int, reason: str, serving: int = 7) -> None:
+    def fail(self, number: int, reason: str) -> None:
         failure = Failure(number, reason, True)
-        self.desire(version=serving, generation=0, phase=TargetPhase.SERVE, failure=failure)
+        self.desire(version=7, generation=0, phase=TargetPhase.SERVE, failure=failure)
 
     def remove(self, name: str) -> dict[str, Target]:
         """Removes a name; returns the remaining targets."""
