@@ -7,7 +7,9 @@ import json
 
 import pytest
 from server.fake_engine import Bags, FakeEngine
+from server.fake_models import ruled_info, unpooled_info
 from server.live import Live, live_server
+from server.openapi import validate
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -34,6 +36,30 @@ async def test_head_gets_the_headers_of_get(live: Live, path: str) -> None:
     got, head = [await live.http.request(one, path, headers=headers) for one in ("GET", "HEAD")]
     assert (head.status_code, head.headers, head.content) == (200, got.headers, b"")
     assert got.content
+
+
+NAMED_IDS: dict[str, Bags] = {
+    "ruled": {
+        "tag": [["comédie", "war", "映画"], []],
+        "user": [[-(2**63), 2**63 - 1, 12], [13, 14]],
+        "movie": [[1], [99, -1]],
+        "day": [[-(2**63), -1], [2**63 - 1]],
+        "shelf": [[], [300]],
+    },
+    "sequence": {"last": [[0], [8, 8]], "tag": [["drama", "war"], []], "item": [[9, 3], []]},
+}
+"""Ids of each model; some are unknown."""
+
+
+async def test_openapi_describes_strings_unknown_ids_and_rows() -> None:
+    async with live_server(FakeEngine(ruled_info()), FakeEngine(unpooled_info())) as live:
+        described = (await live.http.get("/openapi.json")).json()
+        for model, bags in NAMED_IDS.items():
+            request = {"features": bags}
+            validate(request, "EmbedRequest", described)
+            response = (await live.http.post(f"/models/{model}/embed", json=request)).json()
+            assert response["unknown_ids"]
+            validate(response, "EmbedResponse", described)
 
 
 async def test_request_of_a_disconnected_client_is_not_looked_up(
