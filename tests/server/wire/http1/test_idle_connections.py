@@ -7,12 +7,15 @@ from time import perf_counter
 
 import pytest
 from server.fake_engine import FakeEngine
+from server.live import IN_THREAD
 from server.raw_http import OurServer, chunked, get, post, read_response
 from server.waiting import until
 from server.wire.http1.sample_requests import BODY, LARGE_BODY
 
 from embedserve.wire.connections import FIRST_BYTES_S_MAX
 from embedserve.wire.http1.connection import KEEP_ALIVE_S
+
+LIMITS = IN_THREAD
 
 
 def _has_looked_up(engine: FakeEngine, count: int) -> bool:
@@ -40,11 +43,9 @@ async def test_idle_timeout_is_the_same_for_fast_and_slow_path_requests(
     assert await reader.read() == b""
 
 
-async def test_busy_connection_is_not_closed_as_idle(
-    threaded_server: OurServer, engine: FakeEngine
-) -> None:
+async def test_busy_connection_is_not_closed_as_idle(server: OurServer, engine: FakeEngine) -> None:
     engine.hold()
-    reader, writer = await threaded_server.open()
+    reader, writer = await server.open()
     for request in (SLOW, post(BODY), chunked(BODY)):
         seen = len(engine.lookups)
         writer.write(request)
@@ -52,21 +53,21 @@ async def test_busy_connection_is_not_closed_as_idle(
             await read_response(reader)
             continue
         await until(partial(_has_looked_up, engine, seen + 1))
-        threaded_server.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
-        assert not threaded_server.connection.transport.is_closing()
+        server.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
+        assert not server.connection.transport.is_closing()
         engine.release()
         assert (await read_response(reader))[0] == 200
-        threaded_server.connection.check_time(perf_counter())
-        assert not threaded_server.connection.transport.is_closing()
+        server.connection.check_time(perf_counter())
+        assert not server.connection.transport.is_closing()
         engine.hold()
 
 
 async def test_connection_with_a_slowly_read_response_is_not_closed_as_idle(
-    threaded_server: OurServer,
+    server: OurServer,
 ) -> None:
-    reader, _ = await threaded_server.open(post(LARGE_BODY) * 2)
-    await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
-    threaded_server.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
+    reader, _ = await server.open(post(LARGE_BODY) * 2)
+    await until(lambda: server.outcomes() and server.connection.is_write_paused)
+    server.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
     assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
 
 

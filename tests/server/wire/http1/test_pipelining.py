@@ -7,12 +7,14 @@ import json
 
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import PROTOBUF
+from server.live import IN_THREAD, PROTOBUF
 from server.raw_http import OurServer, get, post, read_response
 from server.waiting import until
 from server.wire.http1.sample_requests import BODY, CLOSING_REQUEST, LARGE_BODY, OTHER_BODY
 
 from embedserve_proto import embedding_pb2 as pb
+
+LIMITS = IN_THREAD
 
 
 async def test_pipelined_metrics_request_counts_the_requests_before_it(server: OurServer) -> None:
@@ -26,14 +28,14 @@ async def test_pipelined_metrics_request_counts_the_requests_before_it(server: O
 
 
 async def test_buffered_request_start_is_parsed_before_bytes_read_later(
-    threaded_server: OurServer, engine: FakeEngine
+    server: OurServer, engine: FakeEngine
 ) -> None:
     """Checks that the start of a request stays buffered while the kernel holds its rest."""
     engine.hold()
-    reader, writer = await threaded_server.open()
+    reader, writer = await server.open()
     second = post(OTHER_BODY)
     writer.write(post(BODY) + second[:30])
-    await until(lambda: engine.lookups and threaded_server.connection.is_read_paused)
+    await until(lambda: engine.lookups and server.connection.is_read_paused)
     writer.write(second[30:] + CLOSING_REQUEST)
     engine.release()
     responses = [await read_response(reader) for _ in range(3)]
@@ -58,48 +60,42 @@ async def test_buffered_request_of_a_lost_connection_is_not_processed(
 
 
 async def test_request_of_an_aborted_connection_counts_as_cancelled(
-    threaded_server: OurServer, engine: FakeEngine
+    server: OurServer, engine: FakeEngine
 ) -> None:
-    await threaded_server.open_held(engine, post(BODY))
-    threaded_server.connection.abort()  # and its batch ends before the event loop reports the loss
-    assert threaded_server.outcomes() == {"CANCELLED": 1}
+    await server.open_held(engine, post(BODY))
+    server.connection.abort()  # and its batch ends before the event loop reports the loss
+    assert server.outcomes() == {"CANCELLED": 1}
     engine.release()
-    await until(lambda: not threaded_server.http1())
-    assert threaded_server.outcomes() == {"CANCELLED": 1}
+    await until(lambda: not server.http1())
+    assert server.outcomes() == {"CANCELLED": 1}
 
 
 async def test_unread_responses_pause_the_reading_of_requests(
-    threaded_server: OurServer, engine: FakeEngine
+    server: OurServer, engine: FakeEngine
 ) -> None:
     """Sends one request after the other, so that none is buffered while another is looked up."""
-    reader, writer = await threaded_server.open(post(LARGE_BODY))
-    await until(
-        lambda: (
-            threaded_server.outcomes() == {"OK": 1} and threaded_server.connection.is_write_paused
-        )
-    )
+    reader, writer = await server.open(post(LARGE_BODY))
+    await until(lambda: server.outcomes() == {"OK": 1} and server.connection.is_write_paused)
     writer.write(post(LARGE_BODY))
-    await until(
-        lambda: threaded_server.connection._context or threaded_server.connection.is_read_paused
-    )
-    assert threaded_server.connection._context is None
-    assert threaded_server.outcomes() == {"OK": 1}
+    await until(lambda: server.connection._context or server.connection.is_read_paused)
+    assert server.connection._context is None
+    assert server.outcomes() == {"OK": 1}
     writer.write(post(LARGE_BODY))
     responses = [await read_response(reader) for _ in range(3)]
     assert [status for status, _, _ in responses] == [200] * 3
     assert len({body for _, _, body in responses}) == 1
     assert len(json.loads(responses[0][2])["values"]) == 2000
-    await until(lambda: threaded_server.connection.transport.get_write_buffer_size() == 0)
+    await until(lambda: server.connection.transport.get_write_buffer_size() == 0)
 
 
 async def test_pipelined_large_responses_reach_a_slow_reader_complete(
-    threaded_server: OurServer,
+    server: OurServer,
 ) -> None:
-    reader, _ = await threaded_server.open(
+    reader, _ = await server.open(
         (post(LARGE_BODY) + post(LARGE_BODY, f"Accept: {PROTOBUF}")) * 3 + CLOSING_REQUEST
     )
-    await until(lambda: threaded_server.outcomes() and threaded_server.connection.is_write_paused)
-    assert threaded_server.outcomes() == {"OK": 1}
+    await until(lambda: server.outcomes() and server.connection.is_write_paused)
+    assert server.outcomes() == {"OK": 1}
     responses = [await read_response(reader) for _ in range(6)]
     assert len(json.loads(responses[0][2])["values"]) == 2000
     assert pb.EmbedResponse.FromString(responses[1][2]).batch_size == 2000
