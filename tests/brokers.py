@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
 from certificates import Authority
+from interop.tools import tool
 from running_servers import free_port
 from waits import wait_until
 
@@ -53,7 +52,7 @@ class Broker:
         command = self._redis() if self.kind == "redis" else self._nats()
         with (self._folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [_program(command[0]), *command[1:]], stdout=log, stderr=log, cwd=self._folder
+                [tool(command[0]), *command[1:]], stdout=log, stderr=log, cwd=self._folder
             )
         wait_until(self._listens)
 
@@ -168,10 +167,3 @@ class FakeBroker:
         yield from self._parts
         while self._is_endless and not self._is_over.is_set():
             yield self._parts[-1]
-
-
-def _program(name: str) -> str:
-    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
-    if path is None:
-        pytest.fail(f"{name} is missing: run deploy/install-debian-packages.sh", pytrace=False)
-    return path
