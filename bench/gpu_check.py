@@ -36,7 +36,7 @@ from gpu_timings import (
     several_at_once,
     uploading_deltas,
 )
-from lookup_cases import CASES, check, check_most_rows
+from lookup_cases import CASES, Case, check, check_most_rows
 from nvml import driver_rows
 
 from embedserve.engine.cuda_limits import ROWS_MAX
@@ -75,12 +75,14 @@ def installed(asked: CheckOptions) -> Iterator[Row]:
 def right_answers(asked: CheckOptions) -> Iterator[Row]:
     """Checks every dtype under every sharding, over all GPUs: plain, weighted, one example, empty
     bags."""
-    for case in CASES:
-        if asked.is_quick and str(case) not in QUICK_CASES:
-            continue
+    for case in _cases(asked):
         start = time.perf_counter()
         check(case, asked.folder / str(case), asked.devices)
         yield str(case), f"right, after {time.perf_counter() - start:.1f} s"
+
+
+def _cases(asked: CheckOptions) -> list[Case]:
+    return [one for one in CASES if not asked.is_quick or str(one) in QUICK_CASES]
 
 
 def replicas(asked: CheckOptions) -> Iterator[Row]:
@@ -89,9 +91,7 @@ def replicas(asked: CheckOptions) -> Iterator[Row]:
     if count < 2:
         yield "a copy on each GPU", "left out: there is no second GPU"
         return
-    for case in CASES:
-        if asked.is_quick and str(case) not in QUICK_CASES:
-            continue
+    for case in _cases(asked):
         start = time.perf_counter()
         folder = asked.folder / f"{case} replicas"
         check(case, folder, asked.devices, gpu_layout="replicas")
