@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.errors import UnreachableError
 from embedserve_store.format.delta_manifest import DeltaManifest
 
+WRITE_S_MAX = 120.0
 DIMS = {"user": 16, "item": 8, "tag": 4}
 
 
@@ -64,6 +66,34 @@ def line_of(store: Path, keys: Path | None = None, *, version: int = 1) -> Delta
 
 def deltas_in(store: Path) -> list[DeltaManifest]:
     return [delta for delta, _ in line_of(store).deltas()]
+
+
+def last_of(store: Path) -> DeltaManifest:
+    line = line_of(store)
+    return line.manifest(line.seqs()[-1])[0]
+
+
+def ids_of(store: Path, table: str = "user") -> dict[int, int]:
+    """Returns the changed ids of the last delta."""
+    change = line_of(store).ids(last_of(store))[table]
+    return dict(zip(change.ids.tolist(), change.rows.tolist(), strict=True))
+
+
+def numbers_of(store: Path) -> list[int]:
+    """Returns the row numbers of the last delta, whose files have one table each."""
+    return [int(n) for (change,) in line_of(store).rows(last_of(store)) for n in change.numbers]
+
+
+def gate_writes(writer: DeltaWriter) -> threading.Event:
+    """Makes the writes of a writer wait for the returned event."""
+    gate, real = threading.Event(), writer._line.write
+
+    def write(name: str, data: bytes) -> bool:
+        assert gate.wait(WRITE_S_MAX)
+        return real(name, data)
+
+    writer._line.write = write
+    return gate
 
 
 @contextmanager

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 import torch
 from server.python import run_warm_python
-from store.deltas.conftest import DIMS, failing_writes, line_of, rows
-from store.deltas.push_ids_helpers import ids_of, last_of, numbers_of
+from store.deltas.conftest import (
+    DIMS,
+    failing_writes,
+    ids_of,
+    last_of,
+    line_of,
+    numbers_of,
+    rows,
+)
 
 from embedserve_store import (
     Bags,

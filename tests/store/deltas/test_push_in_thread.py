@@ -16,7 +16,14 @@ import pytest
 import torch
 from forkserver import PYTHON, WarmPopen
 from server.python import environment
-from store.deltas.conftest import deltas_in, failing_writes, line_of, rows, tag_row
+from store.deltas.conftest import (
+    deltas_in,
+    failing_writes,
+    gate_writes,
+    line_of,
+    rows,
+    tag_row,
+)
 from store.deltas.test_goldens import BAGS, pushed_goldens, version_results
 from store.deltas.tracked_training import USER, gathered, ranker, stepper
 
@@ -40,23 +47,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning"),
 ]
-
-
-class WriteGate:
-    """Blocks the writes of a writer until it is opened."""
-
-    def __init__(self, writer: DeltaWriter) -> None:
-        self._opened = threading.Event()
-        real = writer._line.write
-
-        def write(name: str, data: bytes) -> bool:
-            assert self._opened.wait(WAIT_S_MAX)
-            return real(name, data)
-
-        writer._line.write = write
-
-    def open(self) -> None:
-        self._opened.set()
 
 
 def user_rows(store: Path, seq: int) -> dict[int, list[float]]:
@@ -84,7 +74,7 @@ def test_training_continues_while_a_push_is_written(tmp_path: Path, one_rank: No
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
-        gate, step = WriteGate(writer), stepper(dmp)
+        gate, step = gate_writes(writer), stepper(dmp)
         published = gathered(dmp)
         step(user_batch(1, 2, 3))
         future = writer.push(wait=False)
@@ -92,7 +82,7 @@ def test_training_continues_while_a_push_is_written(tmp_path: Path, one_rank: No
         step(user_batch(2, 3, 4))
         assert not future.done()
         assert deltas_in(tmp_path) == []
-        gate.open()
+        gate.set()
         assert future.result(WAIT_S_MAX) == 1
         assert writer.push() == 2
         after = gathered(dmp)
@@ -163,10 +153,10 @@ def test_push_waits_for_the_previous_push(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opens the gate only once the next push waits."""
-    gate = WriteGate(writer)
+    gate = gate_writes(writer)
 
     def open_and_wait(futures: list[Future[int]]) -> None:
-        gate.open()
+        gate.set()
         assert not Future.exception(futures[0], WAIT_S_MAX)
 
     monkeypatch.setattr(push_runner, "wait", open_and_wait)
@@ -180,7 +170,7 @@ def test_push_waits_for_the_previous_push(
 def test_arguments_of_push_rows_are_copied(
     store: Path, writer: DeltaWriter, of: Callable[[Any], Any]
 ) -> None:
-    gate = WriteGate(writer)
+    gate = gate_writes(writer)
     ids, values = of([3]), torch.ones(1, 16) if of is torch.tensor else np.ones((1, 16), np.float32)
     bags = Bags(BAGS.ids.copy(), BAGS.lengths.copy(), None)
     answers = version_results(store)
@@ -189,7 +179,7 @@ def test_arguments_of_push_rows_are_copied(
     ids[0], values[0] = 4, 2
     for array in (bags.ids, bags.lengths, answers):
         array[:] = 0
-    gate.open()
+    gate.set()
     writer.wait()
     assert user_rows(store, 1) == {3: [1.0] * 16}
     goldens = pushed_goldens(store)
@@ -203,12 +193,12 @@ def test_goldens_are_computed_at_the_moment_of_the_push(tmp_path: Path, one_rank
     publish_sharded(dmp, tmp_path, model="m")
     bags = Bags(np.array([1, 2]), np.array([[2], [0]], np.int32), None)
     with DeltaWriter(tmp_path, model="m", module=dmp) as writer:
-        gate, step = WriteGate(writer), stepper(dmp)
+        gate, step = gate_writes(writer), stepper(dmp)
         step(user_batch(1, 2))
         writer.push(goldens=bags, wait=False)
         user = gathered(dmp)["user"]
         step(user_batch(1, 2))
-        gate.open()
+        gate.set()
     expected = (user[1] + user[2]).numpy()
     np.testing.assert_allclose(pushed_goldens(tmp_path).answers[0, :16], expected, rtol=1e-6)
     assert (gathered(dmp)["user"][1] != user[1]).all()

@@ -10,8 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from store.deltas.conftest import failing_writes
-from store.deltas.push_ids_helpers import ids_of, last_of, numbers_of
+from store.deltas.conftest import failing_writes, ids_of, last_of, numbers_of
 from store.deltas.tracked_training import USER, batch, ranker, stepper
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel

@@ -10,7 +10,6 @@ With "thread" a push writes nothing before the training steps after it are done.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from store.deltas.conftest import failing_writes
+from store.deltas.conftest import WRITE_S_MAX, failing_writes, gate_writes
 from store.deltas.tracked_training import batch, gathered, ranker, stepper
 from torchrec import KeyedJaggedTensor
 
@@ -34,9 +33,6 @@ from embedserve_store import (
 
 STEPS = (3, 1, 0, 2)
 """Number of training steps before each push."""
-
-
-WRITE_S_MAX = 120.0
 
 
 def main(rank: int, store: str, out: str, mode: str) -> None:
@@ -73,15 +69,8 @@ class Pushes:
     def __init__(self, writer: DeltaWriter, *, is_threaded: bool) -> None:
         self.writer, self._is_threaded = writer, is_threaded
         self.ended: dict[int, dict[str, torch.Tensor]] = {}
-        self._gate = threading.Event()
+        self._gate = gate_writes(writer)
         self._in_flight: tuple[Future[int], dict[str, torch.Tensor]] | None = None
-        self._write = writer._line.write
-
-        def write(name: str, data: bytes) -> bool:
-            assert self._gate.wait(WRITE_S_MAX)
-            return self._write(name, data)
-
-        writer._line.write = write
 
     def push(self, at: int, goldens: KeyedJaggedTensor | None, dmp: torch.nn.Module) -> None:
         if self._is_threaded:
