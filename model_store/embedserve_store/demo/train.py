@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from embedserve_store.demo.data import MovieTweetings
 from embedserve_store.demo.examples import Examples, make_examples, split_by_time
 from embedserve_store.demo.genres import GenreTask
-from embedserve_store.demo.measure import Errors, candidate_correlation, errors, predict
 from embedserve_store.demo.model import RatingModel, make_collection, score, to_kjt
 
 Progress = Callable[[int, int, float], None]
@@ -39,6 +39,14 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True)
+class Errors:
+    """Errors of predicted ratings, in rating points (1 to 10)."""
+
+    rmse: float
+    mae: float
+
+
+@dataclass(frozen=True)
 class Trained:
     """A trained model and its results on the held-out ratings."""
 
@@ -50,7 +58,7 @@ class Trained:
     constant_errors: Errors
     """Errors of always predicting the mean of the training ratings, on the same ratings."""
     candidate_correlation: float
-    """Result of measure.candidate_correlation."""
+    """Result of the function candidate_correlation."""
 
 
 def train(
@@ -144,3 +152,28 @@ def _batches(examples: Examples, settings: TrainingSettings) -> Iterator[Example
         shuffled = order.permutation(len(examples))
         for start in range(0, len(shuffled), settings.batch_examples):
             yield examples.take(shuffled[start : start + settings.batch_examples])
+
+
+def errors(predicted: NDArray[np.float32], rating: NDArray[np.float32]) -> Errors:
+    wrong = predicted - rating
+    return Errors(rmse=float(np.sqrt(np.mean(wrong**2))), mae=float(np.mean(np.abs(wrong))))
+
+
+def predict(model: RatingModel, examples: Examples) -> NDArray[np.float32]:
+    """Returns the predicted ratings, clamped to the valid range of 1 to 10."""
+    with torch.no_grad():
+        predicted: NDArray[np.float32] = model(to_kjt(examples)).clamp(1, 10).numpy()
+    return predicted
+
+
+def candidate_correlation(model: RatingModel, train: Examples, held_out: Examples) -> float:
+    """Returns the Pearson correlation of held-out ratings with the candidate vectors' scores.
+
+    Only held-out ratings of movies with a rating in ``train`` count. The vector of any other movie
+    has learned its genres, but not how good it is.
+    """
+    trained = set(train.bags["candidate"])
+    known = held_out.take(np.flatnonzero([bag in trained for bag in held_out.bags["candidate"]]))
+    with torch.no_grad():
+        candidates = model.ebc(to_kjt(known))["candidate"]
+    return float(np.corrcoef(score(candidates).numpy(), known.rating)[0, 1])

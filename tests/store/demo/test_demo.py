@@ -19,9 +19,8 @@ import torch
 from embedserve_store.demo import DemoReport, build_demo, save_checkpoint
 from embedserve_store.demo.data import MovieTweetings, Ratings, load
 from embedserve_store.demo.examples import FEATURES, histories, make_examples, split_by_time
-from embedserve_store.demo.measure import errors, predict
 from embedserve_store.demo.model import RatingModel, make_collection, to_kjt
-from embedserve_store.demo.train import TrainingSettings, train
+from embedserve_store.demo.train import TrainingSettings, errors, predict, train
 from embedserve_store.errors import StoreError
 
 SHORT = TrainingSettings(epochs=1)
