@@ -31,29 +31,36 @@ ROWS = {"user": 300, "item": 77, "tag": 16}
 MakeEbc = Callable[..., EmbeddingBagCollection]
 
 
+def collection_of(
+    *tables: tuple[str, int, int, list[str], str], is_weighted: bool = False
+) -> EmbeddingBagCollection:
+    """Returns a collection of ``tables``: name, rows, dim, features and pooling of each."""
+    return EmbeddingBagCollection(
+        is_weighted=is_weighted,
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=features,
+                pooling=PoolingType[pooling.upper()],
+            )
+            for name, rows, dim, features, pooling in tables
+        ],
+    )
+
+
 def small_collection(
     *, is_weighted: bool = False, pooling: str | None = None, half: bool = False
 ) -> EmbeddingBagCollection:
     """Returns a collection of three tables, with two poolings, a table of two features and a
     feature of two tables."""
     torch.manual_seed(7)
-    described: list[tuple[str, int, list[str], str]] = [
-        ("user", 16, ["user", "friend"], "sum"),
-        ("item", 8, ["item"], "mean"),
-        ("tag", 4, ["tag", "item"], "sum"),
-    ]
-    ebc = EmbeddingBagCollection(
+    ebc = collection_of(
+        ("user", ROWS["user"], 16, ["user", "friend"], pooling or "sum"),
+        ("item", ROWS["item"], 8, ["item"], pooling or "mean"),
+        ("tag", ROWS["tag"], 4, ["tag", "item"], pooling or "sum"),
         is_weighted=is_weighted,
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=ROWS[name],
-                embedding_dim=dim,
-                feature_names=features,
-                pooling=PoolingType[(pooling or own).upper()],
-            )
-            for name, dim, features, own in described
-        ],
     )
     return ebc.half() if half else ebc
 

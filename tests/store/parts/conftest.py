@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from store.conftest import collection_of
+from torchrec import EmbeddingBagCollection
 
 from embedserve_store import PublishedVersion, publish
 
@@ -19,24 +20,12 @@ def collection(*, is_weighted: bool = False) -> EmbeddingBagCollection:
     """Returns a collection with a table for each dtype: a shared feature, means and sums, and
     padded widths."""
     torch.manual_seed(3)
-    described: list[tuple[str, int, int, list[str], str]] = [
+    return collection_of(
         ("single", 301, 6, ["single", "shared"], "mean"),
         ("halves", 200, 16, ["halves"], "sum"),
         ("bytes", 250, 10, ["bytes", "shared"], "mean"),
         ("nibbles", 500, 32, ["nibbles"], "sum"),
-    ]
-    return EmbeddingBagCollection(
         is_weighted=is_weighted,
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=features,
-                pooling=PoolingType[pooling.upper()],
-            )
-            for name, rows, dim, features, pooling in described
-        ],
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from store.conftest import collection_of
 
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish
 from embedserve_store.memory import mapped_tables
@@ -24,12 +24,9 @@ ROWS = 40_000
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("large")
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=64, feature_names=[name])
-        for name, rows in (("a", ROWS), ("b", ROWS // 4))
-    ]
     torch.manual_seed(0)
-    publish(EmbeddingBagCollection(tables=tables), store, model="m", hosts=4)
+    collection = collection_of(("a", ROWS, 64, ["a"], "sum"), ("b", ROWS // 4, 64, ["b"], "sum"))
+    publish(collection, store, model="m", hosts=4)
     return store
 
 
