@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,14 +104,10 @@ def test_history_limit_reads_only_the_newest_folders(
     older = folder.with_name("2020-01-31")
     older.mkdir()
     (older / "not listed").write_text("")
-    listed: list[str] = []
-    names = os.listdir
-
-    def listdir_recorded(path: Path) -> list[str]:
-        listed.append(str(path))
-        return names(path)
-
-    monkeypatch.setattr(os, "listdir", listdir_recorded)
+    listdir = Mock(wraps=os.listdir)
+    monkeypatch.setattr(os, "listdir", listdir)
     record_event(tmp_path, "note", "m", (1,), detail="x")
     assert [one.detail for one in ModelStore(tmp_path).history("m", 2)] == ["x", ""]
+    listed = [str(call.args[0]) for call in listdir.call_args_list]
+    assert listed
     assert str(older) not in listed

@@ -3,19 +3,19 @@ that."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from code_forker import CodeForker
 from store.remote.conftest import use_endpoint
+from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote import store_errors
@@ -27,32 +27,14 @@ EMPTY = (
 )
 
 
-@contextlib.contextmanager
-def serve_statuses(next_status: Callable[[], int]) -> Iterator[str]:
+def serve_statuses(next_status: Callable[[], int]) -> AbstractContextManager[str]:
     """Serves an empty S3 bucket whose HTTP statuses ``next_status`` returns; yields its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(next_status())
-            self.send_header("Content-Length", str(len(EMPTY)))
-            self.end_headers()
-            self.wfile.write(EMPTY)
+    class Statuses(S3Proxy):
+        def respond(self, body: bytes) -> Response:
+            return (404, {}, b"") if self.command == "HEAD" else (next_status(), {}, EMPTY)
 
-        def do_HEAD(self) -> None:
-            self.send_response(404)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return serve_proxy(Statuses, "")
 
 
 def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:

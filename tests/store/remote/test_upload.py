@@ -7,13 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
-import fsspec
 import pytest
 import s3fs
-from fsspec.implementations.local import LocalFileSystem
 from store.one_table import STATE, TABLES, publish_versions
 from store.remote.conftest import Publish
 from writable import writable
@@ -31,57 +29,30 @@ from embedserve_store.verification import verify
 TIMEOUT_S = 300
 
 
-class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
-    """Local files under watched:// URLs; calls ``written`` with the name of each written file.
+def notify_of_files(patch: pytest.MonkeyPatch, written: Callable[[str], object]) -> None:
+    """Makes every upload call ``written`` with the name of each file that it has written."""
+    upload, write_new = RemoteFolder.upload, RemoteFolder.write_new
 
-    fsspec is untyped.
-    """
+    def upload_and_notify(remote: RemoteFolder, name: str, blocks: Iterator[bytes]) -> None:
+        upload(remote, name, blocks)
+        written(Path(name).name)
 
-    protocol = "watched"
-    written: ClassVar[Callable[[str], None] | None] = None
+    def write_and_notify(remote: RemoteFolder, name: str, data: bytes) -> bool:
+        is_new = write_new(remote, name, data)
+        written(Path(name).name)
+        return is_new
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(auto_mkdir=True, **options)
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return path.removeprefix("watched://")
-
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        file = super()._open(path, mode, **options)
-        if mode == "wb":
-            close = file.close
-
-            def close_and_notify() -> None:
-                close()
-                self._notify(path)
-
-            file.close = close_and_notify
-        return file
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        super().pipe_file(path, value, mode, **options)
-        self._notify(path)
-
-    def _notify(self, path: str) -> None:
-        if WatchedFiles.written is not None:
-            WatchedFiles.written(path.split("/")[-1])
+    patch.setattr(RemoteFolder, "upload", upload_and_notify)
+    patch.setattr(RemoteFolder, "write_new", write_and_notify)
 
 
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[str]:
-    """Yields the URL of a store whose files are WatchedFiles."""
-    fsspec.register_implementation("watched", WatchedFiles, clobber=True)
-    (tmp_path / "far" / "a").mkdir(parents=True)
-    yield f"watched://{tmp_path}/far/a"
-    WatchedFiles.written = None
-
-
-def test_manifest_is_uploaded_last(new_version: Publish, tmp_path: Path, watched: str) -> None:
+def test_manifest_is_uploaded_last(
+    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, list[int]]] = []
-    store = RemoteStore(watched, tmp_path / "cache")
-    WatchedFiles.written = lambda name: seen.append((name, store.versions("m")))
-    upload_version(new_version(), watched)
+    store = RemoteStore(f"file://{tmp_path}/far", tmp_path / "cache")
+    notify_of_files(monkeypatch, lambda name: seen.append((name, store.versions("m"))))
+    upload_version(new_version(), f"file://{tmp_path}/far")
     assert seen == [
         ("plan.json", []),
         ("goldens.safetensors", []),
@@ -108,19 +79,20 @@ def test_new_number_is_written_into_the_sealed_manifest(
 
 
 def test_interrupted_upload_is_invisible_and_can_be_repeated(
-    new_version: Publish, tmp_path: Path, watched: str
+    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(name: str) -> None:
         if name == "tables.safetensors":
             raise KeyboardInterrupt
 
-    folder, store = new_version(), RemoteStore(watched, tmp_path / "cache")
-    WatchedFiles.written = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        upload_version(folder, watched)
+    url = f"file://{tmp_path}/far"
+    folder, store = new_version(), RemoteStore(url, tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        notify_of_files(patch, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            upload_version(folder, url)
     assert (store.versions("m"), store.next_version("m")) == ([], 2)
-    WatchedFiles.written = None
-    upload_version(folder, watched)
+    upload_version(folder, url)
     assert store.versions("m") == [1]
     store.load("m")
 
