@@ -10,6 +10,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import s3fs
@@ -171,8 +172,8 @@ def test_alias_changes_directly_to_its_latest_state(
 
         return write_or_fail
 
-    with monkeypatch.context() as patch:
-        patch.setattr(copying, "writer", cut_after_writes)
+    with monkeypatch.context() as patched:
+        patched.setattr(copying, "writer", cut_after_writes)
         with pytest.raises(UnreachableError, match="cut off"):
             copy_versions(local, target, "m", aliases=True)
     assert len(seen) == writes
@@ -192,8 +193,8 @@ def test_full_disk_is_named_and_copy_continues_once_there_is_space(
 ) -> None:
     target = tmp_path / "t"
     free = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: free)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: free)
         with pytest.raises(StoreError, match=r"t/m: the version needs [\d,]+ bytes, the disk has"):
             copy_versions(local, target, "m")
     assert not (target / "m").exists()
@@ -213,9 +214,9 @@ def test_disk_that_fills_up_during_a_copy_is_named(
     new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
-    with monkeypatch.context() as patch:
-        patch.setattr(stored_version, "BLOCK_BYTES", BLOCK_BYTES)
-        patch.setattr(
+    with monkeypatch.context() as patched:
+        patched.setattr(stored_version, "BLOCK_BYTES", BLOCK_BYTES)
+        patched.setattr(
             direct_file, "open", lambda path, mode: FullDisk(path, mode.rstrip("b")), raising=False
         )
         with pytest.raises(StoreError, match=r"t/m/1: copying failed: No space left on device"):
@@ -301,17 +302,12 @@ def test_killed_copy_to_s3_continues(
     source = new_version(1.0, ROWS).parent.parent
     killed_copy(forking, source, url, 13)
     assert [name for name in objects.find(root) if "/m/" in name] == []
-    sent: list[int] = []
-    call = remote_files.RemoteFolder.s3_call
-
-    def count(self: object, operation: str, name: str, **arguments: object) -> object:
-        if operation == "upload_part":
-            sent.append(int(str(arguments["PartNumber"])))
-        return call(self, operation, name, **arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(remote_files.RemoteFolder, "s3_call", count)
     monkeypatch.setattr(remote_files, "PART_BYTES", PART_BYTES)
-    copy_versions(source, url, "m")
+    call = remote_files.RemoteFolder.s3_call
+    with patch.object(remote_files.RemoteFolder, "s3_call", autospec=True, side_effect=call) as s3:
+        copy_versions(source, url, "m")
+    calls = [one for one in s3.call_args_list if one.args[1] == "upload_part"]
+    sent = [one.kwargs["PartNumber"] for one in calls]
     assert sent
     assert min(sent) > 1
     check_same(source, url, tmp_path / "cache")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,6 @@ def test_concurrent_publishers_get_distinct_numbers(
 ) -> None:
     where, count = f"file://{tmp_path}/far", 3
     all_read, real = threading.Barrier(count, timeout=TIMEOUT_S), RemoteStore.next_version
-    numbers: dict[float, int] = {}
 
     def next_version(store: RemoteStore, model: str) -> int:
         number = real(store, model)
@@ -209,18 +209,12 @@ def test_concurrent_publishers_get_distinct_numbers(
     monkeypatch.setattr(RemoteStore, "next_version", next_version)
     monkeypatch.setattr(RemoteFolder, "write_new", write_new)
 
-    def run(value: float) -> None:
-        numbers[value] = publish_versions(where, value=value).version
-
-    threads = [threading.Thread(target=run, args=(value,)) for value in range(1, count + 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert sorted(numbers.values()) == [1, 2, 3] == ModelStore(where).versions("m")
-    assert {value: value_of(where, tmp_path / "cache", n) for value, n in numbers.items()} == {
-        value: value for value in numbers
-    }
+    values = [1.0, 2.0, 3.0]
+    with ThreadPoolExecutor(count) as pool:
+        published = pool.map(lambda value: publish_versions(where, value=value), values)
+        numbers = [one.version for one in published]
+    assert sorted(numbers) == [1, 2, 3] == ModelStore(where).versions("m")
+    assert [value_of(where, tmp_path / "cache", number) for number in numbers] == values
 
 
 def test_second_upload_under_the_same_number_fails(
