@@ -22,10 +22,9 @@ from store.publishing.expected_results import (
 )
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.format.manifest import PARTLY_FROM_TRAINING, Manifest
+from embedserve_store.format.manifest import PARTLY_FROM_TRAINING
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.goldens.expected import Expected, read_expected
-from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.expected import read_expected
 from embedserve_store.local_store import LocalStore
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.write_expected import expected_of, write_expected
@@ -158,15 +157,6 @@ def test_live_module_is_compared_with_expected_results(tmp_path: Path) -> None:
         publish(ebc, tmp_path, model="m", expected=expected_of(small_collection()))
 
 
-def inputs(expected: Expected, lengths: list[list[int]]) -> Expected:
-    """Returns other inputs for the tables "a" and "b" of 40 rows: ids 0, 1, 2, … of each
-    feature."""
-    counts = np.array(lengths, np.int32)
-    ids = np.concatenate([np.arange(sum(one), dtype=np.int64) for one in lengths])
-    bags = Bags(ids, counts, None)
-    return replace(expected, bags=bags, answers=np.zeros(0, np.float32))
-
-
 @pytest.mark.parametrize(
     ("lengths", "unchecked"),
     [
@@ -182,9 +172,7 @@ def test_inputs_that_leave_pooling_unchecked_need_accept_unchecked(
     tmp_path: Path, lengths: list[list[int]], unchecked: list[str]
 ) -> None:
     ebc = twins()
-    given = inputs(expected_of(ebc), lengths)
-    manifest = Manifest("", 0, live.describe(ebc), is_weighted=False)
-    given = replace(given, answers=live.answers(ebc, manifest, given.bags))
+    given = expected_results_of(ebc, lengths)
     tables = described(ebc)
     error = publish_state(ebc, tmp_path, tables, expected=given)
     assert error.startswith(f"expected: {'; '.join(unchecked)}: use inputs that can tell")

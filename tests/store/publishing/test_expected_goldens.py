@@ -21,7 +21,7 @@ from unpooled import unpooled_collection
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import FROM_DESCRIPTION, FROM_TRAINING
-from embedserve_store.goldens.expected import Expected, read_expected
+from embedserve_store.goldens.expected import read_expected
 from embedserve_store.local_store import LocalStore
 from embedserve_store.publishing import expected_answers
 from embedserve_store.publishing.expected_answers import GOLDEN_EXAMPLES_MAX
@@ -97,18 +97,9 @@ def test_expected_results_without_any_callers_id_are_rejected(tmp_path: Path) ->
         live.describe(ebc),
         vocabularies={"a": {"never": 38}, "b": {"never": 38}},
         ids={name: IdRule("map", id_type="string") for name in "ab"},
-        expected=first_example(expected_of(ebc)),
+        expected=expected_results_of(ebc, [[2], [2]]),
     )
     assert error == "expected: each of its bags has a row that no id of a caller means"
-
-
-def first_example(expected: Expected) -> Expected:
-    """Returns only the first example, which has two rows of each feature, the first and the
-    last."""
-    starts = np.cumsum(expected.bags.lengths.sum(axis=1)) - expected.bags.lengths.sum(axis=1)
-    ids = np.concatenate([expected.bags.ids[start : start + 2] for start in starts])
-    bags = replace(expected.bags, ids=ids, lengths=expected.bags.lengths[:, :1].copy())
-    return replace(expected, bags=bags, answers=expected.answers[:1])
 
 
 def test_goldens_of_an_embedding_collection_come_from_training(tmp_path: Path) -> None:
