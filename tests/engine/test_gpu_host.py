@@ -72,7 +72,7 @@ def test_gpu_tests_are_collected_without_packages_missing_on_gpu_hosts() -> None
     ):
         assert f"tests/engine/test_gpu.py::{test}" in done.stdout
     assert (
-        "tests/engine/test_live_rows.py::test_gpu_live_lookups_equal_the_compacted_version[int4]"
+        "tests/engine/test_live_rows.py::test_live_lookups_equal_the_compacted_version[int4-cuda]"
         in done.stdout
     )
     assert (

@@ -67,6 +67,11 @@ GROUPED = [
     ("maker", 1001, 9, ["title"], PoolingType.MEAN),
 ]
 """Tables that form one group, except user. movie and maker share no feature directly."""
+DTYPES_AND_DEVICES = [
+    *((dtype, f"cpu:{ranks}") for dtype in DTYPES for ranks in (1, 2)),
+    ("float32", "cpu:3"),
+    *(pytest.param(dtype, "cuda", marks=GPU) for dtype in DTYPES),
+]
 UNEQUAL = [*GROUPED[:3], ("maker", 700, 9, ["title"], PoolingType.MEAN)]
 
 
@@ -152,17 +157,15 @@ def check_equal(
             assert not np.array_equal(look_up(engine, None, weighted), expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
-)
+@pytest.mark.parametrize(("dtype", "devices"), DTYPES_AND_DEVICES)
 def test_live_lookups_equal_the_compacted_version(
-    compiled_once: CompiledOnce, pooled: Path, dtype: str, ranks: int
+    compiled_once: CompiledOnce, pooled: Path, dtype: str, devices: str
 ) -> None:
     live = replay(pooled, dtype)
     stored = compacted(pooled, dtype).plan.tables["shop"]
     assert (stored.sharding_type, len(stored.shards)) == ("column_wise", 2)
-    engine = compiled_once.restore(live.version, f"cpu:{ranks}")
-    reference = restore(compacted(pooled, dtype), f"cpu:{ranks}", is_eager=True)
+    engine = compiled_once.restore(live.version, devices, live=live)
+    reference = restore(compacted(pooled, dtype), devices, is_eager=devices != "cuda")
     check_equal(engine, live, reference, is_changed=True)
     engine.check()  # the published rows are unchanged
 
@@ -212,26 +215,25 @@ async def test_server_with_golden_mismatch_is_not_ready(
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
-@pytest.mark.parametrize(
-    ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
-)
+@pytest.mark.parametrize(("dtype", "devices"), DTYPES_AND_DEVICES)
 def test_features_of_several_tables_equal_the_compacted_version(
-    request: pytest.FixtureRequest, sharding: str, ranks: int, dtype: str
+    request: pytest.FixtureRequest, sharding: str, devices: str, dtype: str
 ) -> None:
     """Checks lookups after spare rows were reused, and after all deltas were undone.
 
     All plans are compiled for one dtype, and one plan for the narrowest rows. Compiling takes fifty
     times as long as restoring.
     """
-    is_eager = dtype != "float32" and (dtype, ranks) != ("int4", 2)
+    on_gpu = devices == "cuda"
+    is_eager = not on_gpu and dtype != "float32" and (dtype, devices) != ("int4", "cpu:2")
     store: Path = request.getfixturevalue(sharding)
     version = ModelStore(store).load(dtype, 1)
     live = LiveRows(version, MEMORY, readers=1, undo=PUSHES + 1)
     assert live.version.plan.tables == version.plan.tables
     writer = RowsWriter(live)
     churn(live, writer)
-    engine = restore(live.version, f"cpu:{ranks}", is_eager=is_eager)
-    reference = restore(compacted(store, dtype), f"cpu:{ranks}", is_eager=True)
+    engine = restore(live.version, devices, is_eager=is_eager, live=live)
+    reference = restore(compacted(store, dtype), devices, is_eager=not on_gpu)
     before = look_up(engine, live, weighted=False)
     seq = live.seq
     apply_line(store, live, writer)
@@ -292,50 +294,16 @@ def test_table_with_unequal_row_ranges_is_served_table_wise(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("model", ["rows", "grouped"])
-@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize(
+    ("devices", "is_eager"),
+    [("cpu:3", False), ("cpu:3", True), pytest.param("cuda", False, marks=GPU)],
+)
 def test_unpooled_live_lookups_equal_the_compacted_version(
-    compiled_once: CompiledOnce, unpooled: Path, model: str, is_eager: bool
+    compiled_once: CompiledOnce, unpooled: Path, model: str, devices: str, is_eager: bool
 ) -> None:
     live = replay(unpooled, model)
-    engine = compiled_once.restore(live.version, "cpu:3", is_eager=is_eager)
+    engine = compiled_once.restore(live.version, devices, is_eager=is_eager, live=live)
     assert engine.lookup_kind in KINDS
-    reference = restore(compacted(unpooled, model), "cpu:3", is_eager=True)
-    expected = look_up(reference, None, False)
-    assert np.array_equal(look_up(engine, live, False), expected)
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(one, marks=GPU) for one in DTYPES])
-def test_gpu_live_lookups_equal_the_compacted_version(pooled: Path, dtype: str) -> None:
-    live = replay(pooled, dtype)
-    engine = restore(live.version, "cuda", live=live)
-    reference = restore(compacted(pooled, dtype), "cuda")
-    check_equal(engine, live, reference, is_changed=True)
-    engine.check()
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(one, marks=GPU) for one in DTYPES])
-def test_gpu_features_of_several_tables_equal_the_compacted_version(
-    table_wise: Path, dtype: str
-) -> None:
-    live = LiveRows(ModelStore(table_wise).load(dtype, 1), MEMORY, readers=1, undo=PUSHES + 1)
-    writer = RowsWriter(live)
-    churn(live, writer)
-    engine = restore(live.version, "cuda", live=live)
-    before = look_up(engine, live, weighted=False)
-    seq = live.seq
-    apply_line(table_wise, live, writer)
-    reference = restore(compacted(table_wise, dtype), "cuda")
-    check_equal(engine, live, reference)
-    assert writer.revert(seq, live.seq + 1)
-    assert np.array_equal(look_up(engine, live, weighted=False), before)
-
-
-@pytest.mark.parametrize("devices", [pytest.param("cuda", marks=GPU)])
-def test_gpu_unpooled_live_lookups_equal_the_compacted_version(
-    unpooled: Path, devices: str
-) -> None:
-    live = replay(unpooled, "rows")
-    engine = restore(live.version, devices, live=live)
-    reference = restore(compacted(unpooled, "rows"), devices)
+    reference = restore(compacted(unpooled, model), devices, is_eager=devices != "cuda")
     expected = look_up(reference, None, False)
     assert np.array_equal(look_up(engine, live, False), expected)
