@@ -51,29 +51,6 @@ class RequestQueue:
             queue stay within them, there is room and no further check is needed.
     """
 
-    __slots__ = (
-        "_backlog",
-        "_examples_max",
-        "_ids_max",
-        "_in_flight_max",
-        "_limits",
-        "_model",
-        "_name",
-        "_output_bytes_max",
-        "_output_per_example",
-        "_output_per_id",
-        "_withdrawn",
-        "_work_bytes",
-        "examples",
-        "ids",
-        "in_flight",
-        "is_full",
-        "is_saturated",
-        "pending",
-        "per_source_examples_max",
-        "per_source_ids_max",
-    )
-
     def __init__(
         self,
         name: str,

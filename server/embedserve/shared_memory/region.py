@@ -43,18 +43,6 @@ class Region:
         file: (device, inode) of the file.
     """
 
-    __slots__ = (
-        "_descriptor",
-        "_is_closed",
-        "_lock",
-        "_users",
-        "byte_size",
-        "file",
-        "key",
-        "name",
-        "offset",
-    )
-
     def __init__(self, name: str, key: str, offset: int, byte_size: int, descriptor: int) -> None:
         """Takes ownership of ``descriptor``, whose file contains the range."""
         self.name, self.key = name, key
