@@ -11,10 +11,11 @@ import pytest
 from server.batching.batch_limits import IN_THREAD, INLINE, ONE_BYTES, USER, busy_batcher
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
+from server.fake_models import unpooled_info
 from server.pending_requests import submit
 from server.waiting import WAIT_S_MAX, until
 
-from embedserve.batching.batcher import Batcher
+from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.config import Limits
 from embedserve.errors import (
     OverloadedError,
@@ -258,3 +259,46 @@ async def test_queue_batches_and_times_are_counted(
     assert metrics.version.batch_ids.samples()[1] == 12
     assert metrics.version.wait_seconds.samples()[0][-1] == ("+Inf", 4)
     assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+
+
+UNPOOLED_ITEM = 2 * 16
+"""Bytes of the result for one id of item, a row of 4 float32 from each of two tables."""
+
+
+@pytest.mark.parametrize("inline_bytes_max", [0, 1 << 20])
+async def test_an_unpooled_batch_ends_at_the_bytes_of_its_rows(
+    executor: ThreadPoolExecutor, inline_bytes_max: int
+) -> None:
+    engine = FakeEngine(unpooled_info())
+    limits = Limits(batch_output_bytes_max=5 * UNPOOLED_ITEM, inline_bytes_max=inline_bytes_max)
+    batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
+    all_bags: list[Bags] = [{"item": [[i, 9, i + 1], []], "last": [[i], [2]]} for i in range(3)]
+    results = await asyncio.gather(*(submit(batcher, engine.request(b)) for b in all_bags))
+    assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 2]
+    for bags, result in zip(all_bags, results, strict=True):
+        assert np.array_equal(result.values, engine.expected(bags))
+        assert result.lengths is not None
+        assert result.lengths.tolist() == [[3, 0], [1, 1], [0, 0], [3, 0]]
+        assert result.unknown_ids == {"item": 1}
+
+
+async def test_small_unpooled_batches_run_inline_and_large_ones_in_a_thread(
+    executor: ThreadPoolExecutor,
+) -> None:
+    engine = FakeEngine(unpooled_info())
+    # One id reads a row of 4 float32 and writes up to two.
+    bags_bytes = BAG_BYTES * len(engine.model.features)
+    limits = Limits(inline_bytes_max=bags_bytes + 16 + UNPOOLED_ITEM)
+    batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
+    await submit(batcher, engine.request({"item": [[1]]}))
+    await submit(batcher, engine.request({"item": [[1, 2]]}))
+    assert [lookup.is_inline for lookup in engine.lookups] == [True, False]
+
+
+async def test_many_empty_bags_are_a_large_batch(executor: ThreadPoolExecutor) -> None:
+    engine = FakeEngine(unpooled_info())
+    limits = Limits(inline_bytes_max=100 * BAG_BYTES * len(engine.model.features))
+    batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
+    await submit(batcher, engine.request({"item": [[]] * 100}))
+    await submit(batcher, engine.request({"item": [[]] * 101}))
+    assert [lookup.is_inline for lookup in engine.lookups] == [True, False]
