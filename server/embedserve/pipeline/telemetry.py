@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.request_metrics import NO_FAILURES
-from embedserve.tracing.record import RequestRecord
+from embedserve.tracing.record import RequestRecord, StageTimings
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
 from embedserve.tracing.slow_requests import Fields, SlowRequests
-from embedserve.tracing.stage_timings import StageTimings
 from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
 
 if TYPE_CHECKING:

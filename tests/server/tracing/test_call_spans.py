@@ -24,8 +24,7 @@ from embedserve.lookup_types import Batch
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.tracing import otlp
 from embedserve.tracing.otlp import OtlpTraces, spans_of
-from embedserve.tracing.record import RequestRecord
-from embedserve.tracing.stage_timings import StageTimings
+from embedserve.tracing.record import RequestRecord, StageTimings
 from embedserve.tracing.trace_context import TraceContext
 
 FIRST = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True)

@@ -26,8 +26,7 @@ from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.tracing import otlp
 from embedserve.tracing.bounded_session import BoundedSession
 from embedserve.tracing.otlp import QUEUE_MAX, SENT_AT_ONCE, OtlpTraces
-from embedserve.tracing.record import RequestRecord
-from embedserve.tracing.stage_timings import STAGES, StageTimings
+from embedserve.tracing.record import STAGES, RequestRecord, StageTimings
 from embedserve.tracing.trace_context import TraceContext
 from embedserve_proto import embedding_pb2 as pb
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from embedserve.tracing.stage_timings import STAGES, StageTimings
+from embedserve.tracing.record import STAGES, StageTimings
 
 STAGE_STARTS_S = (10.0, 10.001, 10.003, 10.006, 10.01)
 
