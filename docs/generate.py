@@ -27,9 +27,9 @@ from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.families import FAMILIES, Family
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import PROTOCOLS
-from embedserve.metrics.part_stats import SHARD_OUTCOMES
 from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.shadow_metrics import BATCH_OUTCOMES
+from embedserve.metrics.shard_metrics import SHARD_OUTCOMES
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
 from embedserve.processes.memory_bounds import (
     CONNECTION_TLS_BYTES,

@@ -22,7 +22,7 @@ from embedserve.config import DEFAULT_LIMITS
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import DeltaStatus
 from embedserve.metrics.metrics import Metrics
-from embedserve.metrics.part_stats import PartStats
+from embedserve.metrics.shard_metrics import PartStats
 from embedserve.processes.memory_bounds import memory_bytes_max
 from embedserve_store.format.delta_manifest import LinePosition
 from embedserve_store.format.table_spec import TableSpec

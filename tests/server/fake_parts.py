@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from embedserve.metrics.part_stats import PartStats
+from embedserve.metrics.shard_metrics import PartStats
 from embedserve.model_info import ModelInfo
 from embedserve_store.plans.host_plan import HostPlan
 

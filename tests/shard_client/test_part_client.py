@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shard_client.fake_shards import OVERLOADED, Bench
 
-from embedserve.metrics.part_stats import SHARD_OUTCOMES
+from embedserve.metrics.shard_metrics import SHARD_OUTCOMES
 from embedserve.shard_client.part_call import outcome_of
 from embedserve.shard_client.part_client import PartOptions
 from embedserve.shard_client.reply import (

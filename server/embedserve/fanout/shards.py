@@ -28,7 +28,7 @@ from embedserve.fanout.parted_version import ServedPart, served_parts
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.file_reloader import poll_all
-from embedserve.metrics.part_stats import PartStats
+from embedserve.metrics.shard_metrics import PartStats
 from embedserve.model_names import VersionKey
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.client_stream import OnReply

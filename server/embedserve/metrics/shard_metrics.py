@@ -6,7 +6,9 @@ may have, are not counted.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -14,10 +16,12 @@ import numpy as np
 
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import SECONDS_BUCKETS, histogram_cells, histogram_samples
-from embedserve.metrics.part_stats import SHARD_OUTCOMES, PartStats
 from embedserve.metrics.shared_counters import Cells, WorkerCounters, key_of
+from embedserve.model_names import VersionKey
 from embedserve_store.plans.plan import Plan
 
+SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error")
+"""Outcomes of a call to a part, which may have taken calls to several replicas."""
 COUNTS = (
     ("embedserve_shard_hedges", ()),
     ("embedserve_shard_retries", ()),
@@ -47,6 +51,44 @@ def _slots(parts: int, names: int) -> int:
     """Returns the number of versions whose replicas are counted; 0 in a server that is no
     router."""
     return VERSIONS_PER_NAME * names if parts else 0
+
+
+@dataclass(slots=True)
+class PartStats:
+    """Counts of the lookups of one part since the start.
+
+    Attributes:
+        calls: lookups that have ended, by outcome.
+        seconds: those lookups by bucket of SECONDS_BUCKETS, not cumulated, by their latency from
+            the call of ``look_up`` to its reply; the last bucket has no bound.
+        total_s: sum of their latencies.
+        in_flight: lookups in flight.
+        attempts: calls of replicas, retries and hedges included.
+        hedges: second calls of lookups that took long.
+        retries: calls after one that failed.
+        hung: calls elsewhere because a replica was silent.
+        bytes_sent: bytes of request messages, of every attempt.
+        bytes_received: bytes of response messages that were used.
+        replicas: number of replicas that have joined, by version.
+    """
+
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SHARD_OUTCOMES, 0))
+    seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
+    total_s: float = 0.0
+    in_flight: int = 0
+    attempts: int = 0
+    hedges: int = 0
+    retries: int = 0
+    hung: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    replicas: dict[VersionKey, int] = field(default_factory=dict)
+
+    def count_call(self, outcome: str, seconds: float) -> None:
+        """Counts a lookup that has ended with one of SHARD_OUTCOMES."""
+        self.calls[outcome] += 1
+        self.seconds[bisect_left(SECONDS_BUCKETS, seconds)] += 1
+        self.total_s += seconds
 
 
 class PartSource(Protocol):

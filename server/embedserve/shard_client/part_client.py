@@ -15,7 +15,7 @@ from random import random
 from time import monotonic
 
 from embedserve.call_trace import CallTrace
-from embedserve.metrics.part_stats import PartStats
+from embedserve.metrics.shard_metrics import PartStats
 from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_call import PartCall

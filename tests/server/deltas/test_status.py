@@ -17,7 +17,7 @@ from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations, SharedDeltaState
 from embedserve.deltas.version_memory import SharedRecord
-from embedserve.metrics.delta_metrics import delta_samples
+from embedserve.metrics.model_metrics import delta_samples
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.format.delta_manifest import LinePosition
 

@@ -17,10 +17,10 @@ from embedserve.lookup_types import Batch
 from embedserve.metrics.histogram import SECONDS_BUCKETS
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
-from embedserve.metrics.part_stats import PartStats
 from embedserve.metrics.shard_metrics import (
     NEXT,
     SERVED,
+    PartStats,
     RoutedVersions,
     ShardMetrics,
     shard_cells,
