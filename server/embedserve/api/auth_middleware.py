@@ -23,12 +23,11 @@ from embedserve.codec.json_codec import encode_error
 from embedserve.codec.open_inference import body_responses
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
+from embedserve.metrics.request_metrics import LINES_MAX
 from embedserve.tracing.request_id import REQUEST_ID, request_id_of
 
 logger = logging.getLogger("embedserve.requests")
 
-LINES_MAX = 10
-"""Log lines of requests rejected with one error code, in a period of RateLimitedLogger."""
 PATH_CHARACTERS_MAX = 200
 """Characters of a request's path that are logged."""
 ANYBODY: frozenset[str] = frozenset()

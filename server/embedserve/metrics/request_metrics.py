@@ -58,7 +58,8 @@ NO_FAILURES = ("OK", "CANCELLED")
 REQUEST_CELLS = len(OUTCOMES) + 2 + histogram_cells(SECONDS_BUCKETS)
 PROTOCOL_CELLS = REQUEST_CELLS + 1
 LINES_MAX = 10
-"""Log lines of requests rejected with one error code, in a period of RateLimitedLogger."""
+"""Log lines of one kind, such as slow requests or rejections with one error code, in a period of
+RateLimitedLogger. The first line of a later period reports how many were left out."""
 SAMPLING_SHARE = 1 / 200
 """Largest share of the event loop's time spent on finding the ranks of rows."""
 VERSION_BUCKETS = {

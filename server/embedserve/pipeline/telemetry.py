@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
-from embedserve.metrics.request_metrics import NO_FAILURES
+from embedserve.metrics.request_metrics import LINES_MAX, NO_FAILURES
 from embedserve.tracing.record import RequestRecord, StageTimings
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
 from embedserve.tracing.slow_requests import Fields, SlowRequests
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("embedserve.requests")
 
-LINES_MAX = 10
-"""Log lines of one kind, such as slow requests, in a period of RateLimitedLogger. The first line
-of a later period reports how many were left out."""
 SERVER_TIMING = b"server-timing"
 _NEVER = float("inf")
 
