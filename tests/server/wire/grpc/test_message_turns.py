@@ -10,12 +10,12 @@ from hyperframe.frame import WindowUpdateFrame
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
 from server.pipelines import outcomes_of
-from server.wire.grpc.grpc_peer import NO_HEADERS
+from server.wire.grpc.grpc_peer import NO_HEADERS, STREAM, request_headers
 from server.wire.http2.peer import Peer, body_of, data, has_ended, of
 
 from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.grpc_framing import MESSAGE_WORK, framed
-from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
+from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http2.frames import FRAME_BYTES_MAX
 from embedserve.wire.http2.inbound_flow_control import CONNECTION_WINDOW, STREAM_WINDOW
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
@@ -28,13 +28,6 @@ PER_TURN = WORK_PER_TURN // MESSAGE_WORK
 EMPTY = framed(b"")
 FULL = EMPTY * (FRAME_BYTES_MAX // len(EMPTY))
 """The payload of one frame."""
-STREAM: Headers = [
-    (b":method", b"POST"),
-    (b":scheme", b"http"),
-    (b":path", f"/{SERVICE_NAME}/EmbedStream".encode()),
-    (b":authority", b"h"),
-    (b"content-type", b"application/grpc"),
-]
 
 
 class CountingCall(BidiCall):
@@ -72,7 +65,7 @@ class CountingPeer(Peer):
 def call_bytes(peer: Peer, stream_id: int, payload: bytes, *, is_end: bool = False) -> bytes:
     """Returns the bytes of a call whose messages arrive in one frame."""
     frames = (
-        peer.headers(stream_id, STREAM, is_end=False),
+        peer.headers(stream_id, request_headers(STREAM), is_end=False),
         data(stream_id, payload, is_end=is_end),
     )
     return b"".join(frame.serialize() for frame in frames)
@@ -113,7 +106,7 @@ async def test_windows_reopen_as_messages_are_processed() -> None:
     flow_control = peer.connection.flow_control
     for number in range(1, 2 * CONNECTION_WINDOW // STREAM_WINDOW, 2):
         sent = [data(number, FULL) for _ in range(STREAM_WINDOW // FRAME_BYTES_MAX)]
-        peer.send(peer.headers(number, STREAM, is_end=False), *sent)
+        peer.send(peer.headers(number, request_headers(STREAM), is_end=False), *sent)
     count = len(peer.calls) * (STREAM_WINDOW // FRAME_BYTES_MAX) * (len(FULL) // len(EMPTY))
     assert peer.received < count // 2
     assert flow_control.window < STREAM_WINDOW
