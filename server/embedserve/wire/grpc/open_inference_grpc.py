@@ -7,7 +7,6 @@ plain functions, and are implemented here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -42,7 +41,7 @@ class OpenInferenceMethods:
     Attributes:
         health: functions by method name; they need no authentication.
         management: functions by method name.
-        shared_memory: functions by method name; empty if shared memory is off.
+        shared_memory: functions of Triton's extension by method name; empty if that is off.
     """
 
     def __init__(self, pipeline: RequestPipeline) -> None:
@@ -65,15 +64,11 @@ class OpenInferenceMethods:
         self._configurations: WeakKeyDictionary[ModelInfo, bytes] = WeakKeyDictionary()
         self.shared_memory: dict[str, UnaryFunction] = {}
         if pipeline.shared_memory is not None:
-            for name, function in SharedMemoryCalls(pipeline.shared_memory).calls.items():
-                self.shared_memory[name] = partial(self._call_for_owner, function)
-
-    def _call_for_owner(
-        self, function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
-    ) -> bytes:
-        """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
-        self._pipeline.models.check_loaded()
-        return function(EVERYBODY if quota is None else quota.grant.name, message)
+            self.shared_memory = {
+                "SystemSharedMemoryStatus": self._region_status,
+                "SystemSharedMemoryRegister": self._register_region,
+                "SystemSharedMemoryUnregister": self._unregister_region,
+            }
 
     def _live(self, quota: CallerQuota | None, message: bytes) -> bytes:
         return pb.ServerLiveResponse(live=True).SerializeToString()
@@ -124,39 +119,32 @@ class OpenInferenceMethods:
         models = repository(self._pipeline, only_ready=asked.ready)
         return _written({"models": models}, pb.RepositoryIndexResponse())
 
+    def _regions_and_owner(self, quota: CallerQuota | None) -> tuple[RegionRegistry, str]:
+        """Returns the regions of shared memory, and the name of the caller, who owns some."""
+        assert self._pipeline.shared_memory is not None
+        self._pipeline.models.check_loaded()
+        return self._pipeline.shared_memory, EVERYBODY if quota is None else quota.grant.name
 
-class SharedMemoryCalls:
-    """Methods of Triton's shared-memory extension: status, register and unregister of regions.
-
-    Attributes:
-        calls: functions by method name; each takes the caller's name and a message.
-    """
-
-    def __init__(self, shared: RegionRegistry) -> None:
-        self._shared = shared
-        self.calls: dict[str, Callable[[str, bytes], bytes]] = {
-            "SystemSharedMemoryStatus": self._status,
-            "SystemSharedMemoryRegister": self._register,
-            "SystemSharedMemoryUnregister": self._unregister,
-        }
-
-    def _status(self, owner: str, message: bytes) -> bytes:
+    def _region_status(self, quota: CallerQuota | None, message: bytes) -> bytes:
+        shared, owner = self._regions_and_owner(quota)
         asked = read_message(message, pb.SystemSharedMemoryStatusRequest)
         fields = pb.SystemSharedMemoryStatusResponse()
-        for one in self._shared.status(owner, asked.name):
+        for one in shared.status(owner, asked.name):
             status = fields.regions[one.name]
             status.name, status.key = one.name, one.key
             status.offset, status.byte_size = one.offset, one.byte_size
         return fields.SerializeToString()
 
-    def _register(self, owner: str, message: bytes) -> bytes:
+    def _register_region(self, quota: CallerQuota | None, message: bytes) -> bytes:
+        shared, owner = self._regions_and_owner(quota)
         asked = read_message(message, pb.SystemSharedMemoryRegisterRequest)
-        self._shared.register(owner, asked.name, asked.key, asked.offset, asked.byte_size)
+        shared.register(owner, asked.name, asked.key, asked.offset, asked.byte_size)
         return pb.SystemSharedMemoryRegisterResponse().SerializeToString()
 
-    def _unregister(self, owner: str, message: bytes) -> bytes:
+    def _unregister_region(self, quota: CallerQuota | None, message: bytes) -> bytes:
+        shared, owner = self._regions_and_owner(quota)
         asked = read_message(message, pb.SystemSharedMemoryUnregisterRequest)
-        self._shared.unregister(owner, asked.name)
+        shared.unregister(owner, asked.name)
         return pb.SystemSharedMemoryUnregisterResponse().SerializeToString()
 
 
