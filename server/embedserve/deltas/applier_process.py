@@ -12,16 +12,15 @@ import os
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeAlias
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
 from embedserve.deltas.delta_target import DeltaTarget, from_bytes
-from embedserve.deltas.delta_waiter import DeltaWaiter
 from embedserve.deltas.followed_lines import FollowedLines, shortest_poll_s
 from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.status import SharedDeltaState
@@ -32,6 +31,7 @@ from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 
 if TYPE_CHECKING:
     from embedserve.deltas.delta_subscriber import DeltaSubscriber
+    from embedserve_store.deltas.notify.channel import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,10 @@ NICENESS = 3
 BEAT_S = 1.0
 """Shortest interval of heartbeats: each wakes the supervisor, which itself checks all processes
 once in a second."""
+
+ApplierEvent: TypeAlias = "bytes | Set[Topic]"
+"""A message of the supervisor, or topics whose lines may have new deltas. It ends the wait between
+two polls."""
 
 
 def run_applier(
@@ -66,21 +70,17 @@ def run_applier(
     with suppress(OSError):  # ps shows which process it is
         Path("/proc/self/comm").write_text(PROCESS_NAME)
     os.nice(NICENESS)
-    waiter = DeltaWaiter()
-    messages: deque[bytes] = deque(maxlen=1)  # versions to follow; only the last message counts
-    arguments = supervisor, messages, waiter
-    threading.Thread(target=_read_messages, args=arguments, daemon=True).start()
+    events: SimpleQueue[ApplierEvent] = SimpleQueue()
+    threading.Thread(target=_read_messages, args=(supervisor, events), daemon=True).start()
     heartbeat = Heartbeat(supervisor)
     models = BeatingStore(settings, heartbeat)
     targets = [*versions]
     inherited = {one.key: versions.pop(one) for one in targets}
     lines = FollowedLines(settings, models, open_version, inherited, check_on_device, keys)
     lines.follow(targets)
-    subscriber = _subscriber(settings, waiter, lines)
+    subscriber = _subscriber(settings, events, lines)
     is_announced = False
     while True:
-        if messages:
-            lines.follow(from_bytes(messages.pop()))
         if subscriber is not None:
             subscriber.follow(lines.topics())
             lines.set_notified(subscriber.is_connected)
@@ -89,33 +89,34 @@ def run_applier(
             is_announced = True
             heartbeat.send()
         heartbeat.beat()
-        heartbeat.wait(due_s - time.monotonic(), waiter)
-        if announced := waiter.take():
-            lines.hurry(announced)
+        found = heartbeat.wait(due_s - time.monotonic(), events)
+        if messages := [one for one in found if isinstance(one, bytes)]:
+            lines.follow(from_bytes(messages[-1]))
+        if topics := {topic for one in found if not isinstance(one, bytes) for topic in one}:
+            lines.hurry(topics)
 
 
 def _subscriber(
-    settings: ServeSettings, waiter: DeltaWaiter, lines: FollowedLines
+    settings: ServeSettings, events: SimpleQueue[ApplierEvent], lines: FollowedLines
 ) -> DeltaSubscriber | None:
-    """Returns what announces notifications to ``waiter``; None without settings.delta_notify."""
+    """Returns what adds notifications to ``events``; None without settings.delta_notify."""
     if not settings.delta_notify:
         return None
     from embedserve.deltas.delta_subscriber import DeltaSubscriber
 
     pace_s = shortest_poll_s(delta_poll_s(settings))
-    subscriber = DeltaSubscriber(settings.delta_notify, waiter, pace_s)
+    subscriber = DeltaSubscriber(settings.delta_notify, events.put, pace_s)
     subscriber.follow(lines.topics())
     subscriber.start()
     return subscriber
 
 
-def _read_messages(supervisor: socket.socket, messages: deque[bytes], waiter: DeltaWaiter) -> None:
-    """Adds what the supervisor sends to ``messages``. Ends this process when the supervisor's end
-    of the channel is closed."""
+def _read_messages(supervisor: socket.socket, events: SimpleQueue[ApplierEvent]) -> None:
+    """Adds what the supervisor sends to ``events``. Ends this process when the supervisor's end of
+    the channel is closed."""
     with suppress(OSError), supervisor.makefile("rb") as lines:
         for line in lines:
-            messages.append(line)
-            waiter.wake()
+            events.put(line)
     os._exit(0)
 
 
@@ -137,13 +138,17 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             self._supervisor.send(b"\n", socket.MSG_DONTWAIT)
 
-    def wait(self, seconds: float, waiter: DeltaWaiter) -> None:
-        """Sends heartbeats for ``seconds``, or until ``waiter`` is woken."""
+    def wait(self, seconds: float, events: SimpleQueue[ApplierEvent]) -> list[ApplierEvent]:
+        """Sends heartbeats for ``seconds``, or until there are events. Returns these."""
         ends_s = time.monotonic() + seconds
-        while (left_s := ends_s - time.monotonic()) > 0:
-            if waiter.wait(min(left_s, BEAT_S)):
-                return
+        found: list[ApplierEvent] = []
+        while not found and (left_s := ends_s - time.monotonic()) > 0:
+            with suppress(Empty):
+                found.append(events.get(timeout=min(left_s, BEAT_S)))
             self.beat()
+        while not events.empty():
+            found.append(events.get())
+        return found
 
 
 class BeatingStore(ModelStore):

@@ -10,9 +10,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 
-from embedserve.deltas.delta_waiter import DeltaWaiter
 from embedserve_store.deltas.notify.channel import (
     RETRY_S,
     RETRY_S_MAX,
@@ -36,18 +35,19 @@ class DeltaSubscriber:
     def __init__(
         self,
         notify: Notify,
-        waiter: DeltaWaiter,
+        announce: Callable[[Set[Topic]], object],
         pace_s: float,
     ) -> None:
         """
         Args:
             notify: URL of the broker, or a file with it, which is read for each connection.
-            waiter: learns of each notification.
+            announce: called with the topics of notifications, or with none when ``is_connected``
+                has changed; in the thread of the subscriber.
             pace_s: interval at which notifications are received. Those that the broker sends
                 meanwhile count as one.
         """
         self.is_connected = False
-        self._notify, self._waiter, self._pace_s = notify, waiter, pace_s
+        self._notify, self._announce, self._pace_s = notify, announce, pace_s
         self._wanted: frozenset[Topic] = frozenset()
         self._is_failing = False
 
@@ -96,7 +96,7 @@ class DeltaSubscriber:
                 self._is_failing = False
                 logger.info("notifications of deltas come from %s", url)
             if found:
-                self._waiter.announce(found)
+                self._announce(found)
             if found or not subscribed:
                 await asyncio.sleep(self._pace_s)
             found = await channel.receive() if subscribed else set()
@@ -104,7 +104,7 @@ class DeltaSubscriber:
     def _set_connected(self, is_connected: bool) -> None:
         """Sets the state, and wakes the applier, which tells the workers."""
         self.is_connected = is_connected
-        self._waiter.wake()
+        self._announce(frozenset())
 
     def _log_failure(self, reason: str) -> None:
         if not self._is_failing:

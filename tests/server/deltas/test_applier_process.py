@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from server.deltas.followed import Followed
@@ -14,11 +15,18 @@ from waits import wait_until
 
 from embedserve.config import ServeSettings
 from embedserve.deltas import applier_process
-from embedserve.deltas.applier_process import NICENESS, BeatingStore, Heartbeat, run_applier
+from embedserve.deltas.applier_process import (
+    NICENESS,
+    ApplierEvent,
+    BeatingStore,
+    Heartbeat,
+    run_applier,
+)
 from embedserve.deltas.delta_target import DeltaTarget
 from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.open_store import open_folder
 from embedserve_store import DeltaLine
+from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.deltas.signing import TrustedKeys
 
 WAIT_S_MAX = 60
@@ -147,3 +155,17 @@ def test_heartbeats_do_not_block_or_fail_if_unread() -> None:
             heartbeat.send()
     heartbeat.send()  # the supervisor's end is closed
     theirs.close()
+
+
+def test_events_end_the_wait_and_are_returned_once() -> None:
+    ours, theirs = socket.socketpair()
+    events: SimpleQueue[ApplierEvent] = SimpleQueue()
+    with ours, theirs:
+        heartbeat = Heartbeat(theirs)
+        assert heartbeat.wait(0, events) == []
+        events.put({Topic("m", 1)})
+        events.put(b"message")
+        assert heartbeat.wait(3600, events) == [{Topic("m", 1)}, b"message"]
+        assert heartbeat.wait(0, events) == []
+        events.put(frozenset())
+        assert heartbeat.wait(0, events) == [frozenset()]

@@ -22,7 +22,6 @@ from embedserve.config import ServeSettings
 from embedserve.config_checks import check_settings
 from embedserve.deltas import delta_subscriber as module
 from embedserve.deltas.delta_subscriber import DeltaSubscriber
-from embedserve.deltas.delta_waiter import DeltaWaiter
 from embedserve_store import DeltaWriter
 from embedserve_store.deltas.notify import nats_channel, redis_channel
 from embedserve_store.deltas.notify.channel import Channel, Topic, open_channel
@@ -30,18 +29,6 @@ from embedserve_store.deltas.notify.channel_url import ChannelUrl, read_channel_
 
 TOPIC, OTHER, LATER = Topic("m", 1), Topic("n", 3), Topic("m", 7)
 PACE_S = 0.05
-
-
-class CountingWaiter(DeltaWaiter):
-    """Counts the announcements by topic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {TOPIC: 0, OTHER: 0, LATER: 0}
-
-    def announce(self, topics: Iterable[Topic]) -> None:
-        for topic in topics:
-            self.counts[topic] += 1
 
 
 class Subscriber(DeltaSubscriber):
@@ -64,18 +51,26 @@ STARTED: list[Subscriber] = []
 
 
 class Subscription:
-    """A subscriber to a broker, in this process."""
+    """A subscriber to a broker, in this process.
+
+    Attributes:
+        counts: number of announcements by topic.
+    """
 
     def __init__(self, url: str | Path) -> None:
-        self.waiter = CountingWaiter()
-        self.subscriber = Subscriber(url, self.waiter, PACE_S)
+        self.counts = {TOPIC: 0, OTHER: 0, LATER: 0}
+        self.subscriber = Subscriber(url, self.announce, PACE_S)
         self.subscriber.follow([TOPIC, OTHER])
         STARTED.append(self.subscriber)
         self.subscriber.start()
 
+    def announce(self, topics: Iterable[Topic]) -> None:
+        for topic in topics:
+            self.counts[topic] += 1
+
     @property
     def count(self) -> int:
-        return self.waiter.counts[TOPIC]
+        return self.counts[TOPIC]
 
 
 @pytest.fixture(params=KINDS)
@@ -152,15 +147,15 @@ def test_each_notification_is_announced(broker: Broker) -> None:
     count as one."""
     publish(broker.url, TOPIC)
     subscription = Subscription(broker.url)
-    wait_until(lambda: subscription.waiter.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
+    wait_until(lambda: subscription.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
     assert subscription.subscriber.is_connected
     for seq in (7, 7, 3):
         before = subscription.count
         publish(broker.url, TOPIC, seq=seq)
         wait_until(lambda: subscription.count > before)  # noqa: B023
-    assert subscription.waiter.counts[OTHER] == 1
+    assert subscription.counts[OTHER] == 1
     publish(broker.url, OTHER)
-    wait_until(lambda: subscription.waiter.counts[OTHER] > 1)
+    wait_until(lambda: subscription.counts[OTHER] > 1)
 
 
 @pytest.mark.usefixtures("long_connect_timeout")
@@ -356,21 +351,6 @@ def test_line_followed_after_connecting_is_announced(broker: Broker) -> None:
     wait_until(lambda: subscription.count)
     publish(broker.url, LATER)
     subscription.subscriber.follow([LATER])
-    wait_until(lambda: subscription.waiter.counts[LATER] == 1)  # deltas may have come before
+    wait_until(lambda: subscription.counts[LATER] == 1)  # deltas may have come before
     publish(broker.url, LATER, seq=2)
-    wait_until(lambda: subscription.waiter.counts[LATER] == 2)
-
-
-def test_announcement_ends_the_wait_and_taken_topics_are_cleared() -> None:
-    waiter = DeltaWaiter()
-    assert not waiter.wait(0)
-    waiter.announce([TOPIC])
-    waiter.announce([OTHER, TOPIC])
-    assert waiter.wait(3600)
-    assert waiter.take() == {TOPIC, OTHER}
-    assert not waiter.wait(0)
-    waiter.wake()
-    assert waiter.wait(3600)
-    assert waiter.take() == set()
-    assert not waiter.wait(0)
-    assert waiter.take() == set()
+    wait_until(lambda: subscription.counts[LATER] == 2)
