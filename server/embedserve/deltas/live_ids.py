@@ -75,12 +75,6 @@ class LiveIds:
         """Returns whether no id has ever changed."""
         return not self._used.any()
 
-    @property
-    def used(self) -> list[int]:
-        """Returns the number of ids of each vocabulary that have an entry; those of undone deltas
-        among them."""
-        return [int(count) for count in self._used[1:]]
-
     def owners_of(self, features: Sequence[str]) -> NDArray[np.uint32]:
         """Returns the owner of the ids of each feature; NO_OWNER without a vocabulary."""
         owners = dict.fromkeys(features, NO_OWNER)

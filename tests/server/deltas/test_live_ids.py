@@ -248,13 +248,13 @@ def test_each_id_of_each_vocabulary_has_its_own_entry(live_ids: LiveIds) -> None
     for table, entries in known.items():
         requested_ids = np.array([*entries, 5])
         assert entries_of(live_ids, table, requested_ids) == [*entries.values(), -1]
-    assert live_ids.used == [1999, 1999]
+    assert live_ids._used.tolist() == [0, 1999, 1999]
     more = ChangedIds(SPECS[1], np.arange(2), np.full(2, REMOVED))
     with pytest.raises(RowsFullError, match=r"table 'b': 1999 ids .* 2 more .* the limit is 2000"):
         live_ids.add_changes([more])
     assert entries_of(live_ids, "b", np.arange(2)) == [-1, -1]
     live_ids.count_again()
-    assert live_ids.used == [1999, 1999]
+    assert live_ids._used.tolist() == [0, 1999, 1999]
 
 
 def test_last_row_of_an_id_changed_twice_wins(live_ids: LiveIds) -> None:
