@@ -29,12 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas.live_ids import LiveIds
-from embedserve.deltas.map_tables import (
-    FileRange,
-    make_read_only,
-    map_with_room,
-    replace_by_memory,
-)
+from embedserve.deltas.map_tables import FileRange, map_with_room
+from embedserve.deltas.mappings import map_private, protect
 from embedserve.deltas.row_groups import NUMBER_MAX, Numbers, RowGroup, lay_out_groups
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
@@ -165,10 +161,10 @@ class LiveRows:
         own = [tables.rows(name) for name in tables.tables]
         try:
             for rows in own:
-                replace_by_memory(rows)
+                map_private(rows)
             read_tables(tables, self._memory, progress)
             for rows in own:
-                make_read_only(rows)
+                protect(rows)
         except OSError as error:
             raise StoreError(f"{tables.path}: cannot be resident: {error}") from error
         self.version = replace(self.version, tables=replace(tables, opened=None))

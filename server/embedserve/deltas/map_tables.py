@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.deltas.mappings import map_file, map_private, protect, reserve, whole_pages
+from embedserve.deltas.mappings import map_file, reserve, whole_pages
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
 from embedserve_store.memory.resident_tables import HUGE_PAGE_BYTES
@@ -81,27 +81,3 @@ def map_with_room(
     except OSError as error:
         raise StoreError(f"{path}: cannot be mapped with room for changed rows: {error}") from error
     return mapping, offsets
-
-
-def replace_by_memory(rows: NDArray[np.uint8]) -> None:
-    """Replaces a mapped range of a file by zeros in private memory at the same address, which the
-    kernel may back by huge pages.
-
-    Args:
-        rows: range of a mapping of ``map_with_room``. It is writable from now on.
-
-    Raises:
-        OSError: there is not enough memory.
-    """
-    map_private(*_pages(rows))
-
-
-def make_read_only(rows: NDArray[np.uint8]) -> None:
-    """Makes each later write to ``rows``, a range of ``replace_by_memory``, end the process."""
-    protect(*_pages(rows))
-
-
-def _pages(rows: NDArray[np.uint8]) -> tuple[int, int]:
-    """Returns address and size of the pages that hold ``rows``."""
-    before = rows.ctypes.data % mmap.PAGESIZE
-    return rows.ctypes.data - before, whole_pages(before + rows.nbytes)

@@ -46,25 +46,34 @@ def map_file(address: int, nbytes: int, protection: int, fd: int, offset: int) -
     _mmap(address, nbytes, protection, flags, fd, offset)
 
 
-def map_private(address: int, nbytes: int) -> None:
-    """Maps zeros in private memory in place of other pages. The kernel may back them by huge pages.
+def map_private(part: NDArray[np.uint8]) -> None:
+    """Maps zeros in private memory in place of the pages of a mapping that hold ``part``, which is
+    writable from now on. The kernel may back them by huge pages.
 
     Raises:
         OSError: there is not enough memory.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    address, nbytes = _pages(part)
     _mmap(address, nbytes, READ_WRITE, flags, -1, 0)
     _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
-def protect(address: int, nbytes: int) -> None:
-    """Makes each later write to these pages end the process. Raises OSError."""
+def protect(part: NDArray[np.uint8]) -> None:
+    """Makes each later write to the pages that hold ``part`` end the process. Raises OSError."""
+    address, nbytes = _pages(part)
     if _libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ):
         raise _last_error()
 
 
 def whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _pages(part: NDArray[np.uint8]) -> tuple[int, int]:
+    """Returns address and size of the pages that hold ``part``."""
+    before = part.ctypes.data % mmap.PAGESIZE
+    return part.ctypes.data - before, whole_pages(before + part.nbytes)
 
 
 def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:

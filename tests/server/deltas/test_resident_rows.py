@@ -119,7 +119,7 @@ def test_lack_of_memory_raises_a_store_error(
     def full(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("embedserve.deltas.map_tables.map_private", full)
+    monkeypatch.setattr("embedserve.deltas.live_rows.map_private", full)
     with pytest.raises(StoreError, match=r"cannot be resident: \[Errno 12\] Cannot allocate"):
         live.make_resident()
 
