@@ -53,14 +53,6 @@ def test_results_equal_those_of_whole_tables(
         check_lookup(engine.lookup, engine, ModelStore(store).load("m"))
 
 
-def test_repeated_lookups_are_bitwise_equal(published: Published) -> None:
-    store = published(True, 4, "float32")
-    ids, lengths = np.tile(np.arange(20), 6), np.full(24, 5, np.int32)
-    ids = ids % np.repeat(ModelStore(store).manifest("m").rows_per_feature, 30)
-    with routed(LocalShards(store)) as engine:
-        assert len({engine.lookup(ids, lengths).tobytes() for _ in range(5)}) == 1
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Makes a store of a table of 30 rows over three parts."""
