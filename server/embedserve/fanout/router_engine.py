@@ -36,7 +36,7 @@ from embedserve.fanout.values_budget import BATCHES_MAX
 from embedserve.lookup_types import Batch
 from embedserve.on_missing import MissingPolicy
 from embedserve_store.errors import UnopenedError
-from embedserve_store.goldens.goldens_file import Bags, Goldens
+from embedserve_store.goldens.goldens_file import Goldens
 from embedserve_store.goldens.parity import check_published
 from embedserve_store.goldens.reference_pooling import row_numbers
 from embedserve_store.model_version import ModelVersion
@@ -225,10 +225,11 @@ class RouterEngine:
             StoreError: a result differs from the published result.
         """
         goldens, where = self.goldens(), str(self._version.path)
+        bags, numbers = goldens.bags, row_numbers(goldens.bags, self.translator)
         until_s = monotonic() + GOLDENS_RETRY_S_MAX
         while True:
             try:
-                answers = self._look_up_bags(goldens.bags)
+                answers = self.lookup(numbers, bags.lengths.reshape(-1), bags.weights)
                 break
             except (EmbedServeError, TimeoutError) as error:
                 if isinstance(error, RequestTooLargeError) or monotonic() >= until_s:
@@ -236,10 +237,6 @@ class RouterEngine:
                     raise UnopenedError(f"{where}: its goldens were not answered: {why}") from error
             sleep(GOLDENS_PAUSE_S)
         check_published(answers, goldens, self.manifest, where)
-
-    def _look_up_bags(self, bags: Bags) -> np.ndarray:
-        numbers = row_numbers(bags, self.translator)
-        return self.lookup(numbers, bags.lengths.reshape(-1), bags.weights)
 
     def check(self) -> None:
         """Raises StoreError if the rows in this process have changed. The shards check theirs."""

@@ -118,10 +118,13 @@ class ClientControl:
     def _on_window_update(self, stream_id: int, flags: int, payload: bytes) -> None:
         client = self._client
         increment = int.from_bytes(payload, "big") & STREAM_MASK
+        over = ErrorCode.FLOW_CONTROL_ERROR, "WINDOW_UPDATE raises a window over 2^31 - 1"
         if not stream_id:
+            if not increment:
+                raise violation("WINDOW_UPDATE of 0")
             client.window += increment
-            if not increment or client.window > WINDOW_MAX:
-                raise _wrong_increment(increment)
+            if client.window > WINDOW_MAX:
+                raise ProtocolViolation(*over)
             client.send_unsent()
             return
         client.check_opened(stream_id, "WINDOW_UPDATE")
@@ -132,13 +135,5 @@ class ClientControl:
             return  # the request has ended
         stream.send_window += increment
         if stream.send_window > WINDOW_MAX:
-            reason = "WINDOW_UPDATE raises a window over 2^31 - 1"
-            raise StreamError(stream_id, ErrorCode.FLOW_CONTROL_ERROR, reason)
+            raise StreamError(stream_id, *over)
         client.send_unsent()
-
-
-def _wrong_increment(increment: int) -> ProtocolViolation:
-    if not increment:
-        return violation("WINDOW_UPDATE of 0")
-    reason = "WINDOW_UPDATE raises a window over 2^31 - 1"
-    return ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, reason)

@@ -237,13 +237,9 @@ class Http2Client:
 
     # Ends
 
-    def was_opened(self, stream_id: int) -> bool:
-        """Returns whether ``stream_id`` is or was an open stream."""
-        return 0 < stream_id < self.next_id and stream_id & 1 == 1
-
     def check_opened(self, stream_id: int, what: str) -> None:
         """Raises ProtocolViolation for a frame on a stream that was never opened."""
-        if not self.was_opened(stream_id):
+        if not (0 < stream_id < self.next_id and stream_id & 1):
             raise violation(f"{what} on stream {stream_id}, which is not open")
 
     def end(self, stream: ClientStream, reply: Reply) -> None:
