@@ -25,6 +25,7 @@ from embedserve.shard_client.http2_client import Http2Client
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.reply import Reply
 from embedserve.shard_client.shard_connection import SERVICE, ConnectionOptions, ShardConnection
+from embedserve.shard_client.timer_queue import TimerQueue
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.statuses import HEAD_BLOCK, OK_BLOCK
 from embedserve.wire.http2 import frames
@@ -177,7 +178,11 @@ async def measure(message_bytes: int, port: int) -> None:
     connection = ShardConnection(("127.0.0.1", port), options, ready.set, print)
     await ready.wait()
     part = PartClient(
-        0, 1, lambda address, *events: ShardConnection(address, options, *events), PartOptions()
+        0,
+        1,
+        lambda address, *events: ShardConnection(address, options, *events),
+        PartOptions(),
+        TimerQueue(time.monotonic, asyncio.get_running_loop().call_later),
     )
     part.expect(KEY, "f")
     part.set_addresses([("127.0.0.1", port)])

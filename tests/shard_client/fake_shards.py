@@ -13,6 +13,7 @@ from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.reply import RESOURCE_EXHAUSTED, Reply, lost
 from embedserve.shard_client.shard_connection import Address, ShardConnection
+from embedserve.shard_client.timer_queue import TimerQueue
 from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
 
 KEY = VersionKey("dlrm", 7)
@@ -202,14 +203,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.time = FakeTime()
-        self.part = PartClient(
-            PART,
-            PARTS,
-            self._connect,
-            self.options,
-            clock=self.time.clock,
-            call_later=self.time.call_later,
-        )
+        timers = TimerQueue(self.time.clock, self.time.call_later)
+        self.part = PartClient(PART, PARTS, self._connect, self.options, timers)
         self.part.expect(KEY, FINGERPRINT)
         self.join(*self.hosts)
 

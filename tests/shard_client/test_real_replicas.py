@@ -22,6 +22,7 @@ from embedserve.shard_client import replica
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.reply import Reply
 from embedserve.shard_client.shard_connection import Address, ConnectionOptions, ShardConnection
+from embedserve.shard_client.timer_queue import TimerQueue
 
 KEY = VersionKey("dlrm", 7)
 WAIT_S = 120
@@ -46,6 +47,7 @@ async def two_replicas() -> AsyncIterator[tuple[PartClient, list[GrpcShard]]]:
             4,
             lambda address, *events: ShardConnection(address, ConnectionOptions(), *events),
             PartOptions(call_timeout_s=CALL_S_MAX),
+            TimerQueue(time.monotonic, asyncio.get_running_loop().call_later),
         )
         part.expect(KEY, "f7")
         part.set_addresses([("127.0.0.1", shard.port) for shard in shards])
@@ -75,7 +77,8 @@ async def test_invalid_host_name_is_reported_and_retried(
         connects += 1
         return ShardConnection(address, options, on_ready, on_end)
 
-    part = PartClient(1, 4, connect_and_count)
+    timers = TimerQueue(time.monotonic, asyncio.get_running_loop().call_later)
+    part = PartClient(1, 4, connect_and_count, PartOptions(), timers)
     part.expect(KEY, "f7")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = (host, listening.getsockname()[1])

@@ -6,13 +6,11 @@ timer for all lookups.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import random
-from time import monotonic
 
 from embedserve.call_trace import CallTrace
 from embedserve.metrics.shard_metrics import PartStats
@@ -23,7 +21,7 @@ from embedserve.shard_client.recent_latency import RecentLatency
 from embedserve.shard_client.replica import Connect, PartReplica, Served
 from embedserve.shard_client.shard_connection import Address, shown
 from embedserve.shard_client.share_budget import ShareBudget
-from embedserve.shard_client.timer_queue import CallLater, TimerQueue
+from embedserve.shard_client.timer_queue import TimerQueue
 
 logger = logging.getLogger(__name__)
 
@@ -63,29 +61,22 @@ class PartClient:
         part: int,
         part_count: int,
         connect: Connect,
-        options: PartOptions | None = None,
-        timers: TimerQueue | None = None,
-        *,
-        clock: Callable[[], float] = monotonic,
-        call_later: CallLater | None = None,
+        options: PartOptions,
+        timers: TimerQueue,
     ) -> None:
         """
         Args:
             connect: makes a connection.
-            timers: deadlines of calls, also of other parts. Default: of this part alone.
-            clock: monotonic clock, which also sets ``last_received_s`` of the connections.
-            call_later: starts a timer; default: the running event loop's.
+            timers: deadlines of calls, also of other parts.
         """
         self.part, self.part_count = part, part_count
-        self.options = options or PartOptions()
+        self.options = options
         self.stats = PartStats()
         self.recent = RecentLatency()
         self.hedges = ShareBudget(self.options.hedge_share)
         self.retries = ShareBudget(RETRY_SHARE)
-        self.clock = clock
+        self.timers, self.clock = timers, timers.clock
         self._connect = connect
-        self._call_later = call_later or asyncio.get_running_loop().call_later
-        self.timers = timers or TimerQueue(clock, self._call_later)
         self._replicas: dict[Address, PartReplica] = {}
         self._successors: dict[Address, PartReplica] = {}  # that have not listed their models yet
         self._expected: dict[VersionKey, Served] = {}
@@ -117,10 +108,11 @@ class PartClient:
             if (earlier := self._successors.get(address)) is not None:
                 earlier.close("the credentials have changed again")
             self._successors[address] = self._new_replica(address)
-        self._call_later(RENEW_S_MAX, partial(self._log_unrenewed, list(self._successors.values())))
+        successors = list(self._successors.values())
+        self.timers.call_later(RENEW_S_MAX, partial(self._log_unrenewed, successors))
 
     def _new_replica(self, address: Address) -> PartReplica:
-        return PartReplica(address, self._connect, self._call_later, self._on_listed)
+        return PartReplica(address, self._connect, self.timers.call_later, self._on_listed)
 
     def _on_listed(self, replica: PartReplica) -> None:
         """Lets a replica take the place of the one before, and join or leave for each version."""

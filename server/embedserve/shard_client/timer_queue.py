@@ -40,13 +40,17 @@ class TimerQueue:
     """A queue of items by deadline. Items that are over are dropped when their deadline passes.
 
     After the event loop was busy, replies that have arrived are read before deadlines count.
+
+    Attributes:
+        clock: monotonic clock, which also sets ``last_received_s`` of the connections.
+        call_later: starts a timer.
     """
 
-    __slots__ = ("_armed_s", "_call_later", "_clock", "_count", "_heap", "_is_delayed", "_timer")
+    __slots__ = ("_armed_s", "_count", "_heap", "_is_delayed", "_timer", "call_later", "clock")
 
     def __init__(self, clock: Callable[[], float], call_later: CallLater) -> None:
-        self._clock = clock
-        self._call_later = call_later
+        self.clock = clock
+        self.call_later = call_later
         self._heap: list[tuple[float, int, Due]] = []
         self._count = 0  # breaks ties, so that items are not compared
         self._armed_s = float("inf")
@@ -64,13 +68,13 @@ class TimerQueue:
         if self._timer is not None:
             self._timer.cancel()
         self._armed_s = due_s
-        self._timer = self._call_later(max(TICK_S, due_s - now_s), self._run)
+        self._timer = self.call_later(max(TICK_S, due_s - now_s), self._run)
 
     def _run(self) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         self._is_delayed = not self._is_delayed and now_s - self._armed_s > LATE_S
         if self._is_delayed:
-            self._timer = self._call_later(TICK_S, self._run)
+            self._timer = self.call_later(TICK_S, self._run)
             return
         self._timer, self._armed_s = None, float("inf")
         heap = self._heap
