@@ -192,7 +192,7 @@ class RolloutCoordinator:
         if all(
             names.get(name, NameStatus(0)).is_serving(served.serving_target())
             for name, served in self._names.items()
-            if served.serving is not None
+            if served.number
         ):
             self._joined.add(worker)
 
@@ -209,14 +209,14 @@ class RolloutCoordinator:
         if rollout is not None and status.generation == rollout.version.generation:
             number, is_final = rollout.version.number, status.is_final
             self._record_failure(name, number, status.reason, is_final=is_final)
-        elif serving is not None and status.generation == serving.generation:
+        elif serving.number and status.generation == serving.generation:
             logger.error(CANNOT_FOLLOW, worker, name, serving.number, status.reason)
             self.end(worker)
 
     def _on_store_entry(self, name: str, found: StoreEntry) -> None:
         """Handles the state of a name in the store."""
         served = self._names.get(name)
-        if served is None or served.serving is None:  # unloaded, or no version serves yet
+        if served is None or not served.number:  # unloaded, or no version serves yet
             return
         served.found_alias_settings = found.alias_settings
         served.update_alias_settings()
@@ -277,7 +277,7 @@ class RolloutCoordinator:
     def _remove(self, name: str) -> None:
         """Stops serving ``name``, unless nothing else is served; forgets a name that never served
         and has failed to load."""
-        serving = [other for other, one in self._names.items() if one.serving is not None]
+        serving = [other for other, one in self._names.items() if one.number]
         if name not in serving:
             served = self._names.get(name)
             if served is not None and served.failure is not None and served.candidate is None:
@@ -355,7 +355,7 @@ class RolloutCoordinator:
     def _adopt_serving(self, name: str) -> None:
         """Adopts the served version if workers would start with another one."""
         served = self._names[name]
-        if served.serving is None or served.starts_with == served.number:
+        if served.starts_with == served.number:
             return
         try:
             self._adopt(name, served.serving.path)

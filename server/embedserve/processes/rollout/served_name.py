@@ -41,7 +41,7 @@ class ServedName:
     """Desired state of a served name, and what may change it.
 
     Attributes:
-        serving: version that all processes serve; None before the first one.
+        serving: version that all processes serve; number 0 before the first one.
         starts_with: number of the version that forked workers start with.
         store_version: version that the store points to; 0 if that is not known.
         candidate: opened version whose rollout has not begun.
@@ -52,7 +52,7 @@ class ServedName:
         found_alias_settings: those that the store was last found to have.
     """
 
-    serving: RolloutVersion | None = None
+    serving: RolloutVersion = RolloutVersion(0, "")
     starts_with: int = 0
     store_version: int = 0
     candidate: RolloutVersion | None = None
@@ -63,7 +63,7 @@ class ServedName:
 
     @property
     def number(self) -> int:
-        return 0 if self.serving is None else self.serving.number
+        return self.serving.number
 
     def update_alias_settings(self) -> None:
         """Adopts the alias settings in the store if their version serves."""
@@ -73,16 +73,15 @@ class ServedName:
 
     def serving_target(self) -> Target:
         """Returns the target of a process that is to serve what the others serve."""
-        version = self.serving or RolloutVersion(0, "")
         return Target(
-            version.number,
-            version.path,
-            version.generation,
+            self.serving.number,
+            self.serving.path,
+            self.serving.generation,
             TargetPhase.SERVE,
             self.store_version,
             self.failure,
             self.alias_settings,
-            version.memory,
+            self.serving.memory,
             0 if self.candidate is None else self.candidate.number,
         )
 

@@ -135,11 +135,7 @@ class StoreWatcher:
         if entry.version not in (0, self._version_manager.number(name)):
             return True
         target = self._version_manager.target(name)
-        before = (
-            target.alias_settings
-            if target is not None and target.alias_settings is not None
-            else AliasSettings(0)
-        )
+        before = (target and target.alias_settings) or AliasSettings(0)
         return replace(entry.alias_settings, version=0) != replace(before, version=0)
 
     def _is_to_be_opened(self, name: str, number: int) -> bool:

@@ -122,7 +122,7 @@ class VersionManager:
         self._metrics = pipeline.metrics
         self._restore = restore
         self._make_batcher = make_batcher
-        self._desired: Desired | None = None
+        self._desired = Desired()
         self._loads: dict[str, _Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # one thread at a time builds and traces torchrec
@@ -141,12 +141,12 @@ class VersionManager:
 
     def target(self, name: str) -> Target | None:
         """Returns the desired state of ``name``, or None."""
-        return None if self._desired is None else self._desired.names.get(name)
+        return self._desired.names.get(name)
 
     @property
     def command_handled(self) -> int:
         """Serial number of this process's last command that the desired state accounts for."""
-        return 0 if self._desired is None else self._desired.command_handled
+        return self._desired.command_handled
 
     async def wait_for_change(self) -> None:
         """Waits for another desired state, or for progress towards it."""
@@ -154,19 +154,14 @@ class VersionManager:
 
     def status(self) -> WorkerStatus:
         """Returns what this process serves and loads."""
-        names = {}
-        for name in (*self.versions, *self._loads):
-            load, status = self._loads.get(name), self._serving_status(name)
-            names[name] = (
-                status
-                if load is None
-                else replace(
-                    status,
-                    generation=load.target.generation,
-                    state=load.state,
-                    reason=load.reason,
-                    is_final=load.is_final,
-                )
+        names = {name: self._serving_status(name) for name in (*self.versions, *self._loads)}
+        for name, load in self._loads.items():
+            names[name] = replace(
+                names[name],
+                generation=load.target.generation,
+                state=load.state,
+                reason=load.reason,
+                is_final=load.is_final,
             )
         return WorkerStatus(names)
 
@@ -186,7 +181,6 @@ class VersionManager:
 
     def _reconcile(self) -> None:
         """Begins, drops and activates versions so that this process serves what is desired."""
-        assert self._desired is not None
         names = self._desired.names
         for name, target in names.items():
             self._reconcile_name(name, target)
@@ -228,11 +222,8 @@ class VersionManager:
 
     def _show_pending(self, name: str, target: Target) -> None:
         """Shows in /models which other version is loading, or has failed."""
-        load, failure, pending = (
-            self._loads.get(name),
-            target.failure,
-            self._models.pending_versions,
-        )
+        load, failure = self._loads.get(name), target.failure
+        pending = self._models.pending_versions
         before = pending.pop(name, None)
         if load is not None:
             pending[name] = load.pending
@@ -294,16 +285,13 @@ class VersionManager:
     def _prepare(self, name: str, load: _Load) -> Restored:
         """Returns the loaded version of ``load``. Runs in a thread."""
         version = self.open_version(name, load.target)
-        self._check_columns(version)
-        return self._restore(name, version, load.target, load.mark_warming)
-
-    def _check_columns(self, version: ModelVersion) -> None:
         columns, most = columns_of(version.manifest), self._metrics.columns_max
         if columns > most:
             raise StoreError(
                 f"{version.path}: has {columns} features or keys, and this server has room "
                 f"to count {most} since its start: restart it"
             )
+        return self._restore(name, version, load.target, load.mark_warming)
 
     def _drop_load(self, name: str) -> None:
         self._loads.pop(name).release()
