@@ -73,7 +73,10 @@ def make_resident_and_verify(
     if settings.tables == "resident":
         versions = _made_resident(versions, deltas, is_shown=is_shown)
     if settings.verify:
-        _verify(versions, is_shown=is_shown)
+        for name, version in versions.items():
+            what = f"verifying {name} version {version.manifest.version}"
+            with _shown(what, is_shown) as progress:
+                verify(version, progress)
     return versions
 
 
@@ -102,12 +105,6 @@ def _made_resident(
         human_bytes(min(nbytes, in_huge_pages)),
     )
     return resident
-
-
-def _verify(versions: dict[str, ModelVersion], *, is_shown: bool) -> None:
-    for name, version in versions.items():
-        with _shown(f"verifying {name} version {version.manifest.version}", is_shown) as progress:
-            verify(version, progress)
 
 
 @contextlib.contextmanager

@@ -103,15 +103,12 @@ class ShardWatch:
         for ref in done:
             name = self._pending.pop(ref)
             try:
-                self._take(name, ray.get(ref))
+                self.states[name] = state = ray.get(ref)
+                if state.address:
+                    self._addresses[name] = state.address
             except ray.exceptions.RayError as error:
                 self.lost[name] = (str(error).strip().splitlines() or [""])[-1].strip()
         self._write()
-
-    def _take(self, name: ShardName, state: ShardState) -> None:
-        self.states[name] = state
-        if state.address:
-            self._addresses[name] = state.address
 
     def _write(self) -> None:
         """Writes the addresses if they have changed, once every part has one."""
