@@ -176,7 +176,7 @@ def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> Non
         with serve_health_while_loading(settings, ports) as end_startup_server:
             versions = make_resident_and_verify(settings, opened_in_time(settings, open_versions))
             settings = with_default_model(settings, versions)
-            with _loaded(settings, versions) as (pipeline, version_manager):
+            with _loaded(settings, versions, {}) as (pipeline, version_manager):
                 import uvloop
 
                 from embedserve.processes.single_process import run_single_process
@@ -204,13 +204,13 @@ def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> Non
 def _loaded(
     settings: ServeSettings,
     versions: Versions,
+    deltas: Deltas,
     counters: WorkerCounters | None = None,
     room: CounterRoom | None = None,
-    deltas: Deltas | None = None,
 ) -> Iterator[tuple[RequestPipeline, VersionManager]]:
     """Loads the models into this process. Yields the pipeline that serves them, and the manager
-    that switches their versions. A worker has ``counters``, which have ``room``. ``deltas`` are the
-    followed models; it is emptied, so that their memory is given back once others are served."""
+    that switches their versions. ``deltas`` are the followed models; it is emptied, so that their
+    memory is given back once others are served. A worker has ``counters``, which have ``room``."""
     from embedserve.processes import server
 
     is_shown = counters is None or counters.worker == 0
@@ -223,11 +223,11 @@ def _loaded(
         engines = shards.open_all(versions, is_shown=is_shown)
     else:
         settings = on_devices(settings, versions, is_shown=is_shown)
-        engines = restore_all(settings, versions, deltas or {}, is_shown=is_shown)
+        engines = restore_all(settings, versions, deltas, is_shown=is_shown)
     threads = server.executor_threads(settings, engines.values())
     with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
         pipeline = server.build_pipeline(
-            engines, settings, executor, counters, room, deltas or {}, shards
+            engines, settings, executor, counters, room, deltas, shards
         )
         worker = counters.worker if counters else 0
         version_manager = server.build_version_manager(
@@ -235,8 +235,7 @@ def _loaded(
         )
         readers = [one.rows_reader for one in engines.values() if one.spare_rows is not None]
         del engines  # the version manager and the batchers release them
-        if deltas is not None:
-            deltas.clear()
+        deltas.clear()
         with uploading(readers):
             yield pipeline, version_manager
 
@@ -378,7 +377,7 @@ def _worker_main(
     counters = WorkerCounters(slots, index)
     try:
         deltas = {one.name: has for one, has in delta_versions.take().items() if not one.is_next}
-        with _loaded(settings, versions, counters, room, deltas) as (pipeline, manager):
+        with _loaded(settings, versions, deltas, counters, room) as (pipeline, manager):
             import uvloop
 
             ready = partial(_log_ready, pipeline, ports, start_s, settings)
