@@ -12,11 +12,13 @@ Responder = Callable[[BaseHTTPRequestHandler], None]
 
 @contextmanager
 def serve_http(respond: Responder) -> Iterator[str]:
-    """Runs a server that handles every GET with ``respond``; yields its address."""
+    """Runs a server that handles every GET and POST with ``respond``; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             respond(self)
+
+        do_POST = do_GET
 
         def log_message(self, *_: object) -> None:
             pass
