@@ -14,6 +14,9 @@ import pytest
 from server.codecs import CODECS, JSON, PROTOBUF
 from server.fake_engine import FakeEngine
 from server.gate import Gate
+from server.open_inference import LENGTH_HEADER, InferRequest, Input
+from server.open_inference import jagged as jagged_inputs
+from server.predictions import prediction_request
 from server.recording_call import (
     BODY,
     OriginWriter,
@@ -40,7 +43,6 @@ from embedserve.errors import (
 from embedserve.lookup_types import LookupRequest
 from embedserve.pipeline import RequestPipeline, codec_executor
 from embedserve_proto import embedding_pb2 as pb
-from embedserve_proto import open_inference_pb2, predictor_pb2
 
 LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.INLINE_BYTES_MAX}}).encode()
 WRONG = json.dumps({"features": {"user": [[1]] * json_codec.INLINE_BYTES_MAX + [["a"]]}}).encode()
@@ -239,51 +241,33 @@ def assert_decoded_inline(codec: Codec, body: bytes, is_inline: bool) -> None:
 
 
 def prediction(ids: int, dtype: str = "<i8") -> bytes:
-    user_features = predictor_pb2.SparseFeatures(
-        num_features=1,
-        lengths=np.array([ids], "<i4").tobytes(),
-        values=np.arange(ids, dtype=dtype).tobytes(),
-    )
-    request = predictor_pb2.PredictionRequest(batch_size=1, id_list_features=user_features)
+    request = prediction_request(["user"], {"user": [list(range(ids))]}, dtype=dtype)
     return request.SerializeToString()
 
 
-Tensors = dict[str, np.ndarray]
-DATATYPES = {"<i8": "INT64", "<i4": "INT32", "<f4": "FP32"}
+Inputs = list[Input]
 
 
-def padded(ids: int) -> Tensors:
-    return {"user": np.arange(ids).reshape(4, -1)}
+def padded(ids: int) -> Inputs:
+    return [Input("user", "INT64", np.arange(ids).reshape(4, -1).tolist())]
 
 
-def jagged(ids: int) -> Tensors:
-    return {"user.ids": np.arange(ids), "user.lengths": np.array([ids], "<i4")}
+def jagged(ids: int) -> Inputs:
+    return jagged_inputs({"user": [list(range(ids))]})
 
 
-def weighted(ids: int) -> Tensors:
-    return {**jagged(ids), "user.weights": np.ones(ids, "<f4")}
+def weighted(ids: int) -> Inputs:
+    return [*jagged(ids), Input("user.weights", "FP32", [1.0] * ids)]
 
 
-def infer_message(tensors: Tensors) -> tuple[Codec, bytes]:
-    message = open_inference_pb2.ModelInferRequest(model_name="shop")
-    for name, one in tensors.items():
-        message.inputs.add(name=name, datatype=DATATYPES[one.dtype.str], shape=one.shape)
-        message.raw_input_contents.append(one.tobytes())
+def infer_message(inputs: Inputs) -> tuple[Codec, bytes]:
+    message = InferRequest(inputs).message("shop", is_raw=True)
     return CODECS.infer_message, message.SerializeToString()
 
 
-def infer_body(tensors: Tensors) -> tuple[Codec, bytes]:
-    inputs = [
-        {
-            "name": name,
-            "datatype": DATATYPES[one.dtype.str],
-            "shape": one.shape,
-            "parameters": {"binary_data_size": one.nbytes},
-        }
-        for name, one in tensors.items()
-    ]
-    head = json.dumps({"inputs": inputs}).encode()
-    return CODECS.infer_binary(len(head)), head + b"".join(map(bytes, tensors.values()))
+def infer_body(inputs: Inputs) -> tuple[Codec, bytes]:
+    body, headers = InferRequest(inputs).binary_body()
+    return CODECS.infer_binary(int(headers[LENGTH_HEADER])), body
 
 
 @pytest.mark.parametrize("min_seq", [None, b"0"])
@@ -296,7 +280,7 @@ def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> N
 
 @pytest.mark.parametrize("encode_tensors", [infer_message, infer_body])
 @pytest.mark.parametrize(
-    ("tensors", "is_inline"),
+    ("inputs", "is_inline"),
     [
         (padded(1000), True),
         (weighted(1000), True),
@@ -307,12 +291,11 @@ def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> N
     ],
 )
 def test_large_tensors_are_decoded_in_the_thread(
-    encode_tensors: Callable[[Tensors], tuple[Codec, bytes]], tensors: Tensors, is_inline: bool
+    encode_tensors: Callable[[Inputs], tuple[Codec, bytes]], inputs: Inputs, is_inline: bool
 ) -> None:
-    codec, body = encode_tensors(tensors)
+    codec, body = encode_tensors(inputs)
     assert_decoded_inline(codec, body, is_inline)
-    ids, *_ = tensors.values()
-    assert np.array_equal(codec.decode(body, "", LIMITS).ids, ids.ravel())
+    assert np.array_equal(codec.decode(body, "", LIMITS).ids, inputs[0].flat)
 
 
 @pytest.mark.parametrize("count_max", [100, 1999])
