@@ -242,23 +242,13 @@ def test_unknown_log_level_prints_one_error_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path, "--log-level", "loud"), "log_level is 'loud'")
 
 
-@pytest.mark.parametrize("setting", ["tokens", "labels"])
-def test_missing_file_of_a_setting_is_named_with_the_setting(tmp_path: Path, setting: str) -> None:
-    done = embedserve("serve", tmp_path, f"--{setting}", "nowhere")
-    check_one_line(done, f"{setting}: [Errno 2] No such file or directory: 'nowhere'")
-
-
-@pytest.mark.parametrize("setting", ["tokens", "labels"])
-def test_invalid_file_of_a_setting_is_named_with_the_setting(tmp_path: Path, setting: str) -> None:
+def test_missing_or_invalid_labels_are_named_with_their_setting(tmp_path: Path) -> None:
+    """Covers the file that is no secret; test_secrets.py has the others."""
+    done = embedserve("serve", tmp_path, "--labels", "nowhere")
+    check_one_line(done, "labels: [Errno 2] No such file or directory: 'nowhere'")
     invalid = tmp_path / "invalid"
     invalid.write_text("tables:\n")
-    check_one_line(embedserve("serve", tmp_path, f"--{setting}", invalid), f"{setting}: {invalid}")
-
-
-def test_missing_tls_file_is_named_with_its_setting(tmp_path: Path) -> None:
-    (tmp_path / "cert").touch()
-    done = embedserve("serve", tmp_path, "--tls-cert", tmp_path / "cert", "--tls-key", "nowhere")
-    check_one_line(done, "tls_key: [Errno 2] No such file or directory: 'nowhere'")
+    check_one_line(embedserve("serve", tmp_path, "--labels", invalid), f"labels: {invalid}")
 
 
 def test_error_of_a_file_names_it_and_the_reason_alone(tmp_path: Path) -> None:

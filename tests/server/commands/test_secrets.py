@@ -14,13 +14,13 @@ from server.commands.test_cli import ANY_PORTS, check_one_line, embedserve
 from embedserve.access.grants import new_token
 
 OPTIONS = {
-    "server.pem": "--tls-cert",
-    "server.key": "--tls-key",
-    "ca.pem": "--tls-client-ca",
-    "tokens": "--tokens",
-    "delta.pub": "--delta-key",
+    "server.pem": ("--tls-cert", "tls_cert"),
+    "server.key": ("--tls-key", "tls_key"),
+    "ca.pem": ("--tls-client-ca", "tls_client_ca"),
+    "tokens": ("--tokens", "tokens:"),
+    "delta.pub": ("--delta-key", "delta key"),
 }
-"""Option for each file."""
+"""Option for each file, and the words before its path in errors."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def secrets(tmp_path: Path) -> Path:
 def serve(secrets: Path) -> tuple[str | Path, ...]:
     """Returns the arguments of a server on a store without a model, where it ends even if all
     secrets are complete."""
-    given = [word for name, flag in OPTIONS.items() for word in (flag, secrets / name)]
+    given = [word for name, (flag, _) in OPTIONS.items() for word in (flag, secrets / name)]
     (secrets / "store").mkdir()
     return "serve", secrets / "store", *ANY_PORTS, "--deltas", "follow", *given
 
@@ -49,7 +49,11 @@ def test_complete_secrets_are_accepted(secrets: Path) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_missing_secret_file_is_named(secrets: Path, name: str) -> None:
     (secrets / name).unlink()
-    check_one_line(embedserve(*serve(secrets)), str(secrets / name), "No such file or directory")
+    setting = OPTIONS[name][1].removesuffix(":")
+    words = f"{setting}: [Errno 2] No such file or directory: '{secrets / name}'"
+    if name == "delta.pub":
+        words = f"{setting} {secrets / name}: cannot be read: No such file or directory"
+    check_one_line(embedserve(*serve(secrets)), words)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -58,5 +62,5 @@ def test_truncated_secret_file_is_named_and_not_printed(secrets: Path, name: str
     text = path.read_text()
     path.write_text(text[: len(text) // 2])
     done = embedserve(*serve(secrets))
-    check_one_line(done, str(path))
+    check_one_line(done, f"{OPTIONS[name][1]} {path}")
     assert not any(line in done.stderr for line in text.splitlines() if len(line) > 20)
