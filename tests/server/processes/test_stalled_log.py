@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
@@ -61,7 +59,7 @@ class LoggingServer:
     def stall(self) -> None:
         """Fills the pipe, which is not read from now on."""
         filling = os.open(f"/proc/self/fd/{self._writing}", os.O_WRONLY | os.O_NONBLOCK)
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             while True:
                 os.write(filling, b"." * 4096)
         os.close(filling)
@@ -83,18 +81,9 @@ class LoggingServer:
         os.close(self._writing)
 
 
-@contextmanager
-def logging_server(kind: str, tmp_path: Path) -> Iterator[LoggingServer]:
-    server = LoggingServer(kind, tmp_path)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_stalled_log_blocks_neither_serving_nor_shutdown(kind: str, tmp_path: Path) -> None:
-    with logging_server(kind, tmp_path) as server:
+    with closing(LoggingServer(kind, tmp_path)) as server:
         server.stall()
         for _ in range(3):
             server.send_invalid()
@@ -113,13 +102,11 @@ def test_stalled_log_blocks_neither_serving_nor_shutdown(kind: str, tmp_path: Pa
 def test_dropped_log_lines_are_counted_and_reported_once_the_log_is_read(
     kind: str, tmp_path: Path
 ) -> None:
-    with logging_server(kind, tmp_path) as server:
+    with closing(LoggingServer(kind, tmp_path)) as server:
         server.stall()
         for _ in range(6):
             server.send_invalid()
-        end_s = time.monotonic() + WAIT_S_MAX
-        while server.dropped_lines() < 6:
-            assert time.monotonic() < end_s
+        wait_until(lambda: server.dropped_lines() >= 6)
         server.read_until(".")
         server.process.send_signal(signal.SIGTERM)
         # The last line is not "stopped", because one worker may have got all requests, and the

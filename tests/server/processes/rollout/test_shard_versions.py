@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,26 +48,9 @@ def test_next_step_loads_or_unloads_one_version(
     assert next_step(versions, held, idle, 2) == step
 
 
-class Store:
-    """The versions of a store, and the aliases that name some of them."""
-
-    def __init__(self, numbers: list[int], aliases: dict[str, Any]) -> None:
-        self.numbers, self.named = numbers, aliases
-
-    def versions(self, model: str) -> list[int]:
-        return self.numbers
-
-    def aliases(self, model: str) -> dict[str, Any]:
-        return self.named
-
-
-class Alias:
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-
 def test_newest_and_aliased_versions_are_desired() -> None:
-    store: Any = Store([2, 3, 5, 9], {"stable": Alias(3), "gone": Alias(4)})
+    aliases = {"stable": SimpleNamespace(version=3), "gone": SimpleNamespace(version=4)}
+    store: Any = SimpleNamespace(versions=lambda _: [2, 3, 5, 9], aliases=lambda _: aliases)
     assert desired_versions(store, "shop", 2) == desired(3, 5, 9, aliased=[3])
     assert desired_versions(store, "shop", 2, {3, 9}) == desired(2, 5)
     assert desired_versions(store, "shop", 10) == desired(2, 3, 5, 9, aliased=[3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,11 @@ def port_in_use() -> Iterator[int]:
 
 
 def test_claimed_ports_cannot_be_claimed_again() -> None:
-    ports = claim_ports("127.0.0.1", 0, 0)
-    try:
+    with closing(claim_ports("127.0.0.1", 0, 0)) as ports:
         assert ports.http != ports.grpc
         for number in (ports.http, ports.grpc):
             with pytest.raises(OSError, match=f"127.0.0.1:{number} \\(HTTP\\): Address already"):
                 claim_ports("127.0.0.1", number, 0)
-    finally:
-        ports.close()
 
 
 def test_http_port_in_use_is_named_in_the_error(port_in_use: int) -> None:
@@ -87,16 +85,13 @@ def test_shared_ports_stay_claimed_and_closed_until_a_worker_listens(is_fresh: b
     port = free_port()
     if not is_fresh:
         leave_connection_behind(port)
-    shared = claim_ports("127.0.0.1", port, 0).share()
-    try:
+    with closing(claim_ports("127.0.0.1", port, 0).share()) as shared:
         with pytest.raises(OSError, match=f"127.0.0.1:{port} \\(HTTP\\): Address already in use"):
             claim_ports("127.0.0.1", port, 0)
         with pytest.raises(OSError, match=f"127.0.0.1:{shared.grpc} \\(HTTP\\): Address already"):
             claim_ports("127.0.0.1", shared.grpc, 0)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
-    finally:
-        shared.close()
 
 
 def test_workers_share_claimed_ports_and_other_claims_fail() -> None:
