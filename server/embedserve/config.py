@@ -391,3 +391,8 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def bracketed(host: str) -> str:
+    """Returns ``host`` as written before a port; IPv6 addresses are put in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -6,7 +6,7 @@ Nothing heavy is imported, because a healthcheck runs repeatedly.
 from __future__ import annotations
 
 from embedserve.commands.running_server import CertificateRequiredError, ServerClient
-from embedserve.processes.startup.ports import bracketed
+from embedserve.config import bracketed
 
 TIMEOUT_S = 5.0
 BYTES_MAX = 1 << 16

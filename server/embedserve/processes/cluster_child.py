@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import IO
 
-from embedserve.config import Limits, ServeSettings
+from embedserve.config import Limits, ServeSettings, bracketed
 from embedserve.processes.forked import Restarts, end_with
-from embedserve.processes.startup.ports import bracketed, claim_ports
+from embedserve.processes.startup.ports import claim_ports
 from embedserve_store.terminal.console import say
 
 HOST = "127.0.0.1"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 from server.live import serving
+from server.python import run_python
 from server.raw_http import OurServer
 from server.waiting import WAIT_S_MAX
 from typer.testing import CliRunner
@@ -31,6 +32,19 @@ async def run_health(port: int, *options: str, **settings: str) -> tuple[int, st
     variables = {"EMBEDSERVE_HTTP_PORT": str(port), "EMBEDSERVE_HOST": "0.0.0.0", **settings}
     done = await asyncio.to_thread(CliRunner().invoke, app, ["health", *options], env=variables)
     return done.exit_code, done.output
+
+
+def test_probe_imports_no_event_loop_and_no_numpy() -> None:
+    """Guards the CPU time of a probe, which runs every few seconds."""
+    code = (
+        "import sys\n"
+        "from embedserve.commands.cli import app\n"
+        "try:\n"
+        "    app(['health', '--http-port', '1'])\n"
+        "except SystemExit:\n"
+        "    print(*{'asyncio', 'numpy', 'torch'}.intersection(sys.modules))\n"
+    )
+    assert run_python("-c", code).stdout == "\n"
 
 
 async def test_exit_status_distinguishes_live_from_ready(

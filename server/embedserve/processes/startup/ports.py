@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from embedserve.config import bracketed
 from embedserve.processes.startup.socket_files import SocketFile, listen_at
 from embedserve.wire.listener import BACKLOG
 
@@ -190,8 +191,3 @@ def _bind_shared(other: socket.socket) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, option, 1)
     sock.bind(other.getsockname())
     return sock
-
-
-def bracketed(host: str) -> str:
-    """Returns ``host`` as written before a port; IPv6 addresses are put in brackets."""
-    return f"[{host}]" if ":" in host else host

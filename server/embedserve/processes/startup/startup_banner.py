@@ -10,10 +10,10 @@ import shlex
 from dataclasses import fields
 from difflib import get_close_matches
 
-from embedserve.config import Limits, ServeSettings, is_loopback
+from embedserve.config import Limits, ServeSettings, bracketed, is_loopback
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import split_name
-from embedserve.processes.startup.ports import Ports, bracketed
+from embedserve.processes.startup.ports import Ports
 from embedserve_store.terminal.console import say
 
 logger = logging.getLogger(__name__)
