@@ -26,14 +26,6 @@ class EarlyRejection:
         message: str,
         headers: Headers,
     ) -> None:
-        """
-        Args:
-            pipeline: request pipeline.
-            metrics: metrics of the protocol.
-            code: code of the error.
-            message: message of the error.
-            headers: headers of the requests.
-        """
         self._pipeline = pipeline
         self._metrics = metrics
         self._code = code

@@ -114,8 +114,6 @@ class GrpcioServer:
         """Binds ``address`` (HOST:PORT).
 
         Args:
-            pipeline: request pipeline.
-            address: address to bind.
             shares_port: whether other processes of this server bind the same port.
 
         Raises:

@@ -49,13 +49,6 @@ class RouteTable:
         service: GrpcService,
         allowed_hosts: AllowedHosts | None = None,
     ) -> None:
-        """
-        Args:
-            pipeline: request pipeline.
-            management: ASGI application for management requests.
-            service: gRPC service.
-            allowed_hosts: allowed Host names; None: any.
-        """
         self.allowed_hosts = allowed_hosts
         self.pipeline = pipeline
         self._management = management

@@ -62,11 +62,6 @@ class Http1Connection(Connection):
     peer: str = ""
 
     def __init__(self, routes: RouteTable, server: WireServer) -> None:
-        """
-        Args:
-            routes: table that finds the handlers of requests.
-            server: server of the connection.
-        """
         self.transport: asyncio.Transport
         self.pipeline = routes.pipeline
         self.loop = asyncio.get_running_loop()

@@ -160,15 +160,8 @@ class FastPathConnection(Http1Connection, ResponseWriter):
     def _write(
         self, line: bytes, content_type: bytes, more: bytes, chunks: ResponseChunks, nbytes: int
     ) -> None:
-        """Writes the response to the current request, then continues with the next.
-
-        Args:
-            line: status line.
-            content_type: value of the content-type header.
-            more: lines of further headers.
-            chunks: chunks of the body.
-            nbytes: total bytes of ``chunks``.
-        """
+        """Writes the response to the current request, with ``more`` header lines, then continues
+        with the next."""
         is_last = self.is_last or (self._is_draining and not self._held)
         if is_last:
             more += CLOSE

@@ -94,9 +94,6 @@ class HeaderTemplate:
         """
         Args:
             head: request line and headers with their empty line, as validated by llhttp.
-            options: request options parsed from ``head``.
-            body_bytes_max: limit of the body in bytes.
-            codecs: codecs of the process.
         """
         self.options = options
         self._codecs = codecs
@@ -179,8 +176,6 @@ class HeaderTemplateCache:
         """
         Args:
             metrics: REST metrics, part of the request options.
-            limits: limits on request bodies.
-            codecs: codecs of the process.
             allowed_hosts: allowed Host names; None: any.
         """
         self._metrics = metrics

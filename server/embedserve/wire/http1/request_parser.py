@@ -51,11 +51,6 @@ class RequestParser:
     """
 
     def __init__(self, receiver: RequestReceiver, scheme: bytes) -> None:
-        """
-        Args:
-            receiver: receiver of what is parsed.
-            scheme: URI scheme of the connection.
-        """
         self._receiver = receiver
         self._scheme = scheme
         self._llhttp = httptools.HttpRequestParser(self)

@@ -31,14 +31,9 @@ class Http1Stream:
     """A request being received or answered, or queued behind others. Implements HttpStream.
 
     Attributes:
-        connection: connection of the stream.
         handler: handler of the request; NULL_HANDLER before it is opened and after it ends.
         is_opened: whether the handler was made. A queued request is not opened.
-        is_received: whether the request has ended.
-        is_sent: whether the response has ended.
         is_last: whether the connection ends with the response.
-        held_bytes: received bytes that were not passed to the handler.
-        missing_bytes: declared content-length; None: not declared.
     """
 
     __slots__ = (
@@ -72,9 +67,6 @@ class Http1Stream:
     ) -> None:
         """
         Args:
-            connection: connection of the stream.
-            make_handler: factory of the handler.
-            request: validated headers.
             is_1_0: whether the client speaks HTTP/1.0, which has no chunks.
             is_last: whether the client wants the connection to end with the response.
         """

@@ -103,12 +103,6 @@ class Http2Connection:
     def __init__(
         self, resolve_route: ResolveRoute, uploads: UploadBudget, on_output: Callable[[], None]
     ) -> None:
-        """
-        Args:
-            resolve_route: resolves request headers to a handler factory.
-            uploads: budget for large request bodies, shared by the process.
-            on_output: called when there are bytes to send.
-        """
         self.frame_writer = FrameWriter()
         self.flow_control = InboundFlowControl(self.frame_writer.out, uploads, on_output)
         self.message_turns = MessageTurns(self.flow_control, on_output)

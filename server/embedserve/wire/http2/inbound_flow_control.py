@@ -67,8 +67,6 @@ class InboundFlowControl:
     ) -> None:
         """
         Args:
-            out: output list for frames.
-            uploads: budget for large request bodies, shared by the process.
             on_output: called when a frame is added outside of ``receive``.
         """
         self.out = out

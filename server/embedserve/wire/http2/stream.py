@@ -23,23 +23,18 @@ class Stream:
     """An open stream. Implements HttpStream.
 
     Attributes:
-        connection: connection of the stream.
         id: stream identifier.
         handler: handler of the request; NULL_HANDLER before the request opens and after it ends.
         send_window: bytes of DATA that the server may send on the stream.
         receive_window: bytes of DATA that the client may send on the stream.
-        held_bytes: received bytes that the handler has not consumed yet.
         granted_bytes: bytes of the receive window granted by UploadBudget, beyond STREAM_WINDOW.
         has_pending_grant: whether a request to UploadBudget is pending.
-        is_received: whether the request has ended.
-        is_sent: whether the response has ended.
         unsent: unsent chunks of the response body, in order; None until a body is queued.
         unsent_bytes: bytes in ``unsent``.
         tail: header block of the trailers. b"": the body ends the stream; None: more body may
             follow.
         blocked_since_s: perf_counter time when flow control blocked the stream; 0: not blocked.
         sent_while_blocked: body bytes sent since ``blocked_since_s``.
-        missing_bytes: bytes of the declared content-length still to arrive; None: not declared.
     """
 
     __slots__ = (
@@ -124,7 +119,6 @@ class Stream:
         self.connection.cancel(self, code)
 
     def consumed(self, nbytes: int) -> None:
-        """Returns ``nbytes`` of received data to flow control: the handler has consumed them."""
         self.connection.flow_control.consumed(self, nbytes)
 
     def expect(self, nbytes: int) -> None:

@@ -34,11 +34,6 @@ class MessageTurns:
     __slots__ = ("_flow_control", "_on_output", "_waiting")
 
     def __init__(self, flow_control: InboundFlowControl, on_output: Callable[[], None]) -> None:
-        """
-        Args:
-            flow_control: windows of the connection, which open as messages are taken.
-            on_output: called when there are bytes to send.
-        """
         self._flow_control = flow_control
         self._on_output = on_output
         self._waiting: deque[Callable[[], None]] = deque()

@@ -26,8 +26,6 @@ class TlsFiles:
     """Paths of the TLS files, in PEM format.
 
     Attributes:
-        certificate: path of the server certificate.
-        key: path of the server key.
         client_ca: path of the CA certificates for client certificates, with revocation lists if
             any; "": clients need no certificate.
     """
