@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
 from certificates import Authority
 from hostile.canary_client import Neighbour, anonymous_kib, open_sockets
-from hostile.peer import GREETING, Peer
+from hostile.peer import Peer
 from hostile.target_server import table
 from server.python import environment
 from server.waiting import given_up_after
@@ -207,24 +207,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-class MakePeer(Protocol):
-    """Opens a connection, which is closed when the test ends."""
-
-    def __call__(
-        self,
-        greeting: bytes = GREETING,
-        acknowledges: bool = True,
-        receive_buffer: int | None = None,
-    ) -> Peer: ...
+MakePeer = Callable[..., Peer]
+"""Opens a connection, which is closed when the test ends. Takes the options of Peer."""
 
 
 def peers_of(port: int, bounds: Bounds) -> MakePeer:
-    def connect(
-        greeting: bytes = GREETING,
-        acknowledges: bool = True,
-        receive_buffer: int | None = None,
-    ) -> Peer:
-        peer = Peer(port, greeting, acknowledges, receive_buffer)
+    def connect(**options: Any) -> Peer:
+        peer = Peer(port, **options)
         bounds.peers.append(peer)
         return peer
 

@@ -1,4 +1,4 @@
-"""Tests of streams: too many, half requests, one byte at a time, and a thousand idle streams."""
+"""Tests of streams: too many, half requests, resets, and a thousand idle streams."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ STREAM_HEADERS = f.grpc_head(b"EmbedStream")
 def incomplete_requests(first: int, count: int, block: bytes) -> bytes:
     """Returns the headers of requests whose bodies never arrive."""
     return b"".join(f.headers(first + 2 * i, block, end=False) for i in range(count))
-
-
-def test_server_settings_announce_the_limits(rest_peer: MakePeer) -> None:
-    (first, *_) = rest_peer().of_type(f.SETTINGS)
-    pairs = [first.payload[i : i + 6] for i in range(0, len(first.payload), 6)]
-    values = {int.from_bytes(p[:2], "big"): int.from_bytes(p[2:], "big") for p in pairs}
-    assert values[f.MAX_CONCURRENT_STREAMS] == STREAMS_MAX
-    assert values[f.INITIAL_WINDOW_SIZE] == STREAM_WINDOW
-    assert values[f.MAX_HEADER_LIST_SIZE] == 16_384
 
 
 def test_streams_over_the_limit_are_rejected(rest_peer: MakePeer) -> None:
@@ -126,25 +117,6 @@ def test_body_beyond_the_stream_window_is_rejected(rest_peer: MakePeer) -> None:
 
     peer.read_until(is_rejected, "rejection")
     assert is_rejected()
-
-
-def test_message_in_one_byte_frames_is_answered(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    peer = grpc_peer()
-    peer.send(f.headers(1, f.grpc_head(b"Embed"), end=False))
-    for byte in f.message(embed_request([499])):
-        peer.send(f.data(1, bytes([byte]), end=False))
-        peer.read_for(0.01)
-    peer.send(f.data(1))
-    np.testing.assert_array_equal(embedded(peer, 1), rows[[499]])
-
-
-def test_headers_frame_sent_byte_by_byte_is_answered(rest_peer: MakePeer) -> None:
-    """Sends a frame one byte at a time; other connections' responses must not wait."""
-    peer = rest_peer()
-    for byte in f.get(1):
-        peer.send(bytes([byte]))
-        peer.read_for(0.01)
-    assert peer.response(1).status == 200
 
 
 def test_thousand_idle_streams_do_not_block_other_calls(

@@ -39,8 +39,8 @@ MIB = 1 << 20
 
 
 @cache
-def flood(number: int) -> bytes:
-    return FLOODS[number]()
+def flood(name: str) -> bytes:
+    return FLOODS[name]()
 
 
 class AbusiveClients:
@@ -107,7 +107,7 @@ class AbusiveClients:
 
     def flood(self) -> None:
         with closing(self._peer(PLAIN)) as peer:
-            peer.send(flood(self._random.randrange(len(FLOODS))))
+            peer.send(flood(self._random.choice([*FLOODS])))
 
     def garbage(self) -> None:
         kind = self._random.choice(self._kinds)
