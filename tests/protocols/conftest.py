@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 from event_loop import event_loop_policy
-from protocols.drivers import PROTOCOLS
+from protocols.drivers import PROTOCOLS, Driver
 from protocols.servers import Servers
 from server.waiting import given_up_after
 
@@ -32,3 +32,9 @@ def protocol(request: pytest.FixtureRequest) -> str:
 async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Servers]:
     async with AsyncExitStack() as stack:
         yield Servers(tmp_path_factory.mktemp("shm"), stack)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def driver(request: pytest.FixtureRequest, servers: Servers, protocol: str) -> Driver:
+    """Returns a driver of the protocol, for a server with SETUP of the test's module."""
+    return await servers.driver(protocol, request.module.SETUP)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from protocols.drivers import PROTOCOLS, Driver
 from protocols.requests import Request, Response, check_vectors
-from protocols.servers import MATRIX, Servers, Setup
+from protocols.servers import MATRIX, Setup
 from server.fake_models import model_info
 from server.waiting import until
 
@@ -16,7 +16,7 @@ from embedserve.config import Limits
 pytestmark = MATRIX
 
 VALID = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
-ACCESS = Setup(
+SETUP = Setup(
     [model_info(), model_info("films")],
     Limits(inline_bytes_max=0, body_bytes_max=20_000),
     {
@@ -61,12 +61,11 @@ def check_code(driver: Driver, response: Response, code: str, status: int) -> No
 
 
 async def test_caller_without_a_valid_token_is_rejected(
-    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+    driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also checks that the next caller on the same connection gets a response, and that neither a
     message nor a log has a token."""
     caplog.set_level("DEBUG", "embedserve")
-    driver = await servers.driver(protocol, ACCESS)
     valid = with_token(VALID, "Bearer es_right")
     async with driver.connect() as connection:
         for authorization, (code, status) in [*REJECTED.items()] * 2:
@@ -83,10 +82,7 @@ async def test_caller_without_a_valid_token_is_rejected(
     assert "hunter2" not in caplog.text
 
 
-async def test_forbidden_model_is_rejected_whether_or_not_it_exists(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, ACCESS)
+async def test_forbidden_model_is_rejected_whether_or_not_it_exists(driver: Driver) -> None:
     if not driver.can("model"):
         pytest.skip("requests name no model")
     for name, code in {
@@ -98,12 +94,11 @@ async def test_forbidden_model_is_rejected_whether_or_not_it_exists(
         assert (name, response.code) == (name, code)
 
 
-async def test_caller_over_its_rate_limit_gets_retry_after(servers: Servers, protocol: str) -> None:
-    if protocol.startswith("shared-memory"):
+async def test_caller_over_its_rate_limit_gets_retry_after(driver: Driver) -> None:
+    if driver.name.startswith("shared-memory"):
         pytest.skip("registering a region is a request of its rate")
-    driver = await servers.driver(protocol, ACCESS)
     limited, valid = (
-        with_token(VALID, f"Bearer es_slow-{protocol}"),
+        with_token(VALID, f"Bearer es_slow-{driver.name}"),
         with_token(VALID, "Bearer es_right"),
     )
     check_vectors(await driver.request(limited), driver.engine, limited)
@@ -116,10 +111,7 @@ async def test_caller_over_its_rate_limit_gets_retry_after(servers: Servers, pro
     driver.expect_more(before, OK=1, RESOURCE_EXHAUSTED=1)
 
 
-async def test_caller_over_its_concurrency_limit_is_rejected(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, ACCESS)
+async def test_caller_over_its_concurrency_limit_is_rejected(driver: Driver) -> None:
     one = with_token(VALID, "Bearer es_one")
     driver.engine.lookups.clear()
     driver.engine.hold()
@@ -133,10 +125,7 @@ async def test_caller_over_its_concurrency_limit_is_rejected(
         check_vectors(await driver.request(one), driver.engine, one)
 
 
-async def test_cancelled_request_frees_the_concurrency_limit(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, ACCESS)
+async def test_cancelled_request_frees_the_concurrency_limit(driver: Driver) -> None:
     one, before = with_token(VALID, "Bearer es_one"), driver.outcomes()
     driver.engine.lookups.clear()
     driver.engine.hold()
@@ -149,10 +138,7 @@ async def test_cancelled_request_frees_the_concurrency_limit(
     check_vectors(await driver.request(one), driver.engine, one)
 
 
-async def test_unauthenticated_client_is_rejected_before_its_body_arrives(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, ACCESS)
+async def test_unauthenticated_client_is_rejected_before_its_body_arrives(driver: Driver) -> None:
     sent = await driver.encode(VALID)
     async with driver.connect() as connection:
         exchange = connection.begin(replace(sent, body=bytes(10_000)))

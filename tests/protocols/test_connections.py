@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from h2.errors import ErrorCodes
 from protocols.connections import Http1Connection
+from protocols.drivers import Driver
 from protocols.requests import Request, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
 from server.waiting import until
@@ -16,7 +17,7 @@ from embedserve.config import Limits
 
 pytestmark = MATRIX
 
-SHOP = Setup()
+SETUP = Setup()
 IN_THREAD = Setup(limits=Limits(inline_bytes_max=0))
 
 
@@ -31,7 +32,7 @@ def request_for(number: int) -> Request:
     )
 
 
-@pytest.mark.parametrize("setup", [SHOP, IN_THREAD], ids=["inline", "in a thread"])
+@pytest.mark.parametrize("setup", [SETUP, IN_THREAD], ids=["inline", "in a thread"])
 async def test_each_request_in_flight_gets_its_own_vectors(
     servers: Servers, protocol: str, setup: Setup
 ) -> None:
@@ -44,10 +45,7 @@ async def test_each_request_in_flight_gets_its_own_vectors(
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-async def test_body_sent_in_chunks_is_reassembled(
-    servers: Servers, protocol: str, size: int
-) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_body_sent_in_chunks_is_reassembled(driver: Driver, size: int) -> None:
     request = request_for(3)
     async with driver.connect() as connection:
         sent = await driver.encode(request)
@@ -63,9 +61,8 @@ async def test_body_sent_in_chunks_is_reassembled(
 
 
 async def test_client_that_disconnects_during_its_body_is_counted_as_cancelled(
-    servers: Servers, protocol: str
+    driver: Driver,
 ) -> None:
-    driver = await servers.driver(protocol, SHOP)
     if driver.protocol.is_stream or driver.protocol.grpc_server != "native":
         pytest.skip("no request has begun, or grpcio has its own parser")
     before = driver.outcomes()
@@ -78,10 +75,9 @@ async def test_client_that_disconnects_during_its_body_is_counted_as_cancelled(
     check_vectors(await driver.request(request_for(1)), driver.engine, request_for(1))
 
 
-async def test_body_shorter_than_declared_is_rejected(servers: Servers, protocol: str) -> None:
+async def test_body_shorter_than_declared_is_rejected(driver: Driver) -> None:
     """Covers gRPC, whose messages have a length prefix, and HTTP/2, whose content-length is
     checked."""
-    driver = await servers.driver(protocol, SHOP)
     if driver.is_http1 or driver.protocol.grpc_server != "native":
         pytest.skip("HTTP/1 waits for the rest, and grpcio has its own parser")
     sent = await driver.encode(request_for(3))
@@ -100,9 +96,8 @@ async def test_body_shorter_than_declared_is_rejected(servers: Servers, protocol
 
 @pytest.mark.parametrize("number", [1, 3])
 async def test_bytes_after_an_http1_body_begin_the_next_request(
-    servers: Servers, protocol: str, number: int
+    driver: Driver, number: int
 ) -> None:
-    driver = await servers.driver(protocol, SHOP)
     if not driver.is_http1:
         pytest.skip("not HTTP/1")
     request, before = request_for(number), driver.outcomes()
@@ -121,11 +116,8 @@ async def test_bytes_after_an_http1_body_begin_the_next_request(
 
 
 @pytest.mark.parametrize("is_end", [True, False], ids=["with its end", "before its end"])
-async def test_body_longer_than_declared_is_rejected(
-    servers: Servers, protocol: str, is_end: bool
-) -> None:
+async def test_body_longer_than_declared_is_rejected(driver: Driver, is_end: bool) -> None:
     """Covers gRPC, whose unary calls have one message, and HTTP/2, which resets the stream."""
-    driver = await servers.driver(protocol, SHOP)
     if driver.is_http1 or driver.protocol.is_stream or driver.protocol.grpc_server != "native":
         pytest.skip("the next request or message begins there, and grpcio has its own parser")
     if driver.protocol.is_grpc and not is_end:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from protocols.drivers import PROTOCOLS
+from protocols.drivers import PROTOCOLS, Driver
 from protocols.logs import fields_of
 from protocols.requests import Request, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
@@ -16,7 +16,7 @@ pytestmark = MATRIX
 
 VALID = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
 INVALID = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
-SHOP = Setup()
+SETUP = Setup()
 PROXIED = Setup(trusted_proxies=["127.0.0.1", "10.0.0.0/8"])
 REST = [name for name, row in PROTOCOLS.items() if not row.is_grpc]
 FORGED = "198.51.100.9"
@@ -31,9 +31,8 @@ REJECTED = {
 @pytest.mark.parametrize("protocol", REST)
 @pytest.mark.parametrize(("name", "value"), REJECTED)
 async def test_invalid_header_is_rejected_with_its_name_and_value(
-    servers: Servers, protocol: str, name: str, value: str
+    driver: Driver, name: str, value: str
 ) -> None:
-    driver = await servers.driver(protocol, SHOP)
     before = driver.outcomes()
     async with driver.connect() as connection:
         raw = await connection.request(await driver.encode(replace(VALID, headers={name: value})))
@@ -52,9 +51,8 @@ async def test_invalid_header_is_rejected_with_its_name_and_value(
     ("name", "value"), [("content-encoding", "identity"), ("x-timeout-ms", "25000.5")]
 )
 async def test_identity_encoding_and_valid_timeout_headers_are_accepted(
-    servers: Servers, protocol: str, name: str, value: str
+    driver: Driver, name: str, value: str
 ) -> None:
-    driver = await servers.driver(protocol, SHOP)
     request = replace(VALID, headers={name: value})
     async with driver.connect() as connection:
         for _ in range(2):
@@ -67,7 +65,7 @@ async def test_rejected_request_is_logged_with_the_client_address(
     """A client that is no trusted proxy cannot set another address."""
     caplog.set_level(logging.INFO)
     forged = {"x-forwarded-for": FORGED, "forwarded": f"for={FORGED}"}
-    async with servers.own_server(protocol, SHOP) as driver:
+    async with servers.own_server(protocol, SETUP) as driver:
         await driver.request(replace(INVALID, headers=forged))
     (fields,) = fields_of(caplog, "rejected with INVALID_ARGUMENT")
     assert fields["address"] == "127.0.0.1"

@@ -21,7 +21,7 @@ FIRST = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
 SECOND = Request({"user": [[4]], "movie": [[5]], "tag": [[]]})
 THIRD = Request({"user": [[6]], "movie": [[]], "tag": [[4]]})
 INVALID = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
-IN_THREAD = Setup(limits=Limits(inline_bytes_max=0))
+SETUP = Setup(limits=Limits(inline_bytes_max=0))
 NARROW = Setup(limits=Limits(inline_bytes_max=0, queue_examples_max=1))
 
 
@@ -36,10 +36,9 @@ def hold_lookups(driver: Driver) -> Iterator[None]:
         driver.engine.release()
 
 
-async def test_requests_in_flight_share_a_batch(servers: Servers, protocol: str) -> None:
+async def test_requests_in_flight_share_a_batch(driver: Driver) -> None:
     """Sends them over one connection. Over HTTP/1.1 each has its own, because responses come one at
     a time there. An invalid request is rejected alone."""
-    driver = await servers.driver(protocol, IN_THREAD)
     requests = [SECOND, INVALID, THIRD, SECOND]
     async with driver.connect() as busy, driver.connect() as one, driver.connect() as two:
         with hold_lookups(driver):
@@ -86,10 +85,7 @@ async def test_full_queue_rejects_with_retry_after(servers: Servers, protocol: s
     driver.expect_more(before, OK=3, RESOURCE_EXHAUSTED=1)
 
 
-async def test_request_that_expires_in_the_queue_is_not_looked_up(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, IN_THREAD)
+async def test_request_that_expires_in_the_queue_is_not_looked_up(driver: Driver) -> None:
     before = driver.outcomes()
     late = Request(SECOND.bags, timeout_s=0.2)
     async with driver.connect() as one, driver.connect() as two:
@@ -110,11 +106,8 @@ async def test_request_that_expires_in_the_queue_is_not_looked_up(
         await until(lambda: driver.has_more(before, OK=1, DEADLINE_EXCEEDED=1))
 
 
-async def test_expired_deadline_is_rejected_without_a_lookup(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, IN_THREAD)
-    if protocol == "stream-grpcio":
+async def test_expired_deadline_is_rejected_without_a_lookup(driver: Driver) -> None:
+    if driver.name == "stream-grpcio":
         pytest.skip("grpcio ends such a stream before its first message")
     late = Request(FIRST.bags, timeout_s=1e-6)
     if driver.protocol.grpc_server == "grpcio":  # its deadline is 1 to 2 ms
@@ -126,16 +119,12 @@ async def test_expired_deadline_is_rejected_without_a_lookup(
     assert driver.engine.lookups == []
 
 
-async def test_request_with_a_distant_deadline_succeeds(servers: Servers, protocol: str) -> None:
-    driver = await servers.driver(protocol, IN_THREAD)
+async def test_request_with_a_distant_deadline_succeeds(driver: Driver) -> None:
     request = Request(FIRST.bags, timeout_s=50)
     check_vectors(await driver.request(request), driver.engine, request)
 
 
-async def test_request_of_a_disconnected_client_leaves_the_queue(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, IN_THREAD)
+async def test_request_of_a_disconnected_client_leaves_the_queue(driver: Driver) -> None:
     before = driver.outcomes()
     async with driver.connect() as one, driver.connect() as two:
         with hold_lookups(driver):
@@ -152,9 +141,8 @@ async def test_request_of_a_disconnected_client_leaves_the_queue(
 
 
 async def test_client_that_disconnects_during_its_lookup_is_counted_as_cancelled(
-    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+    driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver = await servers.driver(protocol, IN_THREAD)
     before = driver.outcomes()
     async with driver.connect() as connection:
         with hold_lookups(driver):
@@ -170,7 +158,7 @@ async def test_client_that_disconnects_during_its_lookup_is_counted_as_cancelled
 async def test_accepted_request_is_completed_during_a_drain(
     servers: Servers, protocol: str
 ) -> None:
-    async with servers.own_server(protocol, IN_THREAD) as driver:
+    async with servers.own_server(protocol, SETUP) as driver:
         late = await driver.encode(SECOND)
         async with driver.connect() as connection:
             with hold_lookups(driver):
@@ -189,7 +177,7 @@ async def test_failed_lookup_does_not_reveal_its_exception(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log has the error in full. It is limited in rate, so each test has its own server."""
-    async with servers.own_server(protocol, IN_THREAD) as driver:
+    async with servers.own_server(protocol, SETUP) as driver:
         driver.engine.failure = ZeroDivisionError("secret of the server")
         response = await driver.request(FIRST)
         assert (response.code, response.status) == ("INTERNAL", driver.http_status(500))

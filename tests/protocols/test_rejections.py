@@ -21,7 +21,7 @@ from embedserve.config import Limits
 pytestmark = MATRIX
 
 VALID = Request({"user": [[1], [2]], "movie": [[3], []], "tag": [[], [4]]})
-SHOP = Setup()
+SETUP = Setup()
 RULED = Setup([ruled_info()])
 SEQUENCE = Setup([unpooled_info()])
 
@@ -136,9 +136,8 @@ INVALID: Mapping[str, tuple[Request, Rejection]] = {
 
 @pytest.mark.parametrize("name", INVALID)
 async def test_invalid_request_is_rejected_without_affecting_other_requests(
-    servers: Servers, protocol: str, name: str
+    driver: Driver, name: str
 ) -> None:
-    driver = await servers.driver(protocol, SHOP)
     invalid, expected = INVALID[name]
     if not driver.can(*expected.needs):
         pytest.skip("such a request cannot be sent")
@@ -171,28 +170,25 @@ async def test_weights_for_an_unpooled_model_are_rejected(servers: Servers, prot
     check_rejection(driver, response, Rejection(400, None, "weights"))
 
 
-async def test_malformed_message_is_rejected(servers: Servers, protocol: str) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_malformed_message_is_rejected(driver: Driver) -> None:
     valid = await driver.encode(VALID)
     await check_rejected(
         driver, replace(valid, body=driver.format.not_a_message), Rejection(400, None, "body")
     )
 
 
-async def test_non_integer_ids_are_rejected(servers: Servers, protocol: str) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_non_integer_ids_are_rejected(driver: Driver) -> None:
     body, words = driver.format.wrong_type
     if not body:
         pytest.skip("its fields have one type")
     valid = await driver.encode(VALID)
     invalid = replace(valid, body=body, headers=dict(valid.headers))
-    if protocol.startswith("infer-binary"):
+    if driver.name.startswith("infer-binary"):
         invalid = replace(invalid, headers={"inference-header-content-length": f"{len(body)}"})
     await check_rejected(driver, invalid, Rejection(400, None, words))
 
 
-async def test_empty_body_is_rejected(servers: Servers, protocol: str) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_empty_body_is_rejected(driver: Driver) -> None:
     valid = await driver.encode(VALID)
     await check_rejected(driver, replace(valid, body=b""), Rejection(400, None, ""))
 

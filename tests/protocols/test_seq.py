@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from protocols.drivers import Driver
 from protocols.requests import Request, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
 from server.fake_deltas import at_seq
@@ -21,7 +22,7 @@ pytestmark = MATRIX
 BAGS: Bags = {"user": [[4], [], [6]], "movie": [[], [10, 10], []], "tag": [[1], [2, 3], []]}
 SEQS = (0, 1, 127, 128, 1234, 10**12, 2**63 - 1)
 AT_SEQ = 1235
-SHOP = Setup()
+SETUP = Setup()
 LIVE = Setup([at_seq(model_info(), AT_SEQ)])
 WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3, 256)})])
 
@@ -44,10 +45,7 @@ def set_seq(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 SetSeq = Callable[[int | None], None]
 
 
-async def test_response_has_the_seq_of_its_rows(
-    servers: Servers, protocol: str, set_seq: SetSeq
-) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_response_has_the_seq_of_its_rows(driver: Driver, set_seq: SetSeq) -> None:
     some = Request(BAGS)
     one = Request({feature: bags[:1] for feature, bags in BAGS.items()})
     async with driver.connect() as connection:
@@ -69,15 +67,12 @@ async def test_large_response_has_its_seq(servers: Servers, protocol: str, set_s
     check_vectors(await driver.request(request), driver.engine, request, 1234)
 
 
-async def test_response_with_a_request_id_has_its_seq(
-    servers: Servers, protocol: str, set_seq: SetSeq
-) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_response_with_a_request_id_has_its_seq(driver: Driver, set_seq: SetSeq) -> None:
     request = replace(Request(BAGS), headers={"x-request-id": "a7"})
     set_seq(1234)
     response = await driver.request(request)
     check_vectors(response, driver.engine, request, 1234)
-    if protocol != "stream-grpcio":
+    if driver.name != "stream-grpcio":
         assert response.headers["x-request-id"] == "a7"
 
 
@@ -124,10 +119,7 @@ async def test_min_seq_ahead_of_the_rows_is_rejected_with_retry_after(
             assert response.headers["retry-after"] == "1"
 
 
-async def test_min_seq_for_a_model_without_deltas_is_rejected(
-    servers: Servers, protocol: str
-) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_min_seq_for_a_model_without_deltas_is_rejected(driver: Driver) -> None:
     response = await driver.request(replace(Request(BAGS), min_seq=1))
     assert response.code == "INVALID_ARGUMENT"
     assert "min_seq is 1, but model 'shop' follows no deltas" in response.message

@@ -23,7 +23,7 @@ ID = "x-request-id"
 GENERATED_ID = re.compile("[0-9a-f]{32}")
 ID_CHARACTERS_MAX = 128
 STAGES = ["read", "queue", "lookup", "encode"]
-PLAIN = Setup()
+SETUP = Setup()
 SLOW = Setup(slow_ms=50)
 TIMED = Setup(tells_times=True)
 LINES_MAX = 10
@@ -41,8 +41,7 @@ def skip_grpcio_streams(protocol: str) -> None:
         pytest.skip("grpcio's streams have no ids")
 
 
-async def test_request_id_is_echoed_in_the_response(servers: Servers, protocol: str) -> None:
-    driver = await servers.driver(protocol, PLAIN)
+async def test_request_id_is_echoed_in_the_response(driver: Driver) -> None:
     for request in (VALID, INVALID):
         response = await request_with(driver, request, x_request_id="a7/Z~")
         assert response.headers[ID] == "a7/Z~"
@@ -52,7 +51,7 @@ async def test_failed_and_slow_requests_are_logged_with_their_request_id(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    driver = await servers.driver(protocol, PLAIN)
+    driver = await servers.driver(protocol, SETUP)
     response = await driver.request(VALID)
     check_vectors(response, driver.engine, VALID)
     assert ID not in response.headers
@@ -79,7 +78,7 @@ async def test_unusable_request_id_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # longer than any test
-    async with servers.own_server(protocol, PLAIN) as driver, driver.connect() as connection:
+    async with servers.own_server(protocol, SETUP) as driver, driver.connect() as connection:
         for unusable in ["x" * (ID_CHARACTERS_MAX + 1), "two words"] * LINES_MAX:
             request = replace(VALID, headers={ID: unusable})
             response = await driver.request(request, connection)

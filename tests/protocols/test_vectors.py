@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from protocols.drivers import Driver
 from protocols.requests import Request, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
 from server.fake_engine import Bags
@@ -15,7 +16,7 @@ pytestmark = MATRIX
 
 BAGS: Bags = {"user": [[4], [], [6]], "movie": [[], [10, 10], []], "tag": [[1], [2, 3], []]}
 PLAIN = Request(BAGS)
-SHOP = Setup()
+SETUP = Setup()
 RULED = Setup([ruled_info()])
 SEQUENCE = Setup([unpooled_info()])
 
@@ -48,13 +49,10 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_vectors_equal_the_expected_vectors(
-    servers: Servers, protocol: str, name: str
-) -> None:
+async def test_vectors_equal_the_expected_vectors(driver: Driver, name: str) -> None:
     """Repeats the request over one connection: later requests match the templates of the first."""
-    driver = await servers.driver(protocol, SHOP)
     request = REQUESTS[name]
-    if protocol.startswith("predictor") and request.weights and "movie" not in request.bags:
+    if driver.name.startswith("predictor") and request.weights and "movie" not in request.bags:
         request = replace(request, bags={"user": [[]], "movie": [[]], **request.bags})
     async with driver.connect() as connection:
         for _ in range(2):
@@ -62,8 +60,7 @@ async def test_vectors_equal_the_expected_vectors(
             check_vectors(response, driver.engine, request)
 
 
-async def test_model_is_selected_by_name_and_version(servers: Servers, protocol: str) -> None:
-    driver = await servers.driver(protocol, SHOP)
+async def test_model_is_selected_by_name_and_version(driver: Driver) -> None:
     if not driver.can("model"):
         pytest.skip("requests name no model")
     for name, number in (("shop", ""), ("shop", "7"), ("shop@7", ""), ("ruled", "")):
@@ -91,10 +88,9 @@ async def test_version_is_selected_by_number_or_alias(servers: Servers, protocol
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("keys", [(), ("user",), ("tag", "user"), ("movie", "tag", "user")])
 async def test_output_keys_and_dtype_are_selected(
-    servers: Servers, protocol: str, dtype: str, keys: tuple[str, ...]
+    driver: Driver, dtype: str, keys: tuple[str, ...]
 ) -> None:
     """Values beyond the largest float16 become infinite."""
-    driver = await servers.driver(protocol, SHOP)
     if not driver.can("dtype", "keys"):
         pytest.skip("requests select no outputs")
     driver.engine.tables["t_user"][5] = [1e5, 7e4, 65504, 1e-7]
