@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -75,11 +76,9 @@ async def test_caller_without_a_valid_token_is_rejected(
             assert (authorization, response.code) == (authorization, code)
             check_code(driver, response, code, status)
             assert "x-request-id" in response.headers
-            assert "es_" not in response.message
-            assert "hunter2" not in response.message
+            assert not re.search("es_|hunter2", str(response))
             check_vectors(await driver.request(valid, connection), driver.engine, valid)
-    assert "es_" not in caplog.text
-    assert "hunter2" not in caplog.text
+    assert not re.search("es_|hunter2", caplog.text)
 
 
 async def test_forbidden_model_is_rejected_whether_or_not_it_exists(driver: Driver) -> None:
