@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from protocols.requests import EncodedRequest, Request, Response
 from protocols.shared_memory_formats import SharedMemory, SharedMemoryFolder, SharedMemoryMessage
 from server.fake_engine import FakeEngine
 from server.live import Live
+from server.waiting import until
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,12 @@ class Protocol:
     """A row of the matrix of protocols.
 
     Attributes:
-        make_format: returns the format, given the folder that stands for shared memory.
         is_chunked: whether HTTP/1.1 bodies are sent in chunks, off the fast path.
         grpc_server: which server serves the gRPC port.
     """
 
     connection: type[Connection]
-    make_format: Callable[[SharedMemoryFolder], Format]
+    format: type[Format]
     is_chunked: bool = False
     grpc_server: str = "native"
 
@@ -49,36 +49,30 @@ class Protocol:
         return self.connection is StreamConnection
 
 
-def _plain(make: type[Format]) -> Callable[[SharedMemoryFolder], Format]:
-    return lambda _: make()
-
-
-def _row(connection: type[Connection], make: type[Format], **options: object) -> Protocol:
-    return Protocol(connection, _plain(make), **options)  # type: ignore[arg-type]
-
-
 PROTOCOLS: Mapping[str, Protocol] = {
-    "json": _row(Http1Connection, formats.Json),
-    "json-chunked": _row(Http1Connection, formats.Json, is_chunked=True),
-    "json-http2": _row(Http2Connection, formats.Json),
-    "protobuf": _row(Http1Connection, formats.Protobuf),
-    "protobuf-http2": _row(Http2Connection, formats.Protobuf),
-    "arrow": _row(Http1Connection, formats.Arrow),
-    "arrow-http2": _row(Http2Connection, formats.Arrow),
-    "grpc": _row(GrpcConnection, formats.Message),
-    "grpc-grpcio": _row(GrpcConnection, formats.Message, grpc_server="grpcio"),
-    "stream": _row(StreamConnection, formats.StreamMessage),
-    "stream-grpcio": _row(StreamConnection, formats.StreamMessage, grpc_server="grpcio"),
-    "infer": _row(Http1Connection, inference_formats.Infer),
-    "infer-binary": _row(Http1Connection, inference_formats.InferBinary),
-    "infer-binary-chunked": _row(Http1Connection, inference_formats.InferBinary, is_chunked=True),
-    "infer-binary-http2": _row(Http2Connection, inference_formats.InferBinary),
-    "infer-grpc": _row(GrpcConnection, inference_formats.InferMessage),
-    "infer-grpcio": _row(GrpcConnection, inference_formats.InferMessage, grpc_server="grpcio"),
-    "infer-typed": _row(GrpcConnection, inference_formats.InferTyped),
-    "infer-stream": _row(StreamConnection, inference_formats.InferStream),
-    "predictor": _row(GrpcConnection, formats.Predict),
-    "predictor-grpcio": _row(GrpcConnection, formats.Predict, grpc_server="grpcio"),
+    "json": Protocol(Http1Connection, formats.Json),
+    "json-chunked": Protocol(Http1Connection, formats.Json, is_chunked=True),
+    "json-http2": Protocol(Http2Connection, formats.Json),
+    "protobuf": Protocol(Http1Connection, formats.Protobuf),
+    "protobuf-http2": Protocol(Http2Connection, formats.Protobuf),
+    "arrow": Protocol(Http1Connection, formats.Arrow),
+    "arrow-http2": Protocol(Http2Connection, formats.Arrow),
+    "grpc": Protocol(GrpcConnection, formats.Message),
+    "grpc-grpcio": Protocol(GrpcConnection, formats.Message, grpc_server="grpcio"),
+    "stream": Protocol(StreamConnection, formats.StreamMessage),
+    "stream-grpcio": Protocol(StreamConnection, formats.StreamMessage, grpc_server="grpcio"),
+    "infer": Protocol(Http1Connection, inference_formats.Infer),
+    "infer-binary": Protocol(Http1Connection, inference_formats.InferBinary),
+    "infer-binary-chunked": Protocol(
+        Http1Connection, inference_formats.InferBinary, is_chunked=True
+    ),
+    "infer-binary-http2": Protocol(Http2Connection, inference_formats.InferBinary),
+    "infer-grpc": Protocol(GrpcConnection, inference_formats.InferMessage),
+    "infer-grpcio": Protocol(GrpcConnection, inference_formats.InferMessage, grpc_server="grpcio"),
+    "infer-typed": Protocol(GrpcConnection, inference_formats.InferTyped),
+    "infer-stream": Protocol(StreamConnection, inference_formats.InferStream),
+    "predictor": Protocol(GrpcConnection, formats.Predict),
+    "predictor-grpcio": Protocol(GrpcConnection, formats.Predict, grpc_server="grpcio"),
     "shared-memory": Protocol(Http1Connection, SharedMemory),
     "shared-memory-grpc": Protocol(GrpcConnection, SharedMemoryMessage),
 }
@@ -100,7 +94,7 @@ class Driver:
         self.live = live
         self.engines = engines
         self._shared_folder = shared_folder
-        self.format = self.protocol.make_format(shared_folder)
+        self.format = self.protocol.format(shared_folder)
 
     def can(self, *options: str) -> bool:
         """Returns whether requests of this protocol have all of ``options``."""
@@ -174,6 +168,18 @@ class Driver:
     async def start(self, connection: Connection, *requests: Request) -> list[Exchange]:
         """Sends requests without waiting for responses."""
         return connection.start(*[await self.encode(one) for one in requests])
+
+    @asynccontextmanager
+    async def looking_up(self, connection: Connection, request: Request) -> AsyncIterator[Exchange]:
+        """Sends a request to the default model; holds its lookup until the block ends."""
+        self.engine.lookups.clear()
+        self.engine.hold()
+        try:
+            (exchange,) = await self.start(connection, request)
+            await until(lambda: self.engine.lookups)
+            yield exchange
+        finally:
+            self.engine.release()
 
     async def read(self, exchange: Exchange) -> Response:
         return self.format.read(await exchange.response())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -19,6 +19,9 @@ from server.predictions import prediction_request
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import predictor_pb2 as predictor
 from server import arrow_streams
+
+if TYPE_CHECKING:
+    from protocols.shared_memory_formats import SharedMemoryFolder
 
 CODES = {
     400: "INVALID_ARGUMENT",
@@ -58,6 +61,7 @@ class Format:
         not_a_message: bytes that are no request.
         wrong_type: (body with fractions for ids, words of its error); b"" if there is none.
         is_text: whether the body is JSON alone.
+        shared_folder: folder that stands for shared memory.
     """
 
     wrong_type = (b"", "")
@@ -66,6 +70,9 @@ class Format:
     has_field = True
     can = frozenset({"model", "version", "dtype", "keys", "strings", "NaN", "default model"})
     not_a_message = b"{"
+
+    def __init__(self, shared_folder: SharedMemoryFolder) -> None:
+        self.shared_folder = shared_folder
 
     @abstractmethod
     def encode(self, request: Request, engine: FakeEngine) -> EncodedRequest:

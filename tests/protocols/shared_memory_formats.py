@@ -73,9 +73,6 @@ class SharedMemoryFolder:
 class SharedMemory(Infer):
     """The Open Inference Protocol over REST, with ids and vectors in shared memory."""
 
-    def __init__(self, shared_folder: SharedMemoryFolder) -> None:
-        self.shared_folder = shared_folder
-
     def encode(self, request: Request, engine: FakeEngine) -> EncodedRequest:
         body = self.shared_folder.write_request(request, engine)
         sent = super().encode(request, engine)
@@ -93,9 +90,6 @@ class SharedMemory(Infer):
 
 class SharedMemoryMessage(InferMessage):
     """The Open Inference Protocol over gRPC, with ids and vectors in shared memory."""
-
-    def __init__(self, shared_folder: SharedMemoryFolder) -> None:
-        self.shared_folder = shared_folder
 
     def encode(self, request: Request, engine: FakeEngine) -> EncodedRequest:
         body = self.shared_folder.write_request(request, engine)

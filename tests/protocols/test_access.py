@@ -112,13 +112,9 @@ async def test_caller_over_its_rate_limit_gets_retry_after(driver: Driver) -> No
 
 async def test_caller_over_its_concurrency_limit_is_rejected(driver: Driver) -> None:
     one = with_token(VALID, "Bearer es_one")
-    driver.engine.lookups.clear()
-    driver.engine.hold()
     async with driver.connect() as connection:
-        (first,) = await driver.start(connection, one)
-        await until(lambda: driver.engine.lookups)
-        response = await driver.request(one)
-        driver.engine.release()
+        async with driver.looking_up(connection, one) as first:
+            response = await driver.request(one)
         check_code(driver, response, "RESOURCE_EXHAUSTED", 429)
         check_vectors(await driver.read(first), driver.engine, one)
         check_vectors(await driver.request(one), driver.engine, one)
@@ -126,14 +122,9 @@ async def test_caller_over_its_concurrency_limit_is_rejected(driver: Driver) -> 
 
 async def test_cancelled_request_frees_the_concurrency_limit(driver: Driver) -> None:
     one, before = with_token(VALID, "Bearer es_one"), driver.outcomes()
-    driver.engine.lookups.clear()
-    driver.engine.hold()
-    async with driver.connect() as connection:
-        (first,) = await driver.start(connection, one)
-        await until(lambda: driver.engine.lookups)
+    async with driver.connect() as connection, driver.looking_up(connection, one) as first:
         first.cancel()
         await until(lambda: driver.has_more(before, CANCELLED=1))
-    driver.engine.release()
     check_vectors(await driver.request(one), driver.engine, one)
 
 

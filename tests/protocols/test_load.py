@@ -4,8 +4,6 @@ drained."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from protocols.drivers import Driver
@@ -25,25 +23,12 @@ SETUP = Setup(limits=Limits(inline_bytes_max=0))
 NARROW = Setup(limits=Limits(inline_bytes_max=0, queue_examples_max=1))
 
 
-@contextmanager
-def hold_lookups(driver: Driver) -> Iterator[None]:
-    """Holds all lookups until the block ends."""
-    driver.engine.lookups.clear()
-    driver.engine.hold()
-    try:
-        yield
-    finally:
-        driver.engine.release()
-
-
 async def test_requests_in_flight_share_a_batch(driver: Driver) -> None:
     """Sends them over one connection. Over HTTP/1.1 each has its own, because responses come one at
     a time there. An invalid request is rejected alone."""
     requests = [SECOND, INVALID, THIRD, SECOND]
     async with driver.connect() as busy, driver.connect() as one, driver.connect() as two:
-        with hold_lookups(driver):
-            (first,) = await driver.start(busy, FIRST)
-            await until(lambda: driver.engine.lookups)
+        async with driver.looking_up(busy, FIRST) as first:
             if driver.is_http1:
                 exchanges = await driver.start(one, *requests[:1])
                 exchanges += await driver.start(two, *requests[1:2])
@@ -69,9 +54,7 @@ async def test_full_queue_rejects_with_retry_after(servers: Servers, protocol: s
     driver = await servers.driver(protocol, NARROW)
     before = driver.outcomes()
     async with driver.connect() as one, driver.connect() as two:
-        with hold_lookups(driver):
-            (first,) = await driver.start(one, FIRST)
-            await until(lambda: driver.engine.lookups)
+        async with driver.looking_up(one, FIRST) as first:
             (second,) = await driver.start(two, SECOND)
             await until(lambda: driver.live.queued() == 1)
             rejected = await driver.request(THIRD)
@@ -89,9 +72,7 @@ async def test_request_that_expires_in_the_queue_is_not_looked_up(driver: Driver
     before = driver.outcomes()
     late = Request(SECOND.bags, timeout_s=0.2)
     async with driver.connect() as one, driver.connect() as two:
-        with hold_lookups(driver):
-            (first,) = await driver.start(one, FIRST)
-            await until(lambda: driver.engine.lookups)
+        async with driver.looking_up(one, FIRST) as first:
             (second,) = await driver.start(two, late)
             answer = asyncio.create_task(driver.read(second))
             # On a slow machine the deadline may pass before the request is queued.
@@ -111,8 +92,9 @@ async def test_expired_deadline_is_rejected_without_a_lookup(driver: Driver) -> 
         pytest.skip("grpcio ends such a stream before its first message")
     late = Request(FIRST.bags, timeout_s=1e-6)
     if driver.protocol.grpc_server == "grpcio":  # its deadline is 1 to 2 ms
-        with hold_lookups(driver):
-            assert (await driver.request(late)).code == "DEADLINE_EXCEEDED"
+        driver.engine.hold()
+        assert (await driver.request(late)).code == "DEADLINE_EXCEEDED"
+        driver.engine.release()
         return
     driver.engine.lookups.clear()
     assert (await driver.request(late)).code == "DEADLINE_EXCEEDED"
@@ -127,9 +109,7 @@ async def test_request_with_a_distant_deadline_succeeds(driver: Driver) -> None:
 async def test_request_of_a_disconnected_client_leaves_the_queue(driver: Driver) -> None:
     before = driver.outcomes()
     async with driver.connect() as one, driver.connect() as two:
-        with hold_lookups(driver):
-            (first,) = await driver.start(one, FIRST)
-            await until(lambda: driver.engine.lookups)
+        async with driver.looking_up(one, FIRST) as first:
             (second,) = await driver.start(two, SECOND)
             await until(lambda: driver.live.queued() == 1)
             second.cancel()
@@ -144,12 +124,9 @@ async def test_client_that_disconnects_during_its_lookup_is_counted_as_cancelled
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = driver.outcomes()
-    async with driver.connect() as connection:
-        with hold_lookups(driver):
-            (first,) = await driver.start(connection, FIRST)
-            await until(lambda: driver.engine.lookups)
-            first.cancel()
-            await until(lambda: driver.has_more(before, CANCELLED=1))
+    async with driver.connect() as connection, driver.looking_up(connection, FIRST) as first:
+        first.cancel()
+        await until(lambda: driver.has_more(before, CANCELLED=1))
     check_vectors(await driver.request(THIRD), driver.engine, THIRD)
     driver.expect_more(before, OK=1, CANCELLED=1)
     assert [one for one in caplog.records if one.levelname != "INFO"] == []
@@ -161,9 +138,7 @@ async def test_accepted_request_is_completed_during_a_drain(
     async with servers.own_server(protocol, SETUP) as driver:
         late = await driver.encode(SECOND)
         async with driver.connect() as connection:
-            with hold_lookups(driver):
-                (first,) = await driver.start(connection, FIRST)
-                await until(lambda: driver.engine.lookups)
+            async with driver.looking_up(connection, FIRST) as first:
                 driver.live.stop.set()
                 await until(lambda: driver.live.pipeline.models.not_ready)
             check_vectors(await driver.read(first), driver.engine, FIRST)
