@@ -54,9 +54,10 @@ class MultipartUpload:
         self._part_bytes = max(remote_files.PART_BYTES, -(-size // PARTS_MAX))
         self._etags: dict[int, str] = {}
         self._there: dict[int, str] = {}
+        # Before the trial of _can_copy, which may stay and would be found as the last upload.
+        found = self._find() if is_resumed else None
         self._unchanged = unchanged if unchanged and self._can_copy(unchanged) else None
         self._copied: set[int] = set()
-        found = self._find() if is_resumed else None
         if found is None:
             self._id = str(self._call("create_multipart_upload")["UploadId"])
         else:

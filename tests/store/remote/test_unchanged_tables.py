@@ -91,6 +91,11 @@ def test_unchanged_tables_at_other_offsets_are_copied_in_the_store(
     assert store.copied > nbytes(url, 2, "a", "c") - 4 * PART_BYTES
 
 
+def interrupt_late(file: str, bytes_done: int, bytes_total: int) -> None:
+    if file == "tables.safetensors" and bytes_done > 0.8 * bytes_total:
+        raise KeyboardInterrupt
+
+
 def test_interrupted_upload_continues_with_copied_parts(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
@@ -98,15 +103,10 @@ def test_interrupted_upload_continues_with_copied_parts(
     publish_tables(local, a=1, b=2)
     publish_tables(local, a=1, b=5)
     monkeypatch.setattr(remote_files, "PARTS_AT_ONCE", 1)
-
-    def interrupt(file: str, bytes_done: int, bytes_total: int) -> None:
-        if file == "tables.safetensors" and bytes_done > 0.8 * bytes_total:
-            raise KeyboardInterrupt
-
     copy_versions(local, url, "m", 1)
     store.sent = 0
     with pytest.raises(KeyboardInterrupt):
-        copy_versions(local, url, "m", 2, progress=interrupt)
+        copy_versions(local, url, "m", 2, progress=interrupt_late)
     assert store.copied > 2 * PART_BYTES
     assert ModelStore(url).versions("m") == [1]
     copy_versions(local, url, "m", 2)
@@ -114,6 +114,23 @@ def test_interrupted_upload_continues_with_copied_parts(
     size = RemoteFolder(url).size("m/2/tables.safetensors")
     trials = 2 * PART_BYTES
     assert store.sent + store.copied - trials == size  # no part was transferred twice
+
+
+def test_interrupted_upload_continues_without_permission_to_abort(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Serve
+) -> None:
+    """The upload that tries whether the store copies parts is not taken for the interrupted one."""
+    local, store = tmp_path / "local", serve(can_abort=False)
+    publish_tables(local, a=1, b=2)
+    publish_tables(local, a=1, b=5)
+    monkeypatch.setattr(remote_files, "PARTS_AT_ONCE", 1)
+    copy_versions(local, url, "m", 1)
+    store.sent = 0
+    with pytest.raises(KeyboardInterrupt):
+        copy_versions(local, url, "m", 2, progress=interrupt_late)
+    copy_versions(local, url, "m", 2)
+    verify(ModelStore(url, tmp_path / "cache").load("m", 2))
+    assert store.sent == RemoteFolder(url).size("m/2/tables.safetensors")
 
 
 @pytest.mark.parametrize(
