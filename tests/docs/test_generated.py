@@ -68,8 +68,7 @@ def over_two_ranks(tables: Sequence[TableSpec]) -> Plan:
 class OneCaller:
     """Statistics of a single named caller that has sent a request."""
 
-    def names(self) -> frozenset[str]:
-        return frozenset({"ranker"})
+    names = frozenset({"ranker"})
 
     def take_counts(self) -> list[tuple[str, dict[str, int]]]:
         return [("ranker", {"OK": 1})]

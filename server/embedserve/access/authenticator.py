@@ -66,6 +66,8 @@ class Authenticator:
     """Authenticates callers by token or certificate, and applies their limits.
 
     Attributes:
+        names: names of all callers, and UNKNOWN for unauthenticated requests: the same object until
+            the token file is read again.
         reloader: reloader of the token file, which polls it for changes.
     """
 
@@ -73,7 +75,7 @@ class Authenticator:
         """Reads the token file at ``path``. Raises OSError and ValueError, like read_grants."""
         self._clock = clock or JumpTolerantClock()
         self._callers: dict[str, CallerQuota] = {}
-        self._names = frozenset({UNKNOWN})
+        self.names = frozenset({UNKNOWN})
         self._by_hash: dict[str, CallerQuota] = {}
         self._by_certificate: dict[str, CallerQuota] = {}
         self._cached: dict[bytes | Certificate | None, CallerQuota] = {}
@@ -90,7 +92,7 @@ class Authenticator:
             self._by_hash |= dict.fromkeys(grant.sha256, caller)
             if grant.certificate:
                 self._by_certificate[grant.certificate] = caller
-        self._names = frozenset({UNKNOWN, *self._callers})
+        self.names = frozenset({UNKNOWN, *self._callers})
         self.refresh_expiry()
 
     def refresh_expiry(self) -> None:
@@ -134,11 +136,6 @@ class Authenticator:
         caller.active += 1
         request.quota = caller
         return True
-
-    def names(self) -> frozenset[str]:
-        """Returns the names of all callers, and UNKNOWN for unauthenticated requests: the same
-        object until the token file is read again."""
-        return self._names
 
     def take_counts(self) -> list[tuple[str, Counter[str]]]:
         """Returns (name, requests by outcome) of each caller with requests since the last call, and

@@ -24,10 +24,13 @@ CALLER_CELLS = table_cells(CALLERS_MAX + 1, len(OUTCOMES))
 
 
 class Callers(Protocol):
-    """Source of the named callers and of their request counts."""
+    """Source of the named callers and of their request counts.
 
-    def names(self) -> frozenset[str]:
-        """Returns the names of the current callers: the same object until they change."""
+    Attributes:
+        names: names of the current callers: the same object until they change.
+    """
+
+    names: frozenset[str]
 
     def take_counts(self) -> Iterable[tuple[str, Mapping[str, int]]]:
         """Returns (name, requests by outcome) of each caller that sent requests since the last
@@ -59,8 +62,8 @@ class CallerMetrics:
         """Adds the requests since the last flush to the shared cells."""
         if self.callers is None:
             return
-        if self.callers.names() is not self._names:
-            self._adopt(self.callers.names())
+        if self.callers.names is not self._names:
+            self._adopt(self.callers.names)
         for name, counts in self.callers.take_counts():
             i = self._entries.get(name)
             if i is None:

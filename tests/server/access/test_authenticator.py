@@ -311,7 +311,7 @@ async def test_requests_are_counted_by_caller(tokens: Tokens) -> None:
         UNKNOWN: {"UNAUTHENTICATED": 1},
     }
     assert tokens.access.take_counts() == []
-    assert tokens.access.names() == {"x", "late", "y", UNKNOWN}
+    assert tokens.access.names == {"x", "late", "y", UNKNOWN}
 
 
 async def test_idle_callers_cost_no_counter(tokens: Tokens) -> None:
@@ -328,10 +328,10 @@ async def test_idle_callers_cost_no_counter(tokens: Tokens) -> None:
 
 async def test_caller_names_are_cached_until_the_file_is_reloaded(tokens: Tokens) -> None:
     await tokens.add("x")
-    names = tokens.access.names()
-    assert tokens.access.names() is names
+    names = tokens.access.names
+    assert tokens.access.names is names
     await tokens.add("y")
-    assert tokens.access.names() == {*names, "y"}
+    assert tokens.access.names == {*names, "y"}
 
 
 def test_caller_keeps_its_limits_when_its_token_is_replaced(tmp_path: Path) -> None:

@@ -13,16 +13,13 @@ class FakeCallers:
     """Callers, and their request counts since the last flush."""
 
     def __init__(self) -> None:
-        self.known: frozenset[str] = frozenset()
+        self.names: frozenset[str] = frozenset()
         self.counts: dict[str, Counter[str]] = {}
 
     def count_request(self, name: str, outcome: str = "OK", times: int = 1) -> None:
-        if name not in self.known:
-            self.known |= {name}
+        if name not in self.names:
+            self.names |= {name}
         self.counts.setdefault(name, Counter())[outcome] += times
-
-    def names(self) -> frozenset[str]:
-        return self.known
 
     def take_counts(self) -> list[tuple[str, Mapping[str, int]]]:
         counts, self.counts = self.counts, {}
@@ -91,7 +88,7 @@ def test_entry_of_a_removed_caller_is_reused_from_zero() -> None:
     for number in range(CALLERS_MAX):
         callers.count_request(f"caller-{number}", "INTERNAL")
     metrics.flush()
-    callers.known -= {"caller-7"}
+    callers.names -= {"caller-7"}
     callers.count_request("new")
     found = totals(metrics)
     assert found["new", "OK"] == 1
@@ -105,7 +102,7 @@ def test_callers_beyond_the_limit_are_hashed_once_per_token_file() -> None:
     """Checks that the cost of a flush, which runs on the event loop, is not names times callers."""
     metrics, callers = make_metrics(SharedCounters(1, CALLER_CELLS), 0)
     names = [CountedName(f"caller-{number}") for number in range(1000)]
-    callers.known = frozenset(names)
+    callers.names = frozenset(names)
 
     def hashed_by_flush() -> int:
         for name in names:
@@ -116,7 +113,7 @@ def test_callers_beyond_the_limit_are_hashed_once_per_token_file() -> None:
 
     assert hashed_by_flush() <= 3 * len(names)  # to adopt, to find and to claim
     assert hashed_by_flush() == 0
-    callers.known = frozenset(names)  # the file was read again
+    callers.names = frozenset(names)  # the file was read again
     assert hashed_by_flush() <= 3 * len(names)
     assert totals(metrics)[OTHERS, "OK"] == 3 * (len(names) - CALLERS_MAX)
 
@@ -130,7 +127,7 @@ def test_caller_beyond_the_limit_gets_an_entry_once_callers_are_removed() -> Non
     late = names[-1]
     callers.count_request(late)
     assert totals(metrics)[OTHERS, "OK"] == 2
-    callers.known -= {*names[:100]}
+    callers.names -= {*names[:100]}
     callers.count_request(late, times=5)
     found = totals(metrics)
     assert found[late, "OK"] == 5
