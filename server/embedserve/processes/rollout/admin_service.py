@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.errors import ConflictError
@@ -52,7 +53,9 @@ class AdminService:
         except (StoreError, ValueError) as error:
             raise ConflictError(str(error), "model") from error
         number = version.manifest.version
-        serial = self._send_command(Operation.LOAD, name, number, str(version.path), version.at_seq)
+        serial = self._send_command(
+            AdminCommand(Operation.LOAD, name, number, str(version.path), version.at_seq)
+        )
         begun: Target | None = None  # the last state that named the version to load
         try:
             async with asyncio.timeout(ROLLOUT_S_MAX):
@@ -66,7 +69,7 @@ class AdminService:
         finally:
             self._resolver.forget(name)
             if self._version_manager.number(name) is None:  # forgets a new name that failed
-                self._send_command(Operation.UNLOAD, name)
+                self._send_command(AdminCommand(Operation.UNLOAD, name))
         return number
 
     async def unload(self, name: str) -> None:
@@ -80,7 +83,7 @@ class AdminService:
             raise ConflictError(f"model is {name!r}: this server has {served}", "model")
         if len(self._version_manager.versions) == 1:
             raise ConflictError(f"model is {name!r}, and nothing else is served", "model")
-        serial = self._send_command(Operation.UNLOAD, name)
+        serial = self._send_command(AdminCommand(Operation.UNLOAD, name))
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
                 while self._version_manager.command_handled < serial:
@@ -95,19 +98,12 @@ class AdminService:
     def reload(self) -> None:
         """Polls the store immediately, regardless of the ``follow`` setting. Versions with a final
         failure are retried."""
-        self._send_command(Operation.RELOAD)
+        self._send_command(AdminCommand(Operation.RELOAD))
 
-    def _send_command(
-        self,
-        operation: Operation,
-        name: str = "",
-        version: int = 0,
-        path: str = "",
-        at_seq: int | None = None,
-    ) -> int:
-        """Sends a command to the coordinator, and returns its serial number."""
+    def _send_command(self, command: AdminCommand) -> int:
+        """Sends a command to the coordinator, and returns the serial number that it gets."""
         serial = next(self._serials)
-        self._send(AdminCommand(operation, name, version, path, at_seq, serial))
+        self._send(replace(command, serial=serial))
         return serial
 
 
