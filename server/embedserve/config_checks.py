@@ -146,7 +146,6 @@ def _check_parts(settings: ServeSettings) -> None:
                 )
         return
     MissingPolicy.parse(settings.on_missing)
-    _check_shard_credentials(settings)
     for setting, own in (("tables", "mapped"), ("verify", False), ("lookup", "compiled")):
         if (value := getattr(settings, setting)) != own:
             raise ValueError(
@@ -157,19 +156,6 @@ def _check_parts(settings: ServeSettings) -> None:
         raise ValueError(
             f"devices is {settings.devices!r}, but shards is {settings.shards!r}: the rows are in "
             "the shards"
-        )
-
-
-def _check_shard_credentials(settings: ServeSettings) -> None:
-    if bool(settings.shard_cert) != bool(settings.shard_key):
-        raise ValueError(
-            f"shard_cert is {settings.shard_cert!r} and shard_key is {settings.shard_key!r}: a "
-            "certificate and its key come together"
-        )
-    if settings.shard_cert and not settings.shard_ca:
-        raise ValueError(
-            f"shard_cert is {settings.shard_cert!r}, but certificates are shown over TLS only: "
-            "give shard_ca, too"
         )
 
 
@@ -214,10 +200,17 @@ def _check_security(settings: ServeSettings) -> None:
     for name in ("host", "management_host"):
         if not getattr(settings, name):
             raise ValueError(f"{name} is '', expected an address; 0.0.0.0 is all interfaces")
-    if bool(settings.tls_cert) != bool(settings.tls_key):
+    for kind in ("tls", "shard"):
+        cert, key = getattr(settings, f"{kind}_cert"), getattr(settings, f"{kind}_key")
+        if bool(cert) != bool(key):
+            raise ValueError(
+                f"{kind}_cert is {cert!r} and {kind}_key is {key!r}: a certificate and its key "
+                "come together"
+            )
+    if settings.shard_cert and not settings.shard_ca:
         raise ValueError(
-            f"tls_cert is {settings.tls_cert!r} and tls_key is {settings.tls_key!r}: a certificate "
-            "and its key come together"
+            f"shard_cert is {settings.shard_cert!r}, but certificates are shown over TLS only: "
+            "give shard_ca, too"
         )
     if settings.tls_client_ca and not settings.tls_cert:
         raise ValueError(
