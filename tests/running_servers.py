@@ -15,8 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from forkserver import PYTHON, WarmPopen, run_warm
+
+if TYPE_CHECKING:
+    import httpx
 
 READY_S_MAX = 300
 READY_POLL_S = 0.03
@@ -36,12 +40,38 @@ WIDE = {"COLUMNS": "200"}
 
 @dataclass
 class Running:
-    """A server process and its addresses."""
+    """A server process and its addresses.
+
+    Attributes:
+        management: URL of the management routes, which may have a port of their own.
+    """
 
     process: subprocess.Popen[bytes]
     http: str
     grpc: str
     log: Path
+    management: str = ""
+
+    def __post_init__(self) -> None:
+        self.management = self.management or self.http
+
+    def get(self, path: str) -> httpx.Response:
+        """Gets a management route over a new connection, which any worker may accept."""
+        import httpx  # hosts of the GPU tests may lack it
+
+        return httpx.get(self.management + path, timeout=ANSWER_S_MAX)
+
+    def metrics(self) -> str:
+        return self.get("/metrics").text
+
+    def models(self) -> list[dict[str, Any]]:
+        models: list[dict[str, Any]] = self.get("/models").json()["models"]
+        return models
+
+    def model(self) -> dict[str, Any]:
+        """Returns the only model of /models."""
+        (model,) = self.models()
+        return model
 
     def children(self) -> list[int]:
         """Returns the ids of the applier of deltas, if any, and the workers, as they started."""
@@ -102,41 +132,75 @@ def running(
     *arguments: object,
     ports_used: tuple[int, int] | None = None,
     is_warm: bool = True,
-    management_port: int | None = None,
+    has_management_port: bool = False,
 ) -> Iterator[Running]:
     """Runs `embedserve serve STORE …`, yields it once it is ready and stops it with SIGTERM.
 
     The (HTTP, gRPC) ports are free ones, or ``ports_used`` of an earlier server. If ``is_warm``,
-    the server and its workers are forked from Python that has imported torch (forkserver). If
-    ``management_port`` is given, readiness is checked on that port.
+    the server and its workers are forked from Python that has imported torch (forkserver). With a
+    port for management, readiness is checked there.
     """
     http_port, grpc_port = ports_used or (free_port(), free_port())
     ports: tuple[object, ...] = ("--http-port", http_port, "--grpc-port", grpc_port)
-    if management_port is not None:
-        ports += ("--management-port", management_port)
-    with log.open("wb") as output:
-        popen = WarmPopen if is_warm else subprocess.Popen
-        process: subprocess.Popen[bytes] = popen(
-            command("serve", store, *ports, *arguments), stdout=output, stderr=subprocess.STDOUT
-        )
-    server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
-    try:
-        is_own = management_port is None
-        url = server.http if is_own else f"http://127.0.0.1:{management_port}"
-        wait_until_ready(process, log, url)
+    management = ""
+    if has_management_port:
+        port = free_port()
+        ports, management = (*ports, "--management-port", port), f"http://127.0.0.1:{port}"
+    words = command("serve", store, *ports, *arguments)
+    with started(words, log, is_warm=is_warm) as process:
+        http, grpc = f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}"
+        server = Running(process, http, grpc, log, management)
+        wait_until_ready(process, log, server.management)
         yield server
+
+
+@contextmanager
+def started(
+    words: Sequence[str | Path],
+    log: Path,
+    *,
+    is_warm: bool = True,
+    stopped_s_max: float = STOPPED_S_MAX,
+    **options: Any,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a command with its output in ``log``, and stops it with SIGTERM at the end.
+
+    The command may open the log too.
+
+    Args:
+        options: further arguments of WarmPopen if ``is_warm``, else of Popen.
+    """
+    popen: Any = WarmPopen if is_warm else subprocess.Popen
+    log.write_bytes(b"")
+    with log.open("ab") as output:
+        process = popen(words, stdout=output, stderr=subprocess.STDOUT, **options)
+    try:
+        yield process
     finally:
         process.terminate()
-        process.wait(timeout=STOPPED_S_MAX)
+        process.wait(timeout=stopped_s_max)
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+def status(url: str, body: bytes | None = None) -> int:
+    """Returns the status of a request, or 0 if no server responds."""
+    try:
+        with urllib.request.urlopen(url, body, timeout=ANSWER_S_MAX) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def wait_until_ready(
+    process: subprocess.Popen[bytes], log: Path, url: str, path: str = "/health/ready"
+) -> None:
     end = time.monotonic() + READY_S_MAX
     while time.monotonic() < end:
         if process.poll() is not None:
             break
         try:
-            with urllib.request.urlopen(f"{url}/health/ready", timeout=2):
+            with urllib.request.urlopen(url + path, timeout=2):
                 return
         except (OSError, urllib.error.URLError):
             time.sleep(READY_POLL_S)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import http.client
 import os
 import ssl
-import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from certificates import Authority
-from forkserver import WarmPopen
-from running_servers import WIDE, command, free_port, run_warm_command
+from running_servers import WIDE, command, free_port, run_warm_command, started
+from waits import wait_until
 
 from .conftest import Rendered
-
-READY_S_MAX = 300
-STOPPED_S_MAX = 60
 
 
 @dataclass(frozen=True)
@@ -142,21 +137,13 @@ def running_as(
         variables[f"EMBEDSERVE_{port_name.upper()}_PORT"] = str(port)
     variables |= changed or {}
     log = own / "log"
-    with log.open("wb") as output:
-        process: subprocess.Popen[bytes] = WarmPopen(
-            command(*rendered.container["args"]),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | WIDE | variables,
-        )
-    served = Served(rendered, variables, ports, folder)
-    try:
-        end = time.monotonic() + READY_S_MAX
-        while not served.passes(rendered.container["readinessProbe"]):
+    words, environment = command(*rendered.container["args"]), os.environ | WIDE | variables
+    with started(words, log, env=environment) as process:
+        served = Served(rendered, variables, ports, folder)
+
+        def is_ready() -> bool:
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.1)
+            return served.passes(rendered.container["readinessProbe"])
+
+        wait_until(is_ready, log.read_text)
         yield served
-    finally:
-        process.terminate()
-        process.wait(timeout=STOPPED_S_MAX)

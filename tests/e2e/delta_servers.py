@@ -82,19 +82,6 @@ def wait_until(is_true: Callable[[], Any]) -> None:
         time.sleep(POLL_S)
 
 
-def delta_state(url: str) -> dict[str, Any]:
-    """Returns the state of the deltas from /models of a server."""
-    (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]
-    found: dict[str, Any] = model["deltas"]
-    return found
-
-
-def served_version(url: str) -> int:
-    """Returns the version that a worker of the server serves."""
-    (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]
-    return int(model["version"])
-
-
 class Callers:
     """Clients over REST and gRPC that check that each result has the values of its seq."""
 

@@ -111,9 +111,8 @@ class Cluster:
 
 def shard_metrics(server: Running) -> dict[str, float]:
     """Returns the metrics of calls to parts, without buckets, by name, part and other label."""
-    text = httpx.get(f"{server.http}/metrics", timeout=ANSWER_S_MAX).text
     found = {}
-    for family in text_string_to_metric_families("".join(SHARD_LINES.findall(text))):
+    for family in text_string_to_metric_families("".join(SHARD_LINES.findall(server.metrics()))):
         for name, labels, value, *_ in family.samples:
             if "le" not in labels:
                 part = labels.pop("part")
@@ -129,6 +128,12 @@ def replicas(router: Running) -> list[float]:
         if family == "replicas" and others[1] == "served":  # labels: model, state, version
             found[int(part)] = value
     return [found[part] for part in range(PARTS)]
+
+
+def post_embed(server: Running, **features: Any) -> httpx.Response:
+    """Sends a request for bags of features over REST."""
+    body = {"features": features}
+    return httpx.post(f"{server.http}/embed", json=body, timeout=ANSWER_S_MAX)
 
 
 @contextmanager

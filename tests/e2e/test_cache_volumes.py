@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import s3fs
-from forkserver import WarmPopen, run_warm
-from running_servers import ANSWER_S_MAX, Running, command, free_port
+from forkserver import run_warm
+from running_servers import ANSWER_S_MAX, Running, command, free_port, started, status
 from stalling_proxy import StallingProxy, stalling_proxy
 from store.remote.s3_server import environment, serve_s3
 from volumes import Volume, can_freeze, can_mount, disk_volume, memory_volume
@@ -66,26 +63,11 @@ def started_server(
     http_port, grpc_port = free_port(), free_port()
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
     words = command("serve", store, "--cache", cache, *ports, *options)
-    with log.open("wb") as output:
-        process: subprocess.Popen[bytes] = WarmPopen(
-            words, mounts=mounts, stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        yield Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
-    finally:
-        process.kill()
-        process.wait(timeout=COMMAND_S_MAX)
-
-
-def status(url: str) -> int:
-    """Returns the status of a GET request, or 0 if no server responds."""
-    try:
-        with urllib.request.urlopen(url, timeout=ANSWER_S_MAX) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
+    with started(words, log, mounts=mounts) as process:
+        try:
+            yield Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
+        finally:
+            process.kill()
 
 
 def wait_until(is_true: Callable[[], bool], server: Running) -> None:

@@ -15,7 +15,6 @@ import httpx
 import pytest
 import torch
 from e2e.parts_cluster import SLOW_CALL_OPTIONS
-from forkserver import WarmPopen
 from running_servers import (
     READY_S_MAX,
     STOPPED_S_MAX,
@@ -23,7 +22,9 @@ from running_servers import (
     free_port,
     is_running,
     run_warm_command,
+    started,
 )
+from waits import wait_until
 
 from embedserve_store import TableSpec, publish
 
@@ -47,27 +48,15 @@ def cluster(
     """Yields the process of a cluster that is ready, and the address of its router."""
     url = f"http://127.0.0.1:{free_port()}"
     ports = ("--http-port", url.rpartition(":")[2], "--grpc-port", free_port(), *SLOW_CALL_OPTIONS)
-    with log.open("wb") as output:
-        process: subprocess.Popen[bytes] = WarmPopen(
-            command("cluster", store, *ports, *arguments),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            has_warm_children=True,
-        )
-    try:
-        wait_for(log, f"curl -s {url}/models/", process)
+    words = command("cluster", store, *ports, *arguments)
+    with started(words, log, has_warm_children=True) as process:
+
+        def is_ready() -> bool:
+            assert process.poll() is None, log.read_text()
+            return f"curl -s {url}/models/" in log.read_text()
+
+        wait_until(is_ready, log.read_text)
         yield process, url
-    finally:
-        process.terminate()
-        process.wait(STOPPED_S_MAX)
-
-
-def wait_for(log: Path, words: str, process: subprocess.Popen[bytes], count: int = 1) -> None:
-    end = time.monotonic() + READY_S_MAX
-    while log.read_text().count(words) < count:
-        assert time.monotonic() < end, log.read_text()
-        assert process.poll() is None, log.read_text()
-        time.sleep(PAUSE_S)
 
 
 def test_killed_shard_restarts_and_no_request_fails(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from e2e.delta_servers import (
     BAGS,
     COUNTS,
     DIM,
-    delta_state,
     push,
     ranks,
     store,
     wait_until,
 )
-from running_servers import ANSWER_S_MAX, Running, free_port, running
+from running_servers import ANSWER_S_MAX, running
 
 from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient
@@ -36,12 +35,10 @@ HOLD = "/admin/deltas/hold"
 def test_hold_survives_killed_processes_until_it_is_released(
     store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    management_port = free_port()
     options = ("--deltas", "follow", "--workers", "2", "--tables", "resident")
-    management = f"http://127.0.0.1:{management_port}"
     with (
         DeltaWriter(store, model="m") as writer,
-        running(store, tmp_path / "log", *options, management_port=management_port) as server,
+        running(store, tmp_path / "log", *options, has_management_port=True) as server,
     ):
 
         def seq() -> int:
@@ -54,11 +51,11 @@ def test_hold_survives_killed_processes_until_it_is_released(
 
         push(writer, 1)
         wait_until(lambda: seq() == 1)
-        ask_server(ServerClient(management), "deltas hold", "m")
+        ask_server(ServerClient(server.management), "deltas hold", "m")
         assert "m: held at seq 1\n" in capfd.readouterr().err
         for pushed in (2, 3):
             push(writer, pushed)
-            wait_until(lambda: delta_state(management)["wanted_seq"] == pushed)  # noqa: B023
+            wait_until(lambda: server.model()["deltas"]["wanted_seq"] == pushed)  # noqa: B023
         applier, worker, _ = server.children()
         for pid in (worker, applier):
             os.kill(pid, signal.SIGKILL)
@@ -66,12 +63,12 @@ def test_hold_survives_killed_processes_until_it_is_released(
             lambda: len(server.children()) == 3 and not {applier, worker} & {*server.children()}
         )
         push(writer, 4)
-        wait_until(lambda: delta_state(management)["wanted_seq"] == 4)
+        wait_until(lambda: server.model()["deltas"]["wanted_seq"] == 4)
         wait_until(lambda: "is ready again" in server.log.read_text())
-        shown = delta_state(management)
+        shown = server.model()["deltas"]
         assert (shown["state"], shown["seq"], shown["lag_s"] > 0) == ("held", 1, True)
         assert {seq() for _ in range(20)} == {1}
-        metrics = httpx.get(f"{management}/metrics", timeout=ANSWER_S_MAX).text
+        metrics = server.metrics()
         assert 'embedserve_delta_held{alias="",model="m"} 1.0' in metrics
         url = f"{server.http}/models/m/embed"
         response = httpx.post(url, json={"features": BAGS, "min_seq": 2}, timeout=ANSWER_S_MAX)
@@ -82,9 +79,9 @@ def test_hold_survives_killed_processes_until_it_is_released(
             ).status_code
             == 404
         )
-        ask_server(ServerClient(management), "deltas go-on", "m")
+        ask_server(ServerClient(server.management), "deltas go-on", "m")
         wait_until(lambda: {seq() for _ in range(20)} == {4})
-        assert delta_state(management)["state"] == "following"
+        assert server.model()["deltas"]["state"] == "following"
     log = (tmp_path / "log").read_text()
     assert "m: deltas hold, as requested" in log
     assert "m: deltas are held no longer" in log
@@ -120,9 +117,7 @@ def test_bound_alias_stays_at_its_delta_while_another_alias_follows(
             assert (seqs("m@stable"), seqs("m@canary")) == ({2}, {4})
             push(writer, 5)
             wait_until(lambda: seqs("m@canary") == {5})
-            stable, canary = httpx.get(f"{server.http}/models", timeout=ANSWER_S_MAX).json()[
-                "models"
-            ]
+            stable, canary = server.models()
             found = [
                 (one["deltas"].get("at_seq"), one["deltas"]["state"]) for one in (stable, canary)
             ]
@@ -141,13 +136,9 @@ def test_bound_alias_stays_at_its_delta_while_another_alias_follows(
             push(writer, 6)
             wait_until(lambda: seqs("m@canary") == {6})
             assert seqs("m@stable") == {1}
-            wait_until(lambda: "embedserve_shadow_vectors_total" in _metrics(server))
+            wait_until(lambda: "embedserve_shadow_vectors_total" in server.metrics())
             set_alias(store, "m", "stable", 1)
             wait_until(lambda: seqs("m@stable") == {6})
         log = (tmp_path / "log").read_text()
     assert "m@stable: goes back to delta 1, the last that it may have" in log
     assert "Traceback" not in log
-
-
-def _metrics(server: Running) -> str:
-    return httpx.get(f"{server.http}/metrics", timeout=ANSWER_S_MAX).text

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -21,15 +20,13 @@ from e2e.delta_servers import (
     DIM,
     WAIT_S_MAX,
     Callers,
-    delta_state,
     publish_values,
     push,
     ranks,
-    served_version,
     store,
     wait_until,
 )
-from running_servers import ANSWER_S_MAX, Running, free_port, running
+from running_servers import ANSWER_S_MAX, Running, running
 
 from embedserve_client import EmbedClient
 from embedserve_store import DeltaWriter, compact_deltas, undo_deltas
@@ -73,12 +70,6 @@ def running_callers(server: Running) -> Iterator[Callers]:
         callers.end()
 
 
-def served_model(url: str) -> dict[str, Any]:
-    (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]
-    found: dict[str, Any] = model
-    return found
-
-
 def mapped_memories(server: Running) -> list[set[str]]:
     """Returns, for each process, the inodes of the versions' memory that it has mapped."""
     pids = [server.process.pid, *server.children()]
@@ -97,7 +88,7 @@ def has_one_memory(server: Running) -> bool:
 def compact_and_switch(store: Path, server: Running, trainer: Trainer, callers: Callers) -> int:
     """Publishes a compacted version, and returns its number once the server has later rows."""
     compacted = compact_deltas(store, "m").version
-    wait_until(lambda: served_version(server.http) == compacted)
+    wait_until(lambda: server.model()["version"] == compacted)
     later = trainer.seq + 3
     wait_until(lambda: callers.last_seq >= later)
     return compacted
@@ -121,7 +112,7 @@ def test_results_stay_correct_while_the_server_switches_compacted_versions(
             (memory,) = set.union(*mapped_memories(server))
             assert {memory} not in before
             before += mapped_memories(server)
-        assert delta_state(server.http)["line"] == 1
+        assert server.model()["deltas"]["line"] == 1
         callers.end()
         assert (callers.wrong, callers.failures) == ([], [])
         assert "Traceback" not in server.log.read_text()
@@ -136,14 +127,12 @@ def test_version_switch_survives_a_killed_process(store: Path, tmp_path: Path, k
     ):
         wait_until(lambda: callers.last_seq > 3)
         compact_deltas(store, "m")
-        wait_until(
-            lambda: {"next"} & {*served_model(server.http)} or served_version(server.http) == 2
-        )
+        wait_until(lambda: {"next"} & {*server.model()} or server.model()["version"] == 2)
         processes = server.children()
         pid = processes[0 if killed == "applier" else 1]
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: len(server.children()) == 3 and pid not in server.children())
-        wait_until(lambda: served_version(server.http) == 2)
+        wait_until(lambda: server.model()["version"] == 2)
         assert compact_and_switch(store, server, trainer, callers) == 3
         wait_until(lambda: "is ready again" in server.log.read_text() or killed == "applier")
         wait_until(lambda: has_one_memory(server))
@@ -164,42 +153,42 @@ def test_stalled_server_switches_past_the_damaged_delta(store: Path, tmp_path: P
             running(store, tmp_path / "log", *FOLLOW) as server,
             EmbedClient(server.http, retries=5, timeout_s=ANSWER_S_MAX) as client,
         ):
-            wait_until(lambda: delta_state(server.http)["state"] == "stalled")
+            wait_until(lambda: server.model()["deltas"]["state"] == "stalled")
             assert client.embed(BAGS).seq == 1
             compact_deltas(intact_store, "m")
             shutil.copytree(intact_store / "m/2", store / "m/.arriving")
             (store / "m/.arriving").rename(store / "m/2")
-            wait_until(lambda: served_version(server.http) == 2)
+            wait_until(lambda: server.model()["version"] == 2)
             push(writer, 3)
             wait_until(lambda: client.embed(BAGS).seq == 3)
             result = client.embed(BAGS)
             assert (result.version, result.seq) == (2, 3)
             assert np.array_equal(result.values, np.repeat(3 * COUNTS, DIM, axis=1))
-            wait_until(lambda: delta_state(server.http)["state"] == "following")
+            wait_until(lambda: server.model()["deltas"]["state"] == "following")
 
 
 def test_retrained_version_has_its_own_delta_line(store: Path, ranks: int, tmp_path: Path) -> None:
-    management_port = free_port()
-    management = f"http://127.0.0.1:{management_port}"
     options = ("--deltas", "follow", "--workers", "2")
 
     def load(name: str) -> httpx.Response:
-        return httpx.post(f"{management}/admin/load", json={"model": name}, timeout=WAIT_S_MAX)
+        return httpx.post(
+            f"{server.management}/admin/load", json={"model": name}, timeout=WAIT_S_MAX
+        )
 
     def hold(action: str) -> None:
         done = httpx.post(
-            f"{management}/admin/deltas/{action}", json={"model": "m"}, timeout=ANSWER_S_MAX
+            f"{server.management}/admin/deltas/{action}", json={"model": "m"}, timeout=ANSWER_S_MAX
         )
         assert done.status_code == 200
 
     with (
-        running(store, tmp_path / "log", *options, management_port=management_port) as server,
+        running(store, tmp_path / "log", *options, has_management_port=True) as server,
         EmbedClient(server.http, retries=5, timeout_s=ANSWER_S_MAX) as client,
     ):
         with DeltaWriter(store, model="m") as writer:
             push(writer, 1)
             push(writer, 2)
-        wait_until(lambda: delta_state(management)["seq"] == 2)
+        wait_until(lambda: server.model()["deltas"]["seq"] == 2)
         assert publish_values(store, 5, ranks) == 2  # not in the line of version 1
         with DeltaWriter(store, model="m", version=2) as writer:
             push(writer, 1)
@@ -208,17 +197,17 @@ def test_retrained_version_has_its_own_delta_line(store: Path, ranks: int, tmp_p
         assert (rejected.status_code, "its deltas are held" in rejected.text) == (409, True)
         assert client.embed(BAGS).version == 1
         # A worker that receives this failure late would take it for that of the next load.
-        wait_until(lambda: all("next" in served_model(management) for _ in range(20)))
+        wait_until(lambda: all("next" in server.model() for _ in range(20)))
         hold("go-on")
         assert load("m").status_code == 200
-        wait_until(lambda: {served_version(management) for _ in range(20)} == {2})  # in all workers
+        wait_until(lambda: {server.model()["version"] for _ in range(20)} == {2})  # in all workers
         result = client.embed(BAGS)
         assert (result.version, result.seq) == (2, 1)
         ids = np.array([[len(bag) for bag in bags] for bags in BAGS.values()]).T
         expected = COUNTS + 5 * (ids - COUNTS)
         assert np.array_equal(result.values, np.repeat(expected, DIM, axis=1))
-        wait_until(lambda: delta_state(management)["state"] == "following")
-        shown = delta_state(management)
+        wait_until(lambda: server.model()["deltas"]["state"] == "following")
+        shown = server.model()["deltas"]
         assert (shown["line"], shown["seq"]) == (2, 1)
         undo_deltas(store, "m", to=0, why="test", version=2)
         wait_until(lambda: client.embed(BAGS).seq == 2)

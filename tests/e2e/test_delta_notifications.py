@@ -8,13 +8,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from brokers import KINDS, QUOTED, Broker
 from brokers import running as running_broker
-from running_servers import ANSWER_S_MAX, free_port, running
+from running_servers import ANSWER_S_MAX, running
 from waits import wait_until
 
 from embedserve_client import EmbedClient
@@ -26,26 +25,24 @@ HOUR = "3600"
 @pytest.mark.parametrize("kind", KINDS)
 def test_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
     """Checks a server that polls hourly: it serves notified deltas, also after the broker died."""
-    store, log, management_port = tmp_path / "store", tmp_path / "log", free_port()
+    store, log = tmp_path / "store", tmp_path / "log"
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(10, 4)}
     publish(weights, store, model="m", tables=[TableSpec("t", 10, 4, ("f",), "sum", "float32")])
     url_file = tmp_path / "broker.url"
     with running_broker(Broker(kind, tmp_path, has_password=True)) as broker:
         url_file.write_text(broker.url)
         options = ("--deltas", "follow", "--delta-poll-s", HOUR, "--delta-notify", url_file)
-        management = f"http://127.0.0.1:{management_port}"
 
         def state() -> str:
-            (model,) = httpx.get(f"{management}/models", timeout=ANSWER_S_MAX).json()["models"]
-            return str(model["deltas"]["notify"])
+            return str(server.model()["deltas"]["notify"])
 
         def connected() -> str:
-            lines = httpx.get(f"{management}/metrics", timeout=ANSWER_S_MAX).text.splitlines()
+            lines = server.metrics().splitlines()
             (line,) = (one for one in lines if "notify_connected{" in one)
             return line.rpartition(" ")[2]
 
         with (
-            running(store, log, *options, management_port=management_port) as server,
+            running(store, log, *options, has_management_port=True) as server,
             DeltaWriter(store, model="m", notify=url_file) as writer,
             EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
         ):
@@ -60,7 +57,7 @@ def test_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
             assert connected() == "0.0"
             assert client.embed({"f": [[3]]}).seq == 2
             shown = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True)
-            models = httpx.get(f"{management}/models", timeout=ANSWER_S_MAX).text
+            models = server.get("/models").text
             text = log.read_text()
     assert broker.address in text
     for where in (text, shown.stdout, models):

@@ -20,10 +20,8 @@ from e2e.delta_servers import (
     PAUSE_S,
     WAIT_S_MAX,
     Callers,
-    delta_state,
     push,
     ranks,
-    served_version,
     store,
     wait_until,
 )
@@ -67,7 +65,7 @@ def test_each_result_is_from_one_delta_while_processes_are_killed(
         try:
             for seq in range(1, PUSHES + 1):
                 if seq in UNDONE:
-                    wait_until(lambda: delta_state(server.http)["seq"] == seq - 1)  # noqa: B023
+                    wait_until(lambda: server.model()["deltas"]["seq"] == seq - 1)  # noqa: B023
                     undo_deltas(store, "m", to=UNDONE[seq], why="test")
                     writer.resume()
                     wait_until(lambda: seq in callers.seqs)  # noqa: B023
@@ -84,7 +82,7 @@ def test_each_result_is_from_one_delta_while_processes_are_killed(
         finally:
             callers.end()
         assert callers.wrong == []
-        wait_until(lambda: delta_state(server.http)["state"] == "following")
+        wait_until(lambda: server.model()["deltas"]["state"] == "following")
     log = (tmp_path / "log").read_text()
     for seq, target in UNDONE.items():
         assert f"delta {seq} reverts to delta {target}: test" in log
@@ -109,11 +107,11 @@ def test_damaged_delta_is_not_served_until_it_is_repaired(store: Path, tmp_path:
         (published / line / rows.name).write_bytes(intact_rows[:-1] + b"!")
         shutil.copy(store / line / manifest_name(2), tmp_path)
         (tmp_path / manifest_name(2)).rename(published / line / manifest_name(2))
-        wait_until(lambda: delta_state(server.http)["state"] == "stalled")
-        assert rows.name in delta_state(server.http)["reason"]
+        wait_until(lambda: server.model()["deltas"]["state"] == "stalled")
+        assert rows.name in server.model()["deltas"]["reason"]
         assert client.embed(BAGS).seq == 1
         (published / line / rows.name).write_bytes(intact_rows)
-        wait_until(lambda: delta_state(server.http)["state"] == "following")
+        wait_until(lambda: server.model()["deltas"]["state"] == "following")
         result = client.embed(BAGS)
         assert result.seq == 2
         assert np.array_equal(result.values, np.repeat(2 * COUNTS, DIM, axis=1))
@@ -129,15 +127,15 @@ def test_only_signed_deltas_are_served(store: Path, tmp_path: Path) -> None:
     ):
         with DeltaWriter(store, model="m") as writer:
             push(writer, 1)
-        wait_until(lambda: delta_state(server.http)["state"] == "stalled")
-        shown = delta_state(server.http)
+        wait_until(lambda: server.model()["deltas"]["state"] == "stalled")
+        shown = server.model()["deltas"]
         assert f"has no signature of a key in {pair.public}" in shown["reason"]
         assert shown["signatures"] == "required"
         assert client.embed(BAGS).seq == 0
         (store / "m/deltas/1" / manifest_name(1)).unlink()
         with DeltaWriter(store, model="m", key=pair.private) as writer:
             push(writer, 1)
-        wait_until(lambda: delta_state(server.http)["seq"] == 1)
+        wait_until(lambda: server.model()["deltas"]["seq"] == 1)
         assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
 
 
@@ -159,19 +157,19 @@ def test_delta_whose_goldens_differ_is_not_served(store: Path, tmp_path: Path) -
         EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
     ):
         push_golden(writer, 1, 1)
-        wait_until(lambda: delta_state(server.http)["seq"] == 1)
+        wait_until(lambda: server.model()["deltas"]["seq"] == 1)
         push_golden(writer, 2, 1)
-        wait_until(lambda: delta_state(server.http)["state"] == "stalled")
-        reason = delta_state(server.http)["reason"]
+        wait_until(lambda: server.model()["deltas"]["state"] == "stalled")
+        reason = server.model()["deltas"]["reason"]
         assert "delta 2: goldens: 'user' (table 'user'), example 0, column 0: the rows " in reason
         push_golden(writer, 3, 3)
         assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
         undo_deltas(store, "m", to=1, why="wrong rows")
-        wait_until(lambda: delta_state(server.http)["seq"] == 4)
+        wait_until(lambda: server.model()["deltas"]["seq"] == 4)
         assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
         writer.resume()
         push_golden(writer, 5, 5)
-        wait_until(lambda: delta_state(server.http)["seq"] == 5)
+        wait_until(lambda: server.model()["deltas"]["seq"] == 5)
         assert np.array_equal(client.embed(BAGS).values, np.repeat(5 * COUNTS, DIM, axis=1))
     assert reason in (tmp_path / "log").read_text()
 
@@ -195,7 +193,7 @@ def test_deltas_of_a_feature_of_two_tables_are_served(tmp_path: Path) -> None:
     ):
         writer.push_rows({"t": ([1, 8], np.full((2, DIM), 1.0, np.float32))})
         writer.push_rows({"u": ([2, 8], np.full((2, DIM), 10.0, np.float32))})
-        wait_until(lambda: delta_state(server.http)["seq"] == 2)
+        wait_until(lambda: server.model()["deltas"]["seq"] == 2)
         result = client.embed({"f": [[1, 2, 8], [8], [0]]})
         assert result.seq == 2
         for key, sums in (("f@t", [2, 1, 0]), ("f@u", [20, 10, 0])):
@@ -248,14 +246,14 @@ def test_each_result_has_the_ids_of_one_delta(tmp_path: Path) -> None:
                 if seq == compacted:
                     compact_deltas(store, "m")
             wait_until(
-                lambda: {served_version(server.http) for _ in range(20)} == {2}
+                lambda: {server.model()["version"] for _ in range(20)} == {2}
             )  # in all workers
         finally:
             ended.set()
             for caller in callers:
                 caller.join(WAIT_S_MAX)
         assert not wrong
-        assert delta_state(server.http)["ids_changed"] == pushes - compacted + ids
+        assert server.model()["deltas"]["ids_changed"] == pushes - compacted + ids
 
 
 def test_models_and_settings_that_cannot_follow_deltas_are_rejected(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import s3fs
@@ -130,8 +129,8 @@ def test_new_versions_are_rolled_out_under_load(tmp_path: Path, workers: int) ->
         assert load.wrong == []
         assert set(load.answers) == {1, 2, 3, 4}
         # All clients may be connected to the same worker.
-        wait_until(lambda: all(is_settled(served_model(server), 4) for _ in range(20)))
-        metrics = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
+        wait_until(lambda: all(is_settled(server.model(), 4) for _ in range(20)))
+        metrics = server.metrics()
         for gauge in ("version", "wanted_version"):
             assert f'embedserve_model_{gauge}{{alias="",model="m"}} 4.0' in metrics
         assert 'embedserve_model_switches_total{alias="",model="m"} 3.0' in metrics
@@ -162,7 +161,7 @@ def test_version_with_wrong_results_is_served_by_no_worker(tmp_path: Path) -> No
     with running(store, tmp_path / "log", *options) as server, Load(server) as load:
         make_version_with_wrong_rows(store, tmp_path / "elsewhere")
         wait_until(lambda: "m: version 2 stays out" in server.log.read_text())
-        wait_until(lambda: has_failed(served_model(server)))
+        wait_until(lambda: has_failed(server.model()))
         publish_next(store, 3)
         load.wait_for_version(3)
     assert load.wrong == []
@@ -214,7 +213,7 @@ def is_unopened(server: Running) -> bool:
 
     The metrics are those of all workers.
     """
-    pending = served_model(server).get("next")
+    pending = server.model().get("next")
     if pending is None or pending["state"] != "failed":  # the repaired version is loading
         return False
     assert pending["version"] == 2
@@ -224,7 +223,7 @@ def is_unopened(server: Running) -> bool:
 
 def metric(server: Running, name: str) -> float:
     """Returns the gauge embedserve_model_``name``."""
-    text = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
+    text = server.metrics()
     (line,) = [one for one in text.splitlines() if one.startswith(f"embedserve_model_{name}{{")]
     return float(line.rpartition(" ")[2])
 
@@ -265,14 +264,6 @@ def test_alias_on_s3_is_followed_forwards_and_back(bucket: str, tmp_path: Path) 
         assert load.wrong == []
         assert set(load.answers) == {1, 2}
         assert "Traceback" not in server.log.read_text()
-
-
-def served_model(server: Running) -> dict[str, Any]:
-    """Returns the model from /models of any worker."""
-    (model,) = httpx.get(f"{server.http}/models", verify=False, timeout=ANSWER_S_MAX).json()[
-        "models"
-    ]
-    return dict(model)
 
 
 def is_settled(model: dict[str, Any], number: int) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
-from running_servers import Running, running
+from running_servers import ANSWER_S_MAX, Running, running
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -133,8 +133,7 @@ def test_json_response_counts_unknown_ids(served: ServedModels) -> None:
 
 def test_metrics_count_unknown_ids(served: ServedModels) -> None:
     def unknown_ids_metric() -> float:
-        with urllib.request.urlopen(f"{served.server.http}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
+        lines = served.server.metrics().splitlines()
         labels = 'alias="",feature="user",model="bags",version="1"'
         name = f"embedserve_unknown_ids_total{{{labels}}}"
         return float(next(line for line in lines if line.startswith(name)).split()[-1])
@@ -204,11 +203,7 @@ def test_printed_curl_command_uses_ids_of_the_vocabulary(served: ServedModels) -
 
 
 def post(served: ServedModels, model: str, features: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"{served.server.http}/models/{model}/embed",
-        json.dumps({"features": features}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        read: dict[str, Any] = json.load(answer)
-        return read
+    url = f"{served.server.http}/models/{model}/embed"
+    answer = httpx.post(url, json={"features": features}, timeout=ANSWER_S_MAX)
+    read: dict[str, Any] = answer.raise_for_status().json()
+    return read

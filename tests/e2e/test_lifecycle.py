@@ -18,7 +18,6 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from forkserver import WarmPopen
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from running_servers import (
@@ -31,6 +30,8 @@ from running_servers import (
     run_commands,
     run_warm_command,
     running,
+    started,
+    status,
 )
 from waits import wait_until
 from writable import writable
@@ -103,35 +104,20 @@ def waiting_server(log: Path, *arguments: object, is_warm: bool) -> Iterator[Run
     """Runs a server that waits for a model in its store."""
     http_port, grpc_port = free_port(), free_port()
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
-    with log.open("wb") as output:
-        popen = WarmPopen if is_warm else subprocess.Popen
-        process: subprocess.Popen[bytes] = popen(
-            command("serve", *arguments, "--wait", *ports), stderr=output
-        )
-    server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
+    words = command("serve", *arguments, "--wait", *ports)
+    with started(words, log, is_warm=is_warm) as process:
+        server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
 
-    def is_waiting() -> bool:
-        assert process.poll() is None, log.read_text()
-        return "waiting for what is to be served" in log.read_text()
+        def is_waiting() -> bool:
+            assert process.poll() is None, log.read_text()
+            return "waiting for what is to be served" in log.read_text()
 
-    try:
-        wait_until(is_waiting)
-        wait_until(lambda: status(server.http + "/health/live") == 200)
-        yield server
-    finally:
-        process.kill()
-        process.wait(timeout=STOPPED_S_MAX)
-
-
-def status(url: str, body: bytes | None = None) -> int:
-    """Returns the status of a request, or 0 if no server responds."""
-    try:
-        with urllib.request.urlopen(url, body, timeout=ANSWER_S_MAX) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
+        try:
+            wait_until(is_waiting)
+            wait_until(lambda: status(server.http + "/health/live") == 200)
+            yield server
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -156,8 +142,7 @@ def test_waiting_server_is_live_but_not_ready(
             client.embed({"user": [[1]]}, model="m")
         assert status(server.http + "/models/m/embed", b'{"features": {"user": [[1]]}}') == 503
         assert status(server.http + "/models") == 503
-        with urllib.request.urlopen(server.http + "/metrics") as answer:
-            assert "embedserve_workers 0.0" in answer.read().decode()
+        assert "embedserve_workers 0.0" in server.metrics()
         host, _, port = server.grpc.rpartition(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import httpx
 import pytest
 from code_forker import CodeForker, start_code_forker
 from e2e.demo_server import Demo
@@ -77,9 +76,8 @@ def locust(forker: CodeForker, tmp_path: Path) -> Locust:
 
 def completed_requests(server: Running) -> Counter[str]:
     """Returns the number of completed requests of a server, by outcome."""
-    text = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
     outcomes: Counter[str] = Counter()
-    for outcome, count in COMPLETED.findall(text):
+    for outcome, count in COMPLETED.findall(server.metrics()):
         outcomes[outcome] += int(float(count))
     return outcomes
 

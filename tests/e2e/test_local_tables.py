@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import httpx
 import torch
-from e2e.parts_cluster import DIM, PARTS, ROWS, STEP, WAIT_S_MAX, cluster, shard_metrics
+from e2e.parts_cluster import DIM, PARTS, ROWS, STEP, WAIT_S_MAX, cluster, post_embed, shard_metrics
 from running_servers import Running
 
 from embedserve_store import TableSpec, publish
@@ -29,11 +28,6 @@ def publish_with_small(store: Path, number: int) -> None:
     publish(weights, store, model="m", tables=tables, hosts=PARTS)
 
 
-def post_embed(router: Running, feature: str, *ids: int) -> httpx.Response:
-    body = {"features": {feature: [[*ids]]}}
-    return httpx.post(f"{router.http}/embed", json=body, timeout=60)
-
-
 def has_mapped(router: Running, number: int) -> bool:
     """Returns whether the router has the rows of version ``number`` mapped."""
     maps = Path(f"/proc/{router.process.pid}/maps").read_text()
@@ -47,16 +41,16 @@ def test_small_tables_are_looked_up_without_shards(tmp_path: Path) -> None:
     with cluster(store, tmp_path) as one:
         one.start_shards(*follow)
         router = one.start_router(*follow, "--local-bytes", "1048576")
-        model = httpx.get(f"{router.http}/models/m", timeout=60).json()
+        model = router.model()
         assert model["local_tables"] == ["day"]
-        assert post_embed(router, "day", 0, 0).json()["values"] == [[0.0] * DIM + [STEP] * DIM]
+        assert post_embed(router, day=[[0, 0]]).json()["values"] == [[0.0] * DIM + [STEP] * DIM]
         metrics = shard_metrics(router)
         assert [metrics.get(f"calls {part} ok", 0) for part in range(PARTS)] == [0, 0]
-        assert post_embed(router, "user", 3, 97).json()["values"] == [[2.0] * DIM + [0.0] * DIM]
+        assert post_embed(router, user=[[3, 97]]).json()["values"] == [[2.0] * DIM + [0.0] * DIM]
         assert has_mapped(router, 1)
         publish_with_small(store, 2)
         end_s = time.monotonic() + WAIT_S_MAX
-        while (answer := post_embed(router, "day", 0).json())["version"] == 1 or has_mapped(
+        while (answer := post_embed(router, day=[[0]]).json())["version"] == 1 or has_mapped(
             router, 1
         ):
             assert time.monotonic() < end_s, answer
@@ -65,5 +59,5 @@ def test_small_tables_are_looked_up_without_shards(tmp_path: Path) -> None:
         for shard in one.shards.values():
             shard.process.kill()
             shard.process.wait()
-        assert post_embed(router, "day", 0).json() == answer
-        assert post_embed(router, "user", 3).status_code == 503
+        assert post_embed(router, day=[[0]]).json() == answer
+        assert post_embed(router, user=[[3]]).status_code == 503

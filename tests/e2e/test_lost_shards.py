@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 from e2e.parts_cluster import (
     BOTH_PARTS,
     DIM,
@@ -17,6 +16,7 @@ from e2e.parts_cluster import (
     WAIT_S_MAX,
     Load,
     cluster,
+    post_embed,
     publish_next,
     replicas,
     shard_metrics,
@@ -48,7 +48,7 @@ def test_rollout_under_load_never_mixes_versions_in_a_response(tmp_path: Path) -
         assert load.wrong == []
         assert load.failed == []
         assert list(load.answers) == [1, 2, 3, 4]
-        held = httpx.get(f"{one.shards[0, 0].http}/models", timeout=60).json()["models"]
+        held = one.shards[0, 0].models()
         assert {one["version"] for one in held} == {1, 2, 3, 4}
 
 
@@ -157,26 +157,22 @@ def test_lost_part_fails_only_requests_for_its_rows(tmp_path: Path) -> None:
         one.start_shards()
         router = one.start_router()
         lenient = one.start_router("--on-missing", "user=zeros")
-
-        def post_embed(*rows: int, of: Running = router) -> httpx.Response:
-            return httpx.post(f"{of.http}/embed", json={"features": {"user": [rows]}}, timeout=60)
-
-        assert "missing_ids" not in post_embed(3, 97, of=lenient).json()
-        assert post_embed(97).status_code == 200
+        assert "missing_ids" not in post_embed(lenient, user=[[3, 97]]).json()
+        assert post_embed(router, user=[[97]]).status_code == 200
         one.shards[1, 0].process.kill()
         one.shards[1, 0].process.wait()
-        response = post_embed(97)
+        response = post_embed(router, user=[[97]])
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert (
             response.json()["error"]["message"] == "part 1 of 2 of 'm' version 1 is not available"
         )
-        assert post_embed(3).status_code == 200
-        partial = post_embed(3, 97, 98, of=lenient).json()
+        assert post_embed(router, user=[[3]]).status_code == 200
+        partial = post_embed(lenient, user=[[3, 97, 98]]).json()
         assert partial["missing_ids"] == {"user": 2}
         assert partial["values"] == [[STEP + 3.0] * DIM]
-        assert "missing_ids" not in post_embed(3, of=lenient).json()
-        exported = httpx.get(f"{lenient.http}/metrics", timeout=60).text
+        assert "missing_ids" not in post_embed(lenient, user=[[3]]).json()
+        exported = lenient.metrics()
         missing_parts_metric = (
             'embedserve_missing_parts_total{alias="",model="m",part="%d",version="1"} %d.0'
         )
@@ -186,9 +182,9 @@ def test_lost_part_fails_only_requests_for_its_rows(tmp_path: Path) -> None:
         metrics = shard_metrics(router)
         assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (1, 1)
         assert metrics["calls 1 unavailable"] == metrics["seconds_count 1"] - 1 == 1
-        available, unavailable = httpx.get(f"{router.http}/models/m", timeout=60).json()["shards"]
+        available, unavailable = router.model()["shards"]
         assert available == {"part": 0, "replicas": 1, "why": ""}
         assert unavailable["replicas"] == 0
         assert unavailable["why"].startswith("part 1 of 2 has no replica of m@1: 127.0.0.1:")
         one.start_shard(1)
-        wait_until(lambda: post_embed(97).status_code == 200)
+        wait_until(lambda: post_embed(router, user=[[97]]).status_code == 200)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pytest
 import yaml
 from documents import ROOT
 from e2e.demo_server import make_demo
-from running_servers import ANSWER_S_MAX, STOPPED_S_MAX, free_port, running
+from running_servers import ANSWER_S_MAX, free_port, running, started
 
 from embedserve.access.grants import new_token
 from embedserve_client import EmbedClient, GrpcEmbedClient
@@ -84,18 +83,13 @@ def scraping_prometheus(folder: Path, target: str, token: str) -> Iterator[httpx
     path, port = folder / "prometheus.yaml", free_port()
     path.write_text(yaml.safe_dump(config))
     command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder / 'series'}"]
-    with (folder / "prometheus-log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log
-        )
-    try:
-        with httpx.Client(
-            base_url=f"http://127.0.0.1:{port}/api/v1/", timeout=ANSWER_S_MAX
-        ) as client:
-            yield client
-    finally:
-        process.terminate()
-        process.wait(timeout=STOPPED_S_MAX)
+    command += [f"--web.listen-address=127.0.0.1:{port}"]
+    url = f"http://127.0.0.1:{port}/api/v1/"
+    with (
+        started(command, folder / "prometheus-log", is_warm=False),
+        httpx.Client(base_url=url, timeout=ANSWER_S_MAX) as client,
+    ):
+        yield client
 
 
 def query_result(prometheus: httpx.Client, query: str, is_enough: Callable[[Any], bool]) -> Any:

@@ -22,12 +22,13 @@ from e2e.parts_cluster import (
     Cluster,
     Load,
     cluster,
+    post_embed,
     publish_next,
     replicas,
     shard_metrics,
 )
 from pooled import collection
-from running_servers import Running, free_port, run_warm_command, running
+from running_servers import Running, run_warm_command, running
 from torchrec import PoolingType
 from waits import wait_until
 
@@ -175,15 +176,15 @@ def test_model_list_reports_parts_and_replicas(
     router, whole = router_and_whole_server
     fingerprints = []
     for server in router_and_whole_server:
-        models = httpx.get(f"{server.http}/models", timeout=60).json()["models"]
+        models = server.models()
         assert {(one["part"], one["parts"]) for one in models} == {(0, 0)}
         fingerprints.append([one["fingerprint"] for one in models])
     assert fingerprints[0] == fingerprints[1]
-    models = httpx.get(f"{router.http}/models", timeout=60).json()["models"]
+    models = router.models()
     assert {one["lookup"] for one in models} == {"parts"}
     parts = [{"part": part, "replicas": 1, "why": ""} for part in range(PARTS)]
     assert [one["shards"] for one in models] == [parts] * len(models)
-    models = httpx.get(f"{whole.http}/models", timeout=60).json()["models"]
+    models = whole.models()
     assert not any("shards" in one for one in models)
     assert shard_metrics(whole) == {}
 
@@ -196,8 +197,7 @@ def test_router_workers_share_counters_and_switch_versions_together(tmp_path: Pa
         one.start_shards(*follow)
         router = one.start_router("--workers", 2, *follow)
         for number in range(20):
-            body = {"features": {"user": [[number]]}}
-            assert httpx.post(f"{router.http}/embed", json=body, timeout=60).status_code == 200
+            assert post_embed(router, user=[[number]]).status_code == 200
         wait_until(lambda: shard_metrics(router)["calls 0 ok"] >= 20)
         metrics = shard_metrics(router)
         assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (20, 0)
@@ -208,7 +208,7 @@ def test_router_workers_share_counters_and_switch_versions_together(tmp_path: Pa
 
 
 def serving_versions(router: Running) -> list[int]:
-    models = httpx.get(f"{router.http}/models", timeout=60).json()["models"]
+    models = router.models()
     return [one["version"] for one in models]
 
 
@@ -232,9 +232,7 @@ def test_router_waits_for_shards_with_its_fingerprint(tmp_path: Path) -> None:
         one.shards = {}
         one.start_shards()
         router = wait_for_router()
-        response = httpx.post(
-            f"{router.http}/embed", json={"features": {"user": [[3]]}}, timeout=60
-        )
+        response = post_embed(router, user=[[3]])
         assert response.json()["values"] == [[STEP + 3.0] * DIM]
 
 
@@ -247,8 +245,7 @@ def test_router_may_start_before_its_shards(tmp_path: Path) -> None:
         wait_for_router = one.begin_router("cannot connect")
         for part in range(PARTS):
             one.start_shard(part)
-        body = {"features": {"user": [[3, 97]]}}
-        response = httpx.post(f"{wait_for_router().http}/embed", json=body, timeout=60)
+        response = post_embed(wait_for_router(), user=[[3, 97]])
         assert response.json()["values"] == [[2 * STEP + 100.0] * DIM]
 
 
@@ -264,8 +261,7 @@ def test_request_too_large_for_a_shard_is_not_reported_as_overload(tmp_path: Pat
             ([[3]] * 1001, "the batch has 1001 examples, the limit is 1000 (--request-examples-"),
             ([[3] * 20_000], "bytes, the limit is 100000 (--body-bytes-max)"),
         ):
-            body = {"features": {"user": bags}}
-            response = httpx.post(f"{router.http}/embed", json=body, timeout=60)
+            response = post_embed(router, user=bags)
             assert response.status_code == 413
             assert "retry-after" not in response.headers
             message = response.json()["error"]["message"]
@@ -274,9 +270,7 @@ def test_request_too_large_for_a_shard_is_not_reported_as_overload(tmp_path: Pat
         metrics = shard_metrics(router)
         assert metrics["calls 0 error"] == 2
         assert "calls 0 overloaded" not in metrics
-        response = httpx.post(
-            f"{router.http}/embed", json={"features": {"user": [[3]] * 1000}}, timeout=60
-        )
+        response = post_embed(router, user=[[3]] * 1000)
         assert response.json()["values"] == [[STEP + 3.0] * DIM] * 1000
 
 
@@ -303,11 +297,10 @@ def test_shards_authenticate_their_router_by_certificate_and_token(tmp_path: Pat
     shard_tls_options = ("--tls-cert", certificate, "--tls-key", key, "--tls-client-ca")
     with cluster(store, tmp_path) as one:
         for part in range(PARTS):
-            port = free_port()
             options = (*shard_tls_options, tmp_path / "ca.pem", "--tokens", tokens)
             log = tmp_path / f"shard-{part}.log"
             server = running(
-                *(store, log, "--part", f"{part}/{PARTS}", *options), management_port=port
+                *(store, log, "--part", f"{part}/{PARTS}", *options), has_management_port=True
             )
             one.shards[part, 0] = one.stack.enter_context(server)
         one.write_addresses()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -13,8 +12,7 @@ from pathlib import Path
 from documents import ROOT, Block, blocks
 from e2e.page_commands import assert_prints, run
 from e2e.parts_cluster import SLOW_CALL_OPTIONS
-from forkserver import PYTHON, WarmPopen
-from running_servers import STOPPED_S_MAX, free_port, wait_until_ready
+from running_servers import command, free_port, started, wait_until_ready
 
 PAGE = ROOT / "docs" / "parts.md"
 TUTORIAL = list(blocks(ROOT / "docs" / "tutorial.md"))
@@ -56,21 +54,12 @@ class Page:
     def _running(self, line: str) -> Iterator[None]:
         _, *arguments = shlex.split(self.adapt(line))
         log = self._folder / f"{arguments[arguments.index('--http-port') + 1]}.log"
-        with log.open("wb") as output:
-            process: subprocess.Popen[bytes] = WarmPopen(
-                [*PYTHON, "-m", "embedserve", *arguments],
-                cwd=self._folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                has_warm_children=True,
-            )
-        try:
+        words = command(*arguments)
+        with started(words, log, cwd=self._folder, has_warm_children=True) as process:
             port = arguments[arguments.index("--http-port") + 1]
             wait_until_ready(process, log, f"http://127.0.0.1:{port}")
             yield
-        finally:
-            process.terminate()
-            assert process.wait(STOPPED_S_MAX) == 0
+        assert process.returncode == 0
 
 
 def follow_tutorial(folder: Path) -> None:
@@ -78,8 +67,8 @@ def follow_tutorial(folder: Path) -> None:
     [script] = [block for block in TUTORIAL if "write_expected(model" in block.text]
     (folder / "train.py").write_text(script.text)
     run("python train.py", folder)
-    for command in ("embedserve describe", "embedserve publish"):
-        [block] = [one for one in TUTORIAL if one.text.startswith(command)]
+    for beginning in ("embedserve describe", "embedserve publish"):
+        [block] = [one for one in TUTORIAL if one.text.startswith(beginning)]
         run(block.text, folder)
 
 

@@ -23,10 +23,10 @@ import pytest
 from certificates import Authority
 from e2e.parts_cluster import SLOW_CALL_OPTIONS
 from e2e.test_cluster_command import DIM, publish_rows
-from forkserver import PYTHON, WarmPopen
+from forkserver import PYTHON
 from processes import descendants
 from ray_nodes import RayNodes, ray_nodes
-from running_servers import command, free_port, is_running, running
+from running_servers import command, free_port, is_running, running, started
 
 from embedserve.commands.token import make_token
 from embedserve_client import GrpcEmbedClient
@@ -120,18 +120,13 @@ def placed_shards(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
         reports.bind("")
         address = f"@{reports.getsockname()[1:].decode()}"
-        with (folder / "log").open("wb") as output:
-            process = WarmPopen(
-                [*PYTHON, "-m", module, "place", json.dumps(settings)],
-                env=nodes.environment | {"NOTIFY_SOCKET": address},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            yield PlacedShards(process, folder / "log")
-        finally:
-            process.kill()
-            process.wait()
+        words = [*PYTHON, "-m", module, "place", json.dumps(settings)]
+        environment = nodes.environment | {"NOTIFY_SOCKET": address}
+        with started(words, folder / "log", env=environment) as process:
+            try:
+                yield PlacedShards(process, folder / "log")
+            finally:
+                process.kill()
 
 
 def addresses(folder: Path) -> list[list[str]]:
@@ -221,22 +216,13 @@ def cluster(
         free_port(),
         *SLOW_CALL_OPTIONS,
     )
-    with log.open("wb") as output:
-        process = WarmPopen(
-            command("cluster", store, "--backend", "ray", *options, "--grpc-port", grpc),
-            env=nodes.environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
+    words = command("cluster", store, "--backend", "ray", *options, "--grpc-port", grpc)
+    with started(words, log, stopped_s_max=WAIT_S_MAX, env=nodes.environment) as process:
         one = PlacedShards(process, log)
         ready = f"gRPC 127.0.0.1:{grpc}\n"
         one.wait_for(lambda text: ready in text or process.poll() is not None)
         assert ready in one.log(), one.log()
         yield one
-    finally:
-        process.terminate()
-        process.wait(WAIT_S_MAX)
 
 
 def test_shards_in_ray_have_tls_and_tokens_of_their_configuration(

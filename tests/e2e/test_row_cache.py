@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import httpx
 from e2e.parts_cluster import PARTS, Load, cluster, publish_next, shard_metrics
 from running_servers import Running
 
@@ -14,8 +13,7 @@ HITS = re.compile(r"embedserve_row_cache_hits_total\{[^}]*version=\"(\d+)\"[^}]*
 
 def hits(router: Running) -> dict[int, float]:
     """Returns the ids found in the row cache, by version."""
-    text = httpx.get(f"{router.http}/metrics", timeout=60).text
-    return {int(version): float(count) for version, count in HITS.findall(text)}
+    return {int(version): float(count) for version, count in HITS.findall(router.metrics())}
 
 
 def calls(router: Running) -> float:

@@ -6,14 +6,13 @@ import os
 import signal
 import socket
 import struct
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from running_servers import READY_S_MAX, Running, running
+from running_servers import READY_S_MAX, Running, running, status
 from waits import wait_until
 
 from embedserve_store import TableSpec, publish
@@ -64,11 +63,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-def is_ready(server: Running) -> bool:
-    with urllib.request.urlopen(f"{server.http}/health/ready", timeout=60) as answer:
-        return bool(answer.status == 200)
-
-
 def replace_worker(server: Running) -> None:
     """Kills a worker, and waits until its replacement is ready."""
     os.kill(server.children()[0], signal.SIGKILL)
@@ -86,7 +80,7 @@ def test_main_process_reports_readiness_and_drain_once(
         running(store, tmp_path / "log", "--workers", workers) as server,
     ):
         assert manager.receive_message() == (server.process.pid, "READY=1")
-        assert is_ready(server)
+        assert status(f"{server.http}/health/ready") == 200
         if workers > 1:
             replace_worker(server)
         assert manager.is_empty()
@@ -101,7 +95,7 @@ def test_server_serves_if_its_notify_socket_is_missing(
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nowhere"))
     with running(store, tmp_path / "log") as server:
-        assert is_ready(server)
+        assert status(f"{server.http}/health/ready") == 200
         server.process.terminate()
         assert server.process.wait(timeout=60) == 0
     log = server.log.read_text()

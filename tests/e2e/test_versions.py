@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from e2e.test_following import DIM, FOLLOW, STEP, publish_next
-from running_servers import ANSWER_S_MAX, Running, free_port, running
+from running_servers import ANSWER_S_MAX, Running, running
 from waits import wait_until
 
 from embedserve.commands.admin import ask_server
@@ -128,20 +128,12 @@ def test_version_that_is_not_served_is_rejected_with_the_served_versions(
 
 
 def test_model_list_describes_both_versions(server: Running, stub: EmbeddingServiceStub) -> None:
-    models = httpx.get(f"{server.http}/models", verify=False, timeout=ANSWER_S_MAX).json()["models"]
+    models = server.models()
     assert [(one["version"], one["alias"]) for one in models] == [(1, "stable"), (2, "canary")]
     messages = stub.ListModels(pb.ListModelsRequest()).models
     assert [(one.version, one.alias) for one in messages] == [(1, "stable"), (2, "canary")]
-    assert (
-        httpx.get(f"{server.http}/models/m@canary", verify=False, timeout=ANSWER_S_MAX).json()[
-            "version"
-        ]
-        == 2
-    )
-    assert (
-        httpx.get(f"{server.http}/models/m", verify=False, timeout=ANSWER_S_MAX).json()["version"]
-        == 1
-    )
+    for name, version in (("m@canary", 2), ("m", 1)):
+        assert server.get(f"/models/{name}").json()["version"] == version
 
 
 def test_canary_receives_its_share_until_its_alias_is_removed(
@@ -165,7 +157,7 @@ def test_canary_receives_its_share_until_its_alias_is_removed(
     counts = Counter(grpc_version(stub) for _ in range(400))
     assert set(counts) == {1, 3}
     assert 60 < counts[3] < 180
-    metrics = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
+    metrics = server.metrics()
     for alias, version in (("stable", 1), ("canary", 3)):
         labels = f'alias="{alias}",model="m",version="{version}"'
         assert f"embedserve_queue_wait_seconds_count{{{labels}}}" in metrics
@@ -236,10 +228,9 @@ def test_sighup_makes_the_server_poll_the_store(tmp_path: Path, workers: int) ->
 def test_administrator_loads_and_unloads_versions(
     tmp_path: Path, store: Path, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    management_port = free_port()
     options = ("--model", "m@1", "--workers", workers)
-    with running(store, tmp_path / "log", *options, management_port=management_port) as server:
-        management = ServerClient(f"http://127.0.0.1:{management_port}")
+    with running(store, tmp_path / "log", *options, has_management_port=True) as server:
+        management = ServerClient(server.management)
         ask_server(management, "load", "m@3")
         assert "m@3 is now served by version 3" in capfd.readouterr().err
         wait_for_all(server, "m@3", 3)
@@ -272,12 +263,12 @@ def test_administrator_loads_and_unloads_versions(
 
 
 def test_worker_that_starts_later_has_the_default_model_of_the_others(tmp_path: Path) -> None:
-    store, management_port = tmp_path / "store", free_port()
+    store = tmp_path / "store"
     publish_next(store, 1)
     publish_next(store, 1, model="n")
     options = ("--model", "m", "--workers", 2)
-    with running(store, tmp_path / "log", *options, management_port=management_port) as server:
-        ask_server(ServerClient(f"http://127.0.0.1:{management_port}"), "load", "n")
+    with running(store, tmp_path / "log", *options, has_management_port=True) as server:
+        ask_server(ServerClient(server.management), "load", "n")
         os.kill(server.children()[0], signal.SIGKILL)
         wait_until(lambda: "is ready again" in server.log.read_text())
         assert {rest_version(server) for _ in range(40)} == {1}

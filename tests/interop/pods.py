@@ -12,8 +12,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import yaml
 from interop.tools import ROOT, run_tool
+from running_servers import status
 
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "cpu"
 NETWORK = "embedserve-test"
@@ -83,15 +82,7 @@ class Pod:
 
     def probe(self, kind: str) -> int:
         """Returns the status of the manifest's probe, or 0 if nothing listens."""
-        path = self.manifest[kind]["httpGet"]["path"]
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as response:
-                status: int = response.status
-                return status
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return 0
+        return status(self.url + self.manifest[kind]["httpGet"]["path"])
 
     def wait_until_ready(self) -> float:
         """Waits until the pod is ready, and returns the seconds."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,10 +15,10 @@ from typing import NamedTuple
 
 from interop.drivers import python_programs
 from interop.tools import ROOT, tool
-from running_servers import free_port
+from running_servers import free_port, started
+from waits import wait_until
 
-START_S_MAX = 120
-STOP_S_MAX = 60
+HOST = "127.0.0.1"
 CONFIGURATIONS = ROOT / "deploy" / "proxies"
 """Folder of the complete configurations that docs/proxies.md shows, for servers 10.0.0.1 and
 10.0.0.2."""
@@ -151,24 +149,13 @@ PROXIES: dict[str, Callable[..., AbstractContextManager[Proxy]]] = {
 @contextmanager
 def _running(name: str, command: Sequence[str], folder: Path, ports: Ports) -> Iterator[Proxy]:
     log = folder / "log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        for port in (ports.http, ports.grpc):
-            _wait_until_it_listens(process, port, log)
-        yield Proxy(name, f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}", log)
-    finally:
-        process.terminate()
-        process.wait(timeout=STOP_S_MAX)
+    with started(command, log, is_warm=False) as process:
 
+        def is_listening() -> bool:
+            assert process.poll() is None, log.read_text()
+            with socket.socket() as http, socket.socket() as grpc:
+                found = (http.connect_ex((HOST, ports.http)), grpc.connect_ex((HOST, ports.grpc)))
+            return found == (0, 0)
 
-def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + START_S_MAX
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.02)
-        else:
-            return
-    raise AssertionError(f"the proxy does not listen: {log.read_text()}")
+        wait_until(is_listening, log.read_text)
+        yield Proxy(name, f"http://{HOST}:{ports.http}", f"{HOST}:{ports.grpc}", log)

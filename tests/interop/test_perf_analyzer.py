@@ -11,7 +11,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from interop.drivers import python_programs
@@ -91,7 +90,7 @@ def test_perf_analyzer_requests_succeed_and_server_times_are_reported(
     assert float(report["Inferences/Second"]) > 0
     assert float(report["Server Queue"]) > 0
     assert float(report["Server Compute Infer"]) > 0
-    metrics = httpx.get(f"{server.http}/metrics").text
+    metrics = server.metrics()
     counter_lines = [
         line for line in metrics.splitlines() if line.startswith("embedserve_requests_t")
     ]

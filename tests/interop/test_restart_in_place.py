@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 from interop.proxies import PROXIES, Ports, free_ports
 from interop.test_proxy_restart import ANSWERED, Load, load_through
-from interop.tools import ANSWER_S_MAX
-from running_servers import Running, running
+from running_servers import Running, running, status
 from waits import wait_until
 
 CLIENTS = 2
@@ -72,7 +70,7 @@ def test_restart_in_place_behind_a_proxy_loses_no_requests(
 
     def publish_later() -> None:
         """Publishes after every client got responses. Until then the server loads."""
-        wait_until(lambda: is_live(restarted.http))
+        wait_until(lambda: status(f"http://127.0.0.1:{restarted.http}/health/live") == 200)
         load.wait_for_each(ANSWERS, ANSWERED)
         shutil.copytree(store, tmp_path / "copy")
         for model in (tmp_path / "copy").iterdir():
@@ -96,16 +94,5 @@ def test_restart_in_place_behind_a_proxy_loses_no_requests(
     load.check_answered()
 
 
-def is_live(port: int) -> bool:
-    try:
-        return (
-            httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=ANSWER_S_MAX).status_code
-            == 200
-        )
-    except httpx.TransportError:
-        return False
-
-
 def answered_protocols(server: Running) -> set[str]:
-    text = httpx.get(f"{server.http}/metrics", timeout=ANSWER_S_MAX).text
-    return set(ANSWERED_PROTOCOL.findall(text))
+    return set(ANSWERED_PROTOCOL.findall(server.metrics()))

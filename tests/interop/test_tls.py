@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import pkcs12
 from interop.drivers import Call, node_driver
 from interop.lookups import MODEL, lookup
 from interop.tools import run_tool, tool
-from running_servers import Running, free_port, run_warm_command, running
+from running_servers import Running, run_warm_command, running
 
 from embedserve_client import EmbedClient, GrpcEmbedClient, Unauthenticated
 
@@ -108,7 +108,7 @@ def secured(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     options += ("--tls-client-ca", folder / "clients.pem")
     log = folder / "log"
     more = ("--tokens", tokens, "--workers", 2, "--http-uds", folder / "http.sock")
-    with running(store, log, *options, *more, management_port=free_port()) as server:
+    with running(store, log, *options, *more, has_management_port=True) as server:
         yield Secured(server, folder, token, expired, authority)
     output = log.read_text()
     for secret in (token, expired, "BEGIN"):
