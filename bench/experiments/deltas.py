@@ -1,6 +1,6 @@
 """Measures deltas on a served model: rates, latencies, freshness, undo and replay.
 
-    PYTHONPATH=bench python bench/experiments/deltas.py rates|latency|served|undo|replay \\
+    PYTHONPATH=bench:tests python bench/experiments/deltas.py rates|latency|served|undo|replay \\
         [--rows-per-minute 1000000] [--rounds 6] [--seconds 5] [--store s3://bucket/folder] \\
         [--alone] [--rows 10000] [--notify redis://127.0.0.1:6379]
 
@@ -17,8 +17,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,9 +27,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import load
 import numpy as np
 import torch
 from load import need, pinned
+from running_servers import command, started, wait_until_ready
 
 from embedserve_store import DeltaWriter, TableSpec, publish, undo_deltas
 
@@ -44,7 +44,6 @@ LARGE = 10_000
 CONNECTIONS = 64
 READY_S_MAX = 120.0
 PORT = 18_180
-MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 RANDOM = np.random.default_rng(0)
 
 
@@ -74,26 +73,13 @@ def changes(rows: int) -> dict[str, Any]:
 def serving(store: str | Path, port: int, *options: str, cores: str = "0") -> Iterator[str]:
     """Runs a server on ``cores``, and yields its URL once it is ready."""
     url = f"http://127.0.0.1:{port}"
-    ports = ("--http-port", str(port), "--grpc-port", str(port + 1))
-    command = [sys.executable, "-m", "embedserve", "serve", str(store), *ports, *options]
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(pinned(cores, command), stdout=log, stderr=log)
-        try:
-            until(lambda: status(f"{url}/health/ready") == 200, 0.01)
-            yield url
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def status(url: str) -> int:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
+    words = command("serve", store, "--http-port", port, "--grpc-port", port + 1, *options)
+    with (
+        tempfile.NamedTemporaryFile() as file,
+        started(pinned(cores, words), Path(file.name), is_warm=False) as server,
+    ):
+        wait_until_ready(server, Path(file.name), url)
+        yield url
 
 
 def deltas(url: str) -> dict[str, Any]:
@@ -115,40 +101,27 @@ class Load:
 
     def __init__(self, folder: Path, seconds: int) -> None:
         self._script, self._seconds = folder / "post.lua", seconds
-        bodies = ",".join(f"[[{self._body()}]]" for _ in range(300))
-        self._script.write_text(
-            f"bodies={{{bodies}}} wrk.method='POST' local i=0\n"
-            "wrk.headers['Content-Type']='application/json'\n"
-            "request=function() i=i%#bodies+1 return wrk.format(nil,'/embed',nil,bodies[i]) end\n"
-        )
+        bodies = [self._body() for _ in range(300)]
+        headers = [{"Content-Type": "application/json"}] * len(bodies)
+        load.lua(self._script, "/embed", bodies, headers)
 
-    def _body(self) -> str:
-        return json.dumps(
-            {
-                "features": {
-                    f"f{table}": [RANDOM.integers(0, ROWS, RANDOM.integers(0, 9)).tolist()]
-                    for table in range(TABLES)
-                }
-            }
-        )
+    def _body(self) -> bytes:
+        bags = {
+            f"f{table}": [RANDOM.integers(0, ROWS, RANDOM.integers(0, 9)).tolist()]
+            for table in range(TABLES)
+        }
+        return json.dumps({"features": bags}).encode()
 
     def run(self, url: str) -> tuple[float, float]:
         """Returns requests per second, and the p99 in ms."""
-        options = ("-t1", f"-c{CONNECTIONS}", f"-d{self._seconds}s", "--latency", "-s")
-        command = ["wrk", *options, str(self._script), url]
-        out = subprocess.run(
-            pinned("1", command), check=True, capture_output=True, text=True
-        ).stdout
-        rate, p99 = (
-            re.search(pattern, out)
-            for pattern in (r"Requests/sec:\s+([\d.]+)", r"99%\s+([\d.]+)(us|ms|s)")
-        )
-        if rate is None or p99 is None or "Non-2xx" in out:
-            raise AssertionError(out)
-        return float(rate[1]), float(p99[1]) * MS[p99[2]]
+        port = int(url.rpartition(":")[2])
+        figures = load.http(self._script, port, CONNECTIONS, self._seconds)
+        if figures.errors or figures.p99_ms is None:
+            raise AssertionError(figures)
+        return figures.rate, figures.p99_ms
 
 
-def rates(store: Path, load: Load, rounds: int) -> None:
+def rates(store: Path, wrk: Load, rounds: int) -> None:
     """Prints requests per second with 0, 1 and 10 % of rows changed, by those without deltas."""
     publish_model(store)
     with (
@@ -157,17 +130,17 @@ def rates(store: Path, load: Load, rounds: int) -> None:
         DeltaWriter(store, model=MODEL) as writer,
     ):
         for url in (plain, following):
-            load.run(url)
+            wrk.run(url)
         for percent in (0, 1, 10):
             if percent:
                 seq = writer.push_rows(changes(ROWS * percent // 100))
                 until(lambda: deltas(following)["seq"] == seq, 0.01)  # noqa: B023
-            pairs = [(load.run(plain)[0], load.run(following)[0]) for _ in range(rounds)]
+            pairs = [(wrk.run(plain)[0], wrk.run(following)[0]) for _ in range(rounds)]
             ratio = statistics.median(after / before for before, after in pairs)
             print(f"{percent:2} % changed: {ratio:.3f} of the rate without deltas; {pairs}")
 
 
-def latency(store: Path, load: Load, rounds: int, seconds: int, rows_per_minute: int) -> None:
+def latency(store: Path, wrk: Load, rounds: int, seconds: int, rows_per_minute: int) -> None:
     """Prints the p99 without and with deltas, in alternating rounds."""
     publish_model(store)
     written = store.with_name("written")
@@ -186,9 +159,9 @@ def latency(store: Path, load: Load, rounds: int, seconds: int, rows_per_minute:
     waiting = iter(sorted(files.items()))
     calm, busy, lags = [], [], []
     with serving(store, PORT, *FOLLOW) as url:
-        load.run(url)
+        wrk.run(url)
         for _ in range(rounds):
-            calm.append(load.run(url)[1])
+            calm.append(wrk.run(url)[1])
             is_over = threading.Event()
 
             def push(is_over: threading.Event = is_over) -> None:
@@ -201,7 +174,7 @@ def latency(store: Path, load: Load, rounds: int, seconds: int, rows_per_minute:
 
             thread = threading.Thread(target=push)
             thread.start()
-            busy.append(load.run(url)[1])
+            busy.append(wrk.run(url)[1])
             is_over.set()
             thread.join()
             lags.append(deltas(url)["wanted_seq"] - deltas(url)["seq"])
@@ -298,12 +271,12 @@ def main() -> None:
     need("wrk")
     with tempfile.TemporaryDirectory(prefix="bench-deltas-") as folder:
         store = Path(folder) / "store"
-        load = Load(Path(folder), chosen.seconds)
+        wrk = Load(Path(folder), chosen.seconds)
         match chosen.what:
             case "rates":
-                rates(store, load, chosen.rounds)
+                rates(store, wrk, chosen.rounds)
             case "latency":
-                latency(store, load, chosen.rounds, chosen.seconds, chosen.rows_per_minute)
+                latency(store, wrk, chosen.rounds, chosen.seconds, chosen.rows_per_minute)
             case "served":
                 served(
                     chosen.store or store,
