@@ -6,7 +6,6 @@ from hyperframe.frame import RstStreamFrame
 from server.wire.http2.peer import Peer, RecordingHandler, data, resets
 from server.wire.http2.uploads import (
     FRAME_BYTES,
-    AdmissionSwitch,
     client_awaiting_grant,
     fill_streams,
     is_budget_free,
@@ -20,8 +19,7 @@ from embedserve.wire.http2.upload_budget import WAITING_MIN, UploadBudget
 
 
 def test_large_body_is_granted_exactly_its_missing_bytes() -> None:
-    admission = AdmissionSwitch()
-    peer = Peer(uploads=UploadBudget(8 << 20, admission))
+    peer = Peer(uploads=UploadBudget(8 << 20, lambda: True))
     peer.holds_bodies = True
     handler = peer.open(1, is_end=False)
     size = 5 << 20
@@ -47,16 +45,16 @@ def test_body_within_the_window_requests_no_grant() -> None:
 
 
 def test_large_body_gets_no_grant_while_the_queue_is_full() -> None:
-    admission = AdmissionSwitch()
-    uploads = UploadBudget(8 << 20, admission)
+    is_open = True
+    uploads = UploadBudget(8 << 20, lambda: is_open)
     peer = Peer(uploads=uploads)
     peer.holds_bodies = True
     handler = peer.open(1, is_end=False)
-    admission.is_open = False
+    is_open = False
     received = send_body(peer, 1, STREAM_WINDOW)
     handler.stream.expect(1 << 20)
     assert window_increments([*received, *peer.take()], 1) == 0
-    admission.is_open = True
+    is_open = True
     uploads.retry()
     assert window_increments(peer.take(), 1) == STREAM_WINDOW
 
@@ -102,16 +100,16 @@ def test_grant_is_returned_when_each_message_is_consumed() -> None:
 
 def test_reopened_budget_sends_window_updates_immediately() -> None:
     """Checks for an immediate update: a waiting client sends nothing that would trigger a write."""
-    admission = AdmissionSwitch()
-    uploads = UploadBudget(8 << 20, admission)
+    is_open = True
+    uploads = UploadBudget(8 << 20, lambda: is_open)
     peer = Peer(uploads=uploads)
     peer.holds_bodies = True
-    admission.is_open = False
+    is_open = False
     for number in range(1, 2 * CONNECTION_WINDOW // STREAM_WINDOW, 2):
         peer.open(number, is_end=False)
         send_body(peer, number, STREAM_WINDOW)
     before = peer.outputs
-    admission.is_open = True
+    is_open = True
     uploads.retry()
     assert peer.outputs > before
     assert window_increments(peer.take(), 0) >= STREAM_WINDOW
@@ -149,16 +147,16 @@ def test_budget_returned_by_a_connection_goes_to_a_waiting_body() -> None:
 
 
 def test_connection_keeps_no_budget_granted_after_its_bodies_are_consumed() -> None:
-    admission = AdmissionSwitch()
-    uploads = UploadBudget(8 << 20, admission)
+    is_open = True
+    uploads = UploadBudget(8 << 20, lambda: is_open)
     peer = Peer(uploads=uploads)
-    admission.is_open = False
+    is_open = False
     handlers = fill_streams(peer, CONNECTION_WINDOW // STREAM_WINDOW)
     for handler in handlers:
         handler.stream.consumed(handler.stream.held_bytes)
     assert peer.connection.flow_control.window < FRAME_BYTES
     peer.take()
-    admission.is_open = True
+    is_open = True
     uploads.retry()
     assert window_increments(peer.take(), 0) == CONNECTION_WINDOW
     assert is_budget_free(uploads, 8 << 20)

@@ -9,7 +9,6 @@ from hyperframe.frame import Frame, SettingsFrame
 from server.wire.http2.peer import OK, Peer, data, has_ended, of, resets
 from server.wire.http2.uploads import (
     FRAME_BYTES,
-    AdmissionSwitch,
     is_budget_free,
     send_body,
     window_increments,
@@ -84,16 +83,16 @@ def test_acknowledged_narrow_window_shrinks_open_streams() -> None:
 
 
 def test_body_held_back_by_the_narrow_window_is_granted_when_admitted() -> None:
-    admission = AdmissionSwitch()
-    uploads = UploadBudget(1 << 20, admission)
+    is_open = True
+    uploads = UploadBudget(1 << 20, lambda: is_open)
     peer = narrowed_client(uploads)
     peer.send(settings_ack())
-    admission.is_open = False
+    is_open = False
     peer.open(3, is_end=False)
     send_body(peer, 3, NARROW_STREAM_WINDOW)
     peer.handlers[3].stream.expect(100_000)
     assert window_increments(peer.take(), 3) == 0
-    admission.is_open = True
+    is_open = True
     uploads.retry()
     assert window_increments(peer.take(), 3) == 100_000
 

@@ -11,16 +11,6 @@ from embedserve.wire.http2.upload_budget import UploadBudget
 FRAME_BYTES = 16384
 
 
-class AdmissionSwitch:
-    """A switch that tells whether uploads are admitted."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-    def __call__(self) -> bool:
-        return self.is_open
-
-
 def window_increments(frames: list[Frame], stream_id: int) -> int:
     """Returns the bytes of window that ``frames`` add."""
     return sum(
