@@ -16,7 +16,7 @@ from fuzz.mutate import mutated
 from embedserve.codec import json_codec
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.config import DEFAULT_LIMITS
-from embedserve.errors import EmbedServeError
+from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.lookup_types import LookupRequest
 
 INPUTS = 100_000
@@ -191,3 +191,24 @@ def test_mutated_bodies_are_rejected_or_read_like_by_json(body_format: BodyForma
             raise AssertionError(f"accepted, {error}: {body!r}") from error
         check_same(request, body_format.values(parsed), body)
     assert accepted > INPUTS / 100
+
+
+TEXTS = b"""{"id": "%b", "unknown": "%b",
+ "inputs": [{"name": "user", "shape": [1, 1], "datatype": "INT64", "data": [3]}]}"""
+WRONG_TEXTS = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc3\xa9" * 100_000 + b"\x80")
+
+
+@pytest.mark.parametrize("wrong", WRONG_TEXTS)
+def test_invalid_utf8_in_json_is_rejected_in_any_field(wrong: bytes) -> None:
+    """Covers invalid bytes in fields that are skipped: json and orjson reject those, too."""
+    for texts in ((b"", wrong), (wrong, b"")):
+        head = TEXTS % texts
+        for json_bytes in (None, len(head)):
+            with pytest.raises(InvalidRequestError, match=r"^body is not an inference request: "):
+                BodyDecoder().decode_request(head, "m", DEFAULT_LIMITS, json_bytes)
+
+
+def test_json_with_any_unicode_characters_is_read() -> None:
+    head = TEXTS % ("é".encode(), "\N{PILE OF POO}".encode() * 50_000)
+    request = BodyDecoder().decode_request(head, "m", DEFAULT_LIMITS, None)
+    assert request.ids.tolist() == [3]

@@ -1,10 +1,13 @@
-"""Tests of JSON responses and errors: exact float32, columns or rows, and counts of unknown ids."""
+"""Tests of JSON responses and errors: exact float32, the digits of every float16, columns or rows,
+and counts of unknown ids."""
 
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from server.fake_engine import FakeEngine, model_info
 from server.fake_models import unpooled_info
 from server.strategies import bags_of
 
+from embedserve.codec.float16_digits import shortest_float16_repr
 from embedserve.codec.json_codec import encode_error, encode_result
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup_types import LookupResult
@@ -110,3 +114,31 @@ def test_error_has_code_message_and_field() -> None:
             "field": "features.user[0]",
         }
     }
+
+
+EVERY = np.arange(2**16, dtype=np.uint16).view(np.float16)
+FINITE = EVERY[np.isfinite(EVERY)]
+
+
+def json_of(values: np.ndarray) -> str:
+    return orjson.dumps(shortest_float16_repr(values), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_every_finite_float16_round_trips(dtype: type[np.floating]) -> None:
+    read = np.array(json.loads(json_of(FINITE)), dtype)
+    assert np.array_equal(read.astype(np.float16).view(np.uint16), FINITE.view(np.uint16))
+
+
+def test_values_are_written_with_the_fewest_identifying_digits() -> None:
+    for text, value in zip(json_of(FINITE)[1:-1].split(","), FINITE, strict=True):
+        digits = len(Decimal(text).normalize().as_tuple().digits)
+        assert digits <= 5
+        if digits > 1:
+            with np.errstate(over="ignore"):
+                assert np.float16(f"{value:.{digits - 2}e}") != value, text
+
+
+def test_non_finite_values_are_null_and_shape_is_kept() -> None:
+    values = np.array([[np.inf, -np.inf, np.nan], [0.1, -0.0, 65504]], np.float16)
+    assert json_of(values) == "[[null,null,null],[0.1,-0.0,65500.0]]"
