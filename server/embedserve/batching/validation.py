@@ -77,32 +77,24 @@ def coerce_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
             "send none",
             "weights",
         )
-    if request.string_features or model.string_features:
-        return _in_id_types(request, model)
-    return request
-
-
-def _in_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
+    if not (request.string_features or model.string_features):
+        return request
     check_lengths(request.lengths, request.ids.size)
     bags = request.lengths.reshape(len(request.features), request.batch_size)
     integers: dict[str, tuple[int, np.ndarray]] = {}
-    start = 0
+    strings, start = request.strings, 0
     for feature, lengths in zip(request.features, bags, strict=True):
         end = start + int(lengths.sum(dtype=np.int64))
         are_strings = feature in request.string_features
         is_other = are_strings != (feature in model.string_features)
         # Empty bags match either type. A feature that the model lacks is rejected elsewhere.
         if is_other and start < end and feature in model.feature_positions:
-            found = _integers(request, feature) if are_strings else 0
+            found = strings.integers[feature] if are_strings and strings is not None else 0
             if isinstance(found, int):
                 raise _of_wrong_type(request, feature, lengths, start, found)
             integers[feature] = start, found
         start = end
     return _with_integers(request, integers) if integers else request
-
-
-def _integers(request: LookupRequest, feature: str) -> np.ndarray | int:
-    return 0 if request.strings is None else request.strings.integers[feature]
 
 
 def _of_wrong_type(
