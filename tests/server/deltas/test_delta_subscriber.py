@@ -31,10 +31,25 @@ TOPIC, OTHER, LATER = Topic("m", 1), Topic("n", 3), Topic("m", 7)
 PACE_S = 0.05
 
 
-class Subscriber(DeltaSubscriber):
-    """A subscriber that ends before the process does."""
+class Subscription(DeltaSubscriber):
+    """A subscriber to a broker that ends before the process does.
+
+    Attributes:
+        counts: number of announcements by topic.
+        is_over: whether those of the test end.
+    """
 
     is_over = False
+
+    def __init__(self, url: str | Path) -> None:
+        self.counts = {TOPIC: 0, OTHER: 0, LATER: 0}
+        super().__init__(url, self.announce, PACE_S)
+        self.follow([TOPIC, OTHER])
+        self.start()
+
+    def announce(self, topics: Iterable[Topic]) -> None:
+        for topic in topics:
+            self.counts[topic] += 1
 
     def _run(self) -> None:
         with suppress(SystemExit):
@@ -44,29 +59,6 @@ class Subscriber(DeltaSubscriber):
         if self.is_over:
             raise SystemExit
         await super()._receive(channel, url)
-
-
-STARTED: list[Subscriber] = []
-"""Subscribers of the test."""
-
-
-class Subscription:
-    """A subscriber to a broker, in this process.
-
-    Attributes:
-        counts: number of announcements by topic.
-    """
-
-    def __init__(self, url: str | Path) -> None:
-        self.counts = {TOPIC: 0, OTHER: 0, LATER: 0}
-        self.subscriber = Subscriber(url, self.announce, PACE_S)
-        self.subscriber.follow([TOPIC, OTHER])
-        STARTED.append(self.subscriber)
-        self.subscriber.start()
-
-    def announce(self, topics: Iterable[Topic]) -> None:
-        for topic in topics:
-            self.counts[topic] += 1
 
     @property
     def count(self) -> int:
@@ -91,13 +83,11 @@ def short_timeouts(
         monkeypatch.setattr(channel, "CONNECT_S_MAX", 2.0)
         monkeypatch.setattr(channel, "IDLE_S", 0.2)
     yield
-    for subscriber in STARTED:
-        subscriber.is_over = True
+    monkeypatch.setattr(Subscription, "is_over", True)
     for thread in threading.enumerate():
         if thread.name == "delta-subscriber":
             thread.join(WAIT_S_MAX)
             assert not thread.is_alive()
-    STARTED.clear()
 
 
 LONG_CONNECT_S = 20.0
@@ -148,7 +138,7 @@ def test_each_notification_is_announced(broker: Broker) -> None:
     publish(broker.url, TOPIC)
     subscription = Subscription(broker.url)
     wait_until(lambda: subscription.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
-    assert subscription.subscriber.is_connected
+    assert subscription.is_connected
     for seq in (7, 7, 3):
         before = subscription.count
         publish(broker.url, TOPIC, seq=seq)
@@ -172,15 +162,15 @@ def test_subscriber_reconnects_and_warns_once_per_broker_outage(
     monkeypatch.setattr(module, "open_channel", open_and_count)
     subscription = Subscription(broker.url)
     for outage in (1, 2):
-        wait_until(lambda: subscription.subscriber.is_connected)
+        wait_until(lambda: subscription.is_connected)
         wait_until(lambda: subscription.count >= outage)  # noqa: B023
         broker.kill()
-        wait_until(lambda: not subscription.subscriber.is_connected)
+        wait_until(lambda: not subscription.is_connected)
         enough = len(attempts) + 3
         wait_until(lambda: len(attempts) >= enough)  # noqa: B023
         assert len(warnings(caplog)) == outage
         broker.start()
-    wait_until(lambda: subscription.subscriber.is_connected and subscription.count >= 3)
+    wait_until(lambda: subscription.is_connected and subscription.count >= 3)
     assert broker.address in warnings(caplog)[0]
     before = subscription.count
     publish(broker.url, TOPIC)
@@ -191,12 +181,12 @@ def test_hanging_broker_counts_as_disconnected(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subscription = Subscription(broker.url)
-    wait_until(lambda: subscription.subscriber.is_connected)
+    wait_until(lambda: subscription.is_connected)
     set_connect_s_max(monkeypatch, 0.3)  # ends attempts to connect to the stopped broker
     broker.signal(signal.SIGSTOP)
-    wait_until(lambda: not subscription.subscriber.is_connected)
+    wait_until(lambda: not subscription.is_connected)
     broker.signal(signal.SIGCONT)
-    wait_until(lambda: subscription.subscriber.is_connected)
+    wait_until(lambda: subscription.is_connected)
 
 
 def test_url_file_is_read_for_each_connection(
@@ -208,7 +198,7 @@ def test_url_file_is_read_for_each_connection(
     wait_until(lambda: warnings(caplog))
     assert "is no URL, and no file that can be read" in warnings(caplog)[0]
     file.write_text(broker.url)
-    wait_until(lambda: subscription.subscriber.is_connected)
+    wait_until(lambda: subscription.is_connected)
 
 
 @pytest.mark.usefixtures("long_connect_timeout")
@@ -221,7 +211,7 @@ def test_flood_of_notifications_is_announced_at_a_limited_rate(broker: Broker) -
     wait_until(lambda: subscription.count > before)
     announced, took_s = subscription.count - before, time.monotonic() - begin_s
     assert announced <= took_s / PACE_S + 1
-    assert subscription.subscriber.is_connected
+    assert subscription.is_connected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,9 +221,9 @@ def test_denied_access_is_logged_without_the_password(
     with running(Broker(kind, tmp_path, has_password=True)) as broker:
         denied = Subscription(broker.address)
         wait_until(lambda: warnings(caplog))
-        assert not denied.subscriber.is_connected
+        assert not denied.is_connected
         allowed = Subscription(broker.url)
-        wait_until(lambda: allowed.subscriber.is_connected)
+        wait_until(lambda: allowed.is_connected)
         publish(broker.url, TOPIC)
         wait_until(lambda: allowed.count > 1)
         assert denied.count == 0
@@ -350,7 +340,7 @@ def test_line_followed_after_connecting_is_announced(broker: Broker) -> None:
     subscription = Subscription(broker.url)
     wait_until(lambda: subscription.count)
     publish(broker.url, LATER)
-    subscription.subscriber.follow([LATER])
+    subscription.follow([LATER])
     wait_until(lambda: subscription.counts[LATER] == 1)  # deltas may have come before
     publish(broker.url, LATER, seq=2)
     wait_until(lambda: subscription.counts[LATER] == 2)
