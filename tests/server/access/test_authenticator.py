@@ -119,10 +119,8 @@ async def test_each_kind_of_invalid_token_has_its_own_error(tokens: Tokens) -> N
     assert tokens.rejection(None).startswith("401 the request has no credentials")
     assert tokens.rejection("") == "401 Authorization is not Bearer and one token"
     assert tokens.rejection(f"Basic {right}") == "401 Authorization is not Bearer and one token"
-    assert (
-        tokens.rejection("Bearer hunter2")
-        == "401 the token is wrong: embedserve makes no such tokens"
-    )
+    wrong = tokens.rejection("Bearer hunter2")
+    assert wrong == "401 the token is wrong: embedserve makes no such tokens"
     assert tokens.rejection(f"Bearer {foreign}").startswith("401 the token is unknown")
     assert tokens.rejection(f"Bearer {right[:-1]}").startswith("401 the token is unknown")
     assert tokens.rejection(f"Bearer {expired}") == (
