@@ -30,7 +30,7 @@ from embedserve.batching.split import (
     split,
     split_by_examples,
 )
-from embedserve.deltas.rows_reader import BatchView, end_view
+from embedserve.deltas.rows_reader import BatchView, begin_view, end_view
 from embedserve.errors import (
     DeadlineExceededError,
     EmbedServeError,
@@ -97,8 +97,7 @@ class BatchRunner:
         if not taken:
             self.on_batch_done()
             return
-        reader = self._engine.rows_reader
-        view = None if reader is None else BatchView(reader)
+        view = begin_view(self._engine.rows_reader)
         try:
             batch, errors = join_valid([one.request for one in taken], self._model, view)
         except Exception:
@@ -144,8 +143,7 @@ class BatchRunner:
         """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
         features, or some of them, in any order."""
         queue.begin_batch()
-        reader = self._engine.rows_reader
-        view = None if reader is None else BatchView(reader)
+        view = begin_view(self._engine.rows_reader)
         requests = [pending.request for pending in taken]
         loop = asyncio.get_running_loop()
         try:
