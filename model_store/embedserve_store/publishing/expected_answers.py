@@ -217,7 +217,7 @@ def _check_answers(
             raise InvalidModelError(
                 f"expected: feature {feature!r} asks for row {wrong[0]}, its table has {count} rows"
             )
-    shape = _answers_shape(bags, manifest)
+    shape = manifest.answers_shape(bags.lengths)
     if expected.answers.shape != shape:
         raise InvalidModelError(
             f"expected: answers is {list(expected.answers.shape)}, its bags and the description "
@@ -235,13 +235,6 @@ def _check_answers(
                 f"the training model's answers are others, off by {off:.3g} where the largest is "
                 f"{np.abs(found).max():.3g}{next(hints, '')}"
             )
-
-
-def _answers_shape(bags: Bags, manifest: Manifest) -> tuple[int, int]:
-    if manifest.is_pooled:
-        return bags.lengths.shape[1], sum(manifest.length_per_key)
-    totals = bags.lengths.sum(axis=1)
-    return sum(int(totals[one.feature]) for one in manifest.columns), manifest.length_per_key[0]
 
 
 def _block(
