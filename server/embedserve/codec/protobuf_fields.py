@@ -60,12 +60,11 @@ def read_varint(body: bytes | memoryview, position: int) -> tuple[int, int]:
 
 def varint(value: int) -> bytes:
     """Returns ``value`` in base 128, low bits first (protobuf encoding, "Base 128 Varints")."""
-    result = bytearray()
-    while value > 0x7F:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    result.append(value)
-    return bytes(result)
+    if value <= 0x7F:
+        return bytes((value,))
+    if value <= 0x3FFF:
+        return bytes((value & 0x7F | 0x80, value >> 7))
+    return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80)) + varint(value >> 14)
 
 
 def fields(body: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
