@@ -159,6 +159,22 @@ async def test_dns_changes_and_failures_are_followed(caplog: pytest.LogCaptureFi
     assert "dlrm-1 is resolved again" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("found", "addresses"),
+    [
+        (["::2", "10.0.0.2", "::1", "10.0.0.1"], ["10.0.0.1", "10.0.0.2"]),
+        (["::2", "::1"], ["::1", "::2"]),
+    ],
+)
+async def test_replicas_with_addresses_of_both_families_count_once(
+    found: list[str], addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = {True: socket.AF_INET6, False: socket.AF_INET}
+    infos = [(family[":" in one], socket.SOCK_STREAM, 6, "", (one, 8001)) for one in found]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
+    assert await resolve("dlrm-0", 8001) == [(one, 8001) for one in addresses]
+
+
 async def test_hanging_resolution_holds_up_no_other_and_not_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -154,7 +154,8 @@ def _read_part(path: str, part: str, values: object) -> list[Address]:
 
 
 async def resolve(host: str, port: int) -> list[Address]:
-    """Returns the addresses of a host name. Raises OSError.
+    """Returns the addresses of a host name: the IPv4 ones if it has any, since a replica with
+    an address of each family would count twice. Raises OSError.
 
     uvloop would resolve it in one of four threads, which it waits for at its end: half a minute for
     each name if no name server answers.
@@ -162,7 +163,8 @@ async def resolve(host: str, port: int) -> list[Address]:
     found = await run_in_daemon_thread(
         "resolve", partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     )
-    return sorted({(str(address[0]), port) for *_, address in found})
+    ipv4 = [one for one in found if one[0] == socket.AF_INET]
+    return sorted({(str(address[0]), port) for *_, address in ipv4 or found})
 
 
 class DnsDiscovery:
