@@ -24,6 +24,10 @@ def with_size(chunks: ResponseChunks) -> EncodedResponse:
     return chunks, sum(memoryview(chunk).nbytes for chunk in chunks)
 
 
+class WouldBlockError(Exception):
+    """Raised where a body would take too long to decode on the event loop's thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """Response options: which keys to return, and format options for the codec.

@@ -128,7 +128,7 @@ def submit_request(
     return call
 
 
-def fail(*args: object) -> NoReturn:
+def fail(*args: object, **kwargs: object) -> NoReturn:
     raise ZeroDivisionError(SECRET)
 
 

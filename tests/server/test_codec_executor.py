@@ -6,15 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from server.codecs import JSON
+from server.codecs import JSON, decoding_in_thread
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
 from server.recording_call import BODY, OriginWriter, RecordingCall, make_options
 from server.waiting import until
 
-from embedserve.lookup_types import LookupRequest
-from embedserve.pipeline import submit_compressed
+from embedserve.lookup_types import LookupRequest, WouldBlockError
+from embedserve.pipeline import decode_later
 
 
 async def test_compressed_bodies_have_every_second_turn_however_many_callers_send_them(
@@ -24,15 +24,18 @@ async def test_compressed_bodies_have_every_second_turn_however_many_callers_sen
     decoded: list[str] = []
 
     def submit(origin: str, *, is_compressed: bool) -> RecordingCall:
+        def block(*args: Any, **kwargs: Any) -> LookupRequest:
+            raise WouldBlockError
+
         def decode(*args: Any) -> LookupRequest:
             decoded.append(origin)
             return JSON.decode(*args)
 
-        codec = replace(JSON, decode=gate.before(decode), try_decode_inline=lambda *args: None)
+        codec = decoding_in_thread(replace(JSON, decode=block), gate.before(decode))
         options = make_options(pipeline, codec)
         call = RecordingCall(pipeline, options, writer=OriginWriter(origin))
         if is_compressed:
-            submit_compressed(call, 1, lambda: BODY)
+            decode_later(call, 1, lambda: BODY, is_compressed=True)
         else:
             pipeline.submit(call, BODY)
         return call

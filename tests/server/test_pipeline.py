@@ -9,9 +9,10 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from server.codecs import JSON, PROTOBUF
+from server.codecs import JSON, PROTOBUF, decoding_in_thread
 from server.fake_engine import FakeEngine, model_info
 from server.live import make_pipeline
 from server.recording_call import (
@@ -73,11 +74,11 @@ async def full(pipeline: RequestPipeline, engine: FakeEngine) -> AsyncIterator[R
 def recording_codec(decoded: list[bytes], codec: Codec) -> Codec:
     """Returns ``codec`` with a decoder that appends each body to ``decoded``."""
 
-    def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+    def decode(body: bytes, *args: Any, **kwargs: Any) -> LookupRequest:
         decoded.append(body)
-        return codec.try_decode_inline(body, model, limits)
+        return codec.decode(body, *args, **kwargs)
 
-    return replace(codec, try_decode_inline=try_decode_inline)
+    return replace(codec, decode=decode)
 
 
 def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
@@ -142,7 +143,7 @@ async def test_large_requests_are_rejected_before_decoding_if_their_queue_is_ful
     assert "holds 1 examples; 1 more would exceed" in rejected.error.message
     message = "the queue of 'shop' for large requests is full: it holds 1 examples and 200 ids"
     decoded: list[bytes] = []
-    watched = replace(recording_codec(decoded, codec), decode=fail)
+    watched = decoding_in_thread(recording_codec(decoded, codec), fail)
     undecoded = submit_each(pipeline, watched, large, huge)
     await until(lambda: all(call.responses for call in undecoded))  # the last one in the thread
     assert [call.error.message for call in undecoded] == [message, message]
@@ -164,12 +165,12 @@ async def test_requests_waiting_for_decoding_are_rejected_once_the_queue_is_full
     engine.hold()
     gate = threading.Event()
 
-    def decode(body: bytes, model: str, limits: Limits) -> LookupRequest:
+    def decode(*args: Any) -> LookupRequest:
         gate.wait()
-        return JSON.decode(body, model, limits)
+        return JSON.decode(*args)
 
-    (decoded,) = submit_each(pipeline, replace(JSON, decode=decode), huge)
-    (queued,) = submit_each(pipeline, replace(JSON, decode=fail), huge)
+    (decoded,) = submit_each(pipeline, decoding_in_thread(JSON, decode), huge)
+    (queued,) = submit_each(pipeline, decoding_in_thread(JSON, fail), huge)
     accepted = submit_each(pipeline, JSON, large)
     await until(lambda: engine.lookups)
     accepted += submit_each(pipeline, JSON, large)
@@ -265,7 +266,7 @@ async def test_rejected_slow_requests_are_among_the_slowest(
 async def test_unexpected_error_while_decoding_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = submit_request(pipeline, BODY, replace(JSON, try_decode_inline=fail))
+    call = submit_request(pipeline, BODY, replace(JSON, decode=fail))
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
 

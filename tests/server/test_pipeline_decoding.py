@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 import pytest
-from server.codecs import CODECS, JSON, PROTOBUF
+from server.codecs import CODECS, JSON, PROTOBUF, decoding_in_thread
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.open_inference import LENGTH_HEADER, InferRequest, Input
@@ -40,7 +39,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
-from embedserve.lookup_types import LookupRequest
+from embedserve.lookup_types import LookupRequest, WouldBlockError
 from embedserve.pipeline import RequestPipeline, codec_executor
 from embedserve_proto import embedding_pb2 as pb
 
@@ -51,7 +50,7 @@ LIMITS = Limits(request_values_max=1 << 20)
 
 def gated_codec(gate: Gate) -> Codec:
     """Returns the JSON codec, whose decoding in the thread waits at ``gate``."""
-    return replace(JSON, decode=gate.before(JSON.decode))
+    return decoding_in_thread(JSON, gate.before(JSON.decode))
 
 
 async def test_other_requests_are_served_while_a_large_request_is_decoded(
@@ -84,7 +83,7 @@ async def test_invalid_large_request_names_the_wrong_field(pipeline: RequestPipe
 async def test_unexpected_error_in_the_decoding_thread_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = submit_request(pipeline, LARGE, replace(JSON, decode=fail))
+    call = submit_request(pipeline, LARGE, decoding_in_thread(JSON, fail))
     await until(lambda: call.responses)
     expect_internal(call, caplog)
     assert outcomes(pipeline) == {"INTERNAL": 1}
@@ -234,10 +233,12 @@ def test_small_requests_are_decoded_inline(codec: Codec, body: bytes, is_inline:
 
 
 def assert_decoded_inline(codec: Codec, body: bytes, is_inline: bool) -> None:
-    decoded = codec.try_decode_inline(body, "", LIMITS)
-    assert (decoded is not None) == is_inline
-    if decoded is not None:
+    if is_inline:
+        decoded = codec.decode(body, "", LIMITS, is_inline=True)
         assert np.array_equal(decoded.ids, codec.decode(body, "", LIMITS).ids)
+    else:
+        with pytest.raises(WouldBlockError):
+            codec.decode(body, "", LIMITS, is_inline=True)
 
 
 def prediction(ids: int, dtype: str = "<i8") -> bytes:
@@ -301,8 +302,9 @@ def test_large_tensors_are_decoded_in_the_thread(
 @pytest.mark.parametrize("count_max", [100, 1999])
 def test_requests_over_the_value_limit_are_not_decoded_inline(count_max: int) -> None:
     body = message(string_keys=["user"], string_ids=["a"] * 2000, lengths=[2000])
-    assert PROTOBUF.try_decode_inline(body, "", Limits(request_values_max=count_max)) is None
-    assert PROTOBUF.try_decode_inline(body, "", LIMITS) is not None
+    with pytest.raises(WouldBlockError):
+        PROTOBUF.decode(body, "", Limits(request_values_max=count_max), is_inline=True)
+    assert PROTOBUF.decode(body, "", LIMITS, is_inline=True).batch_size == 1
 
 
 SMALL_LIMITS = Limits(

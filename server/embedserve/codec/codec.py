@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from embedserve.codec import json_codec, predictor_codec, protobuf_requests, protobuf_responses
 from embedserve.codec.arrow import responses as arrow_responses
@@ -31,8 +32,21 @@ PROTOBUF_TYPE = b"application/x-protobuf"
 BINARY = b"application/octet-stream"
 """Content type of bodies that have binary tensors behind their JSON."""
 BINARY_CODECS_MAX = 512
-Decode = Callable[[bytes, str, Limits], LookupRequest]
-TryDecodeInline = Callable[[bytes, str, Limits], LookupRequest | None]
+
+
+class Decode(Protocol):
+    """Decoder of a format's requests."""
+
+    def __call__(
+        self, body: bytes, model: str, limits: Limits, /, *, is_inline: bool = False
+    ) -> LookupRequest:
+        """Returns the request in ``body``, for ``model`` of the URL, or "".
+
+        Raises:
+            InvalidRequestError: the body is invalid.
+            RequestTooLargeError: the body has more than ``limits`` allow.
+            WouldBlockError: ``is_inline``, and decoding would take long.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,10 +56,7 @@ class Codec:
     Attributes:
         content_type: value of the Content-Type header.
         limit: name of the setting that bounds a body, in addition to body_bytes_max.
-        decode: function from (body, model of the URL or "", limits) to a request. Raises
-            InvalidRequestError, and RequestTooLargeError before it reads much.
-        try_decode_inline: the same function where decoding is quick; returns None where it takes
-            long.
+        decode: decoder of requests.
         encode: function from a result to the chunks of its response, each quick to encode.
         try_encode_inline: function from a result to (chunks, byte count) where all of it is quick;
             returns None where encoding takes long.
@@ -61,14 +72,13 @@ class Codec:
             behind JSON.
         response_headers: function from a result to headers of its response, or gRPC trailers. None
             for formats whose messages have a field for everything.
-        in_regions: function from regions of shared memory to (try_decode_inline, decode) for
-            requests whose tensors may be located there. None for formats without such tensors.
+        in_regions: function from regions of shared memory to the decoder of requests whose tensors
+            may be located there. None for formats without such tensors.
     """
 
     content_type: bytes
     limit: str
     decode: Decode
-    try_decode_inline: TryDecodeInline
     encode: Callable[[LookupResult], Iterable[bytes | memoryview]]
     try_encode_inline: Callable[[LookupResult], EncodedResponse | None]
     estimate_size: Callable[[bytes], tuple[int, int]]
@@ -77,7 +87,7 @@ class Codec:
     encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_responses.encode_error
     head_bytes: Callable[[ResponseChunks], int] | None = None
     response_headers: Callable[[LookupResult], list[tuple[bytes, bytes]]] | None = None
-    in_regions: Callable[[Regions], tuple[TryDecodeInline, Decode]] | None = None
+    in_regions: Callable[[Regions], Decode] | None = None
 
     def bytes_max(self, limits: Limits) -> int:
         """Returns the largest number of bytes that a body may have."""
@@ -100,7 +110,6 @@ JSON = Codec(
     content_type=b"application/json",
     limit="request_text_bytes_max",
     decode=json_codec.decode_request,
-    try_decode_inline=json_codec.try_decode_inline,
     encode=json_codec.encode_chunks,
     try_encode_inline=json_codec.try_encode_inline,
     estimate_size=json_codec.estimate_size,
@@ -109,7 +118,6 @@ PREDICT = Codec(
     content_type=PROTOBUF_TYPE,
     limit="body_bytes_max",
     decode=predictor_codec.decode_request,
-    try_decode_inline=predictor_codec.try_decode_inline,
     encode=predictor_codec.encode_chunks,
     try_encode_inline=predictor_codec.try_encode_inline,
     estimate_size=predictor_codec.estimate_size,
@@ -145,7 +153,6 @@ class Codecs:
             content_type=PROTOBUF_TYPE,
             limit="body_bytes_max",
             decode=protobuf.decode_request,
-            try_decode_inline=protobuf.try_decode_inline,
             encode=protobuf_responses.encode_chunks,
             try_encode_inline=protobuf_responses.try_encode_inline,
             peek_model=protobuf_requests.peek_model,
@@ -155,7 +162,6 @@ class Codecs:
             content_type=b"application/vnd.apache.arrow.stream",
             limit="body_bytes_max",
             decode=arrow.decode_request,
-            try_decode_inline=arrow.try_decode_inline,
             encode=arrow_responses.encode_chunks,
             try_encode_inline=arrow_responses.try_encode_inline,
             estimate_size=arrow.estimate_size,
@@ -166,12 +172,11 @@ class Codecs:
             content_type=PROTOBUF_TYPE,
             limit="body_bytes_max",
             decode=message.decode_request,
-            try_decode_inline=message.try_decode_inline,
             encode=message_responses.encode_chunks,
             try_encode_inline=message_responses.try_encode_inline,
             peek_model=infer_messages.peek_model,
             estimate_size=infer_messages.estimate_size,
-            in_regions=partial(_in_regions, message.try_decode_inline, message.decode_request),
+            in_regions=partial(_in_regions, message.decode_request),
         )
         self.infer_streamed = replace(
             self.infer_message,
@@ -199,36 +204,27 @@ class Codecs:
         x-min-seq; None if absent."""
         if min_seq is None:
             return self.predict
-        return replace(
-            self.predict,
-            decode=partial(predictor_codec.decode_request, min_seq=min_seq),
-            try_decode_inline=partial(predictor_codec.try_decode_inline, min_seq=min_seq),
-        )
+        decode = partial(predictor_codec.decode_request, min_seq=min_seq)
+        return replace(self.predict, decode=decode)
 
 
 def _infer(decoder: BodyDecoder, json_bytes: int | None = None) -> Codec:
     """Returns the codec for bodies with ``json_bytes`` of JSON before their tensors; None for JSON
     alone."""
     decode = partial(decoder.decode_request, json_bytes=json_bytes)
-    try_decode_inline = partial(decoder.try_decode_inline, json_bytes=json_bytes)
     is_json = json_bytes is None
     return Codec(
         content_type=b"application/json" if is_json else BINARY,
         limit="request_text_bytes_max" if is_json else "body_bytes_max",
         decode=decode,
-        try_decode_inline=try_decode_inline,
         encode=body_responses.encode_chunks,
         try_encode_inline=body_responses.try_encode_inline,
         estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
         encode_error=body_responses.encode_error,
         head_bytes=body_responses.head_bytes,
-        in_regions=partial(_in_regions, try_decode_inline, decode),
+        in_regions=partial(_in_regions, decode),
     )
 
 
-def _in_regions(
-    try_decode_inline: Callable[..., LookupRequest | None],
-    decode: Callable[..., LookupRequest],
-    regions: Regions,
-) -> tuple[TryDecodeInline, Decode]:
-    return partial(try_decode_inline, regions=regions), partial(decode, regions=regions)
+def _in_regions(decode: Callable[..., LookupRequest], regions: Regions) -> Decode:
+    return partial(decode, regions=regions)

@@ -21,7 +21,13 @@ from embedserve.codec.json_errors import explain_invalid_json
 from embedserve.codec.string_ids import HashedStrings, integers_of, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, OutputOptions
+from embedserve.lookup_types import (
+    EncodedResponse,
+    LookupRequest,
+    LookupResult,
+    OutputOptions,
+    WouldBlockError,
+)
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
 from embedserve.request_checks import check_feature_count
@@ -60,19 +66,19 @@ _DECODER = msgspec.json.Decoder(_EmbedBody)
 _STRING_DECODER = msgspec.json.Decoder(_BodyWithStrings)
 
 
-def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """Decodes like decode_request, or returns None where that would take long."""
-    return decode_request(body, model, limits) if len(body) <= INLINE_BYTES_MAX else None
-
-
-def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
+def decode_request(
+    body: bytes, model: str, limits: Limits = DEFAULT_LIMITS, *, is_inline: bool = False
+) -> LookupRequest:
     """Returns the request in ``body``, addressed to ``model`` ("" for the default model).
 
     Raises:
         InvalidRequestError: the body is not JSON, or not a batch of jagged ids; names field and
             value.
         RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is parsed.
+        WouldBlockError: ``is_inline``, and it would take long.
     """
+    if is_inline and len(body) > INLINE_BYTES_MAX:
+        raise WouldBlockError
     if len(body) > limits.request_values_max:  # a shorter body cannot hold that many values
         check_cost(body, limits)
     try:

@@ -39,6 +39,7 @@ from embedserve.lookup_types import (
     LookupRequest,
     LookupResult,
     OutputOptions,
+    WouldBlockError,
     with_size,
 )
 from embedserve.request_checks import check_feature_count, parse_min_seq
@@ -118,6 +119,8 @@ def decode_request(
     model: str = "",
     limits: Limits = DEFAULT_LIMITS,
     min_seq: bytes | None = None,
+    *,
+    is_inline: bool = False,
 ) -> LookupRequest:
     """Returns the PredictionRequest in ``body``, addressed to the default model. Its features have
     no names.
@@ -129,7 +132,10 @@ def decode_request(
         InvalidRequestError: the body is not a PredictionRequest, or not a batch of jagged ids, or
             ``min_seq`` is no number.
         RequestTooLargeError: the body has more than ``limits`` allow.
+        WouldBlockError: ``is_inline``, and it would take long.
     """
+    if is_inline and len(body) > INLINE_BYTES_MAX:
+        raise WouldBlockError
     batch_size, of_ids, of_scored = _read(body)
     if batch_size < 1:
         raise InvalidRequestError(f"batch_size is {batch_size}: an empty batch", "batch_size")
@@ -157,15 +163,6 @@ def decode_request(
     if min_seq is not None:
         request.min_seq = parse_min_seq(MIN_SEQ_HEADER.decode(), min_seq.decode("latin-1"))
     return request
-
-
-def try_decode_inline(
-    body: bytes, model: str, limits: Limits, min_seq: bytes | None = None
-) -> LookupRequest | None:
-    """Decodes like decode_request, or returns None where that would take long."""
-    if len(body) > INLINE_BYTES_MAX:
-        return None
-    return decode_request(body, model, limits, min_seq)
 
 
 def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:

@@ -32,7 +32,7 @@ from embedserve.codec.string_ids import merge_string_ids
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, shortened
-from embedserve.lookup_types import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions, WouldBlockError
 from embedserve.model_names import qualified_model_name
 from embedserve.request_checks import (
     check_feature_count,
@@ -88,23 +88,13 @@ class ProtobufDecoder:
     def __init__(self) -> None:
         self.templates = TemplateCache[PrefixTemplate]()
 
-    def try_decode_inline(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long. Numbers given as
-        bytes never take long."""
-        quick = self._read_known(body, model) or self._decode_small(body, model, limits)
-        if quick is not None:
-            return quick
-        try:
-            numbers, rest = _take_numbers(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
-        except TooManyFieldsError:
-            return None
-        packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
-        if packed_bytes + sum(map(len, rest)) > INLINE_BYTES_MAX:
-            return None
-        return self._decode_numbers(body, numbers, rest, model, limits)
-
     def decode_request(
-        self, body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
+        self,
+        body: bytes,
+        model: str = "",
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        is_inline: bool = False,
     ) -> LookupRequest:
         """Returns the EmbedRequest in ``body``. A non-empty ``model``, from the URL, takes
         precedence over the model in the message.
@@ -113,18 +103,28 @@ class ProtobufDecoder:
             InvalidRequestError: the body is not an EmbedRequest, or not a batch of jagged ids.
             RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
                 decoded.
+            WouldBlockError: ``is_inline``, and it would take long; numbers given as bytes do not.
         """
         quick = self._read_known(body, model) or self._decode_small(body, model, limits)
         if quick is not None:
             return quick
+        fields_max = limits.request_values_max
+        if is_inline:
+            fields_max = min(INLINE_FIELDS_MAX, fields_max)
         try:
-            numbers, rest = _take_numbers(body, limits.request_values_max)
+            numbers, rest = _take_numbers(body, fields_max)
         except TooManyFieldsError as error:
+            if is_inline:
+                raise WouldBlockError from error
             raise RequestTooLargeError(
                 "body has too many keys, strings and numbers that are not packed: "
                 + limits.describe("request_values_max"),
                 "body",
             ) from error
+        if is_inline:
+            packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
+            if packed_bytes + sum(map(len, rest)) > INLINE_BYTES_MAX:
+                raise WouldBlockError
         return self._decode_numbers(body, numbers, rest, model, limits)
 
     def _decode_small(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:

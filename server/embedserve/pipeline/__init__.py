@@ -6,7 +6,7 @@ adapter: it implements ResponseWriter and creates a RequestContext for each requ
 ids.
 """
 
-from embedserve.pipeline.codec_executor import submit_compressed
+from embedserve.pipeline.codec_executor import decode_later
 from embedserve.pipeline.request_pipeline import (
     LARGE_RESPONSE_BYTES,
     ORIGIN,
@@ -26,6 +26,6 @@ __all__ = [
     "RequestOptions",
     "RequestPipeline",
     "ResponseWriter",
+    "decode_later",
     "late_request",
-    "submit_compressed",
 ]

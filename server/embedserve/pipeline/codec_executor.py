@@ -176,16 +176,20 @@ def decode_later(
     *,
     is_compressed: bool = False,
 ) -> None:
-    """Decodes the body that ``read_body`` returns, of ``nbytes`` until then, in the codec thread,
-    and then enqueues its request."""
+    """Decodes a body in the codec thread, and then enqueues its request. Never raises.
+
+    Args:
+        nbytes: bytes held until the body is read.
+        read_body: returns the body, or raises EmbedServeError.
+        is_compressed: whether ``read_body`` decompresses it.
+    """
     options, models, limits = context.options, context.pipeline.models, context.pipeline.limits
-    _, decode_whole = context.pipeline.decoders(context)
 
     def decode() -> LookupRequest:
         body = read_body()
         if models.has_full_queue:  # The queue may have filled while the body waited.
             models.check_queue_for_body(options.model, body, options.codec)
-        return decode_whole(body, options.model, limits)
+        return decoder(body, options.model, limits)
 
     def enqueue(request: LookupRequest) -> None:
         if context.quota is not None:
@@ -193,23 +197,12 @@ def decode_later(
         models.enqueue(request, context)
         context.writer.on_enqueued()
 
-    context.pipeline.codec_executor.submit(
-        context, "body", nbytes, decode, enqueue, is_compressed=is_compressed
-    )
-
-
-def submit_compressed(
-    context: RequestContext, nbytes: int, decompress: Callable[[], bytes]
-) -> None:
-    """Submits a request whose body is decompressed in the codec thread first. Never raises.
-
-    Args:
-        nbytes: bytes held until the body is decompressed.
-        decompress: returns the body, or raises EmbedServeError.
-    """
     try:
         check_deadline(context)
-        decode_later(context, nbytes, decompress, is_compressed=True)
+        decoder = context.pipeline.decoder(context)
+        context.pipeline.codec_executor.submit(
+            context, "body", nbytes, decode, enqueue, is_compressed=is_compressed
+        )
     except EmbedServeError as error:
         context.reject(error)
     except Exception:

@@ -18,9 +18,9 @@ from embedserve.access.authenticator import Authenticator, Certificate
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.client_address import ClientAddresses
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
-from embedserve.codec.codec import Codec, Codecs, Decode, TryDecodeInline
+from embedserve.codec.codec import Codec, Codecs, Decode
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError
-from embedserve.lookup_types import LookupResult, ResponseChunks
+from embedserve.lookup_types import LookupResult, ResponseChunks, WouldBlockError
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.request_metrics import ProtocolMetrics
@@ -326,31 +326,25 @@ class RequestPipeline:
                 self.models.check_queue_for_body(options.model, body, options.codec, is_quick=True)
             if context.deadline_s != NEVER:
                 check_deadline(context)
-            if self.shared_memory is None:
-                request = options.codec.try_decode_inline(body, options.model, self.limits)
-            else:
-                request = self.decoders(context)[0](body, options.model, self.limits)
-            if request is None:
-                decode_later(context, len(body), lambda: body)
-            else:
-                quota = context.quota
-                if quota is not None and quota.models is not None:
-                    quota.check_model(request.model, self.models.default_model)
-                self.models.enqueue(request, context)
+            decode = options.codec.decode if self.shared_memory is None else self.decoder(context)
+            request = decode(body, options.model, self.limits, is_inline=True)
+            quota = context.quota
+            if quota is not None and quota.models is not None:
+                quota.check_model(request.model, self.models.default_model)
+            self.models.enqueue(request, context)
+        except WouldBlockError:
+            decode_later(context, len(body), lambda: body)
         except EmbedServeError as error:
             context.reject(error)
         except Exception:
             context.fail()
 
-    def decoders(self, context: RequestContext) -> tuple[TryDecodeInline, Decode]:
-        """Returns (inline decoder, full decoder) for the body.
-
-        They are bound to the caller's shared-memory regions. Requests from a browser page, which
-        have an Origin header, get no regions.
-        """
+    def decoder(self, context: RequestContext) -> Decode:
+        """Returns the decoder for the body, bound to the caller's shared-memory regions. Requests
+        from a browser page, which have an Origin header, get no regions."""
         codec, shared = context.options.codec, self.shared_memory
         if shared is None or codec.in_regions is None:
-            return codec.try_decode_inline, codec.decode
+            return codec.decode
         is_page = context.writer.header(ORIGIN) is not None
         return codec.in_regions(NONE if is_page else shared.of(context.owner))
 

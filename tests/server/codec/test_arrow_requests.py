@@ -20,9 +20,8 @@ from embedserve.codec.arrow.columns import MESSAGE_BYTES_MAX
 from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.codec.protobuf_requests import ProtobufDecoder
 from embedserve.codec.template_cache import BYTES_MAX, TEMPLATES_MAX
-from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup_types import LookupRequest
+from embedserve.lookup_types import LookupRequest, WouldBlockError
 
 ARROW = ArrowDecoder()
 INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -61,8 +60,7 @@ def test_lists_are_read_from_one_or_several_batches(
     table = columns_of(bags, weights, layout=layout, ids=ids)
     body = stream_of(table, rows=rows)
     read = assert_reads(body, bags, weights)
-    inline = ARROW.try_decode_inline(body, "", DEFAULT_LIMITS)
-    assert inline is not None
+    inline = ARROW.decode_request(body, is_inline=True)
     assert inline.ids.tolist() == read.ids.tolist()
     assert ARROW.estimate_size(body) == (read.lengths.size, read.ids.size)
 
@@ -212,10 +210,11 @@ def test_expensive_streams_are_not_decoded_inline() -> None:
     columns."""
     bags: Bags = {f"f{at}": [[1]] for at in range(200)}
     body = stream_of(columns_of(bags))
-    assert ARROW.try_decode_inline(body, "", DEFAULT_LIMITS) is None
+    with pytest.raises(WouldBlockError):
+        ARROW.decode_request(body, is_inline=True)
     assert ARROW.estimate_size(body) == (0, 0)
     assert_reads(body, bags)
-    assert ARROW.try_decode_inline(body, "", DEFAULT_LIMITS) is not None
+    assert ARROW.decode_request(body, is_inline=True).batch_size == 1
     assert ARROW.estimate_size(body) == (200, 200)
     weighed = pa.ListArray.from_arrays([0, 300_000], np.zeros(300_000, np.float32))
     for table, rows in (
@@ -228,5 +227,6 @@ def test_expensive_streams_are_not_decoded_inline() -> None:
     ):
         body = stream_of(table, rows=rows)
         decoder = ArrowDecoder()
-        assert decoder.try_decode_inline(body, "", DEFAULT_LIMITS) is None
+        with pytest.raises(WouldBlockError):
+            decoder.decode_request(body, is_inline=True)
         assert decoder.decode_request(body).batch_size == table.num_rows

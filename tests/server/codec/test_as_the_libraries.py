@@ -80,7 +80,7 @@ KINDS = {
         embed_requests(),
         pb.EmbedRequest,
         {
-            "now": lambda body: ProtobufDecoder().try_decode_inline(body, "", DEFAULT_LIMITS),
+            "now": lambda body: ProtobufDecoder().decode_request(body, is_inline=True),
             "whole": lambda body: ProtobufDecoder().decode_request(body),
         },
     ),
@@ -88,7 +88,9 @@ KINDS = {
         infer_requests(),
         oip.ModelInferRequest,
         {
-            "now": lambda body: MessageDecoder().try_decode_inline(body, "", DEFAULT_LIMITS),
+            "now": lambda body: MessageDecoder().decode_request(
+                body, "", DEFAULT_LIMITS, is_inline=True
+            ),
             "whole": lambda body: MessageDecoder().decode_request(body, "", DEFAULT_LIMITS),
         },
     ),

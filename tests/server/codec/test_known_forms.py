@@ -112,8 +112,9 @@ def test_mutated_message_matches_no_template_or_reads_like_protobuf(seed: int) -
 def test_body_matching_a_template_is_read_like_by_the_parser(
     bags: dict[str, list[list[int]]], outputs: tuple[str, ...], times: int
 ) -> None:
-    BODIES.try_decode_inline(
-        *inline_arguments(InferRequest(jagged({name: [[1]] for name in bags}), outputs))
+    BODIES.decode_request(
+        *inline_arguments(InferRequest(jagged({name: [[1]] for name in bags}), outputs)),
+        is_inline=True,
     )
     for one in (bags, {name: bags_of * times for name, bags_of in bags.items()}):
         body, _, limits, json_bytes = inline_arguments(InferRequest(jagged(one), outputs))
@@ -131,7 +132,7 @@ def inline_arguments(infer_request: InferRequest) -> tuple[bytes, str, Limits, i
 def test_mutated_body_matches_no_template_or_reads_like_the_parser(seed: int) -> None:
     random = Random(seed)
     body, model, limits, json_bytes = inline_arguments(InferRequest(jagged(BAGS)))
-    BODIES.try_decode_inline(body, model, limits, json_bytes)
+    BODIES.decode_request(body, model, limits, json_bytes, is_inline=True)
     assert BODIES.templates.read(body, json_bytes, model, limits) is not None
     for _ in range(200):
         head = mutated(random, body[:json_bytes], [body[:json_bytes]])
@@ -144,8 +145,7 @@ def test_mutated_body_matches_no_template_or_reads_like_the_parser(seed: int) ->
 def test_numbers_in_feature_names_are_not_read_as_sizes(name: str) -> None:
     for ids in ([[1, 2]], [[3]]):
         body, model, limits, json_bytes = inline_arguments(InferRequest(jagged({name: ids})))
-        request = BODIES.try_decode_inline(body, model, limits, json_bytes)
-        assert request is not None
+        request = BODIES.decode_request(body, model, limits, json_bytes, is_inline=True)
         assert (request.features, request.ids.tolist()) == ((name,), ids[0])
         assert BODIES.templates.read(body, json_bytes, model, limits) is None
 
@@ -192,7 +192,7 @@ def test_template_does_not_match_requests_over_a_limit() -> None:
     body = message(InferRequest(jagged(BAGS)))
     template = template_of(body)
     binary, model, _, json_bytes = inline_arguments(InferRequest(jagged(BAGS)))
-    BODIES.try_decode_inline(binary, model, LIMITS, json_bytes)
+    BODIES.decode_request(binary, model, LIMITS, json_bytes, is_inline=True)
     for limits in (
         Limits(request_examples_max=2),
         Limits(request_ids_max=20),

@@ -41,8 +41,7 @@ class Format:
 
     def decode(self, min_seq: Any = None) -> LookupRequest:
         codec, body = self.encode(min_seq)
-        request = codec.try_decode_inline(body, "shop", DEFAULT_LIMITS)
-        assert request is not None
+        request = codec.decode(body, "shop", DEFAULT_LIMITS, is_inline=True)
         assert request.ids.tolist() == [1, 2]
         whole = codec.decode(body, "shop", DEFAULT_LIMITS)
         assert whole.min_seq == request.min_seq
@@ -176,22 +175,22 @@ def test_min_seq_parameter_of_another_type_is_rejected(value: Any) -> None:
     kind = {bool: "bool_param", str: "string_param", float: "double_param"}[type(value)]
     setattr(message.parameters["min_seq"], kind, value)
     with pytest.raises(InvalidRequestError, match=f"min_seq is {value!r}, expected an integer"):
-        codec.try_decode_inline(message.SerializeToString(), "", DEFAULT_LIMITS)
+        codec.decode(message.SerializeToString(), "", DEFAULT_LIMITS, is_inline=True)
 
 
 @pytest.mark.parametrize("value", [1.5, True, "7", [7], {}])
 def test_json_min_seq_parameter_of_another_type_is_rejected(value: Any) -> None:
     codec, body = Infer().encode(value)
     with pytest.raises(InvalidRequestError, match=r"parameters\.min_seq"):
-        codec.try_decode_inline(body, "shop", DEFAULT_LIMITS)
+        codec.decode(body, "shop", DEFAULT_LIMITS, is_inline=True)
 
 
 def assert_rejected(one: Format, min_seq: Any, expected_value: str) -> None:
     """Fails unless the error names field and value."""
     codec, body = one.encode(min_seq)
-    for decode in (codec.try_decode_inline, codec.decode):
+    for is_inline in (True, False):
         with pytest.raises(InvalidRequestError) as caught:
-            decode(body, "shop", DEFAULT_LIMITS)
+            codec.decode(body, "shop", DEFAULT_LIMITS, is_inline=is_inline)
         assert caught.value.field == one.field
         shown = caught.value.message.removeprefix(f"{one.field} is ")
         assert shown.startswith((expected_value, repr(expected_value)))

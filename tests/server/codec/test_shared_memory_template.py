@@ -19,7 +19,7 @@ from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError
-from embedserve.lookup_types import LookupRequest
+from embedserve.lookup_types import LookupRequest, WouldBlockError
 from embedserve.shared_memory.region import Region, open_region
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -135,8 +135,18 @@ def with_min_seq(encoded: bytes, min_seq: int) -> bytes:
     return request.SerializeToString(deterministic=True)
 
 
-def contents(request: LookupRequest | None) -> tuple[object, ...]:
-    assert request is not None
+def decode(
+    decoder: BodyDecoder | MessageDecoder,
+    body: bytes,
+    regions: Regions | None,
+    limits: Limits = LIMITS,
+    *,
+    is_inline: bool = True,
+) -> LookupRequest:
+    return decoder.decode_request(body, "shop", limits, regions=regions, is_inline=is_inline)
+
+
+def contents(request: LookupRequest) -> tuple[object, ...]:
     assert request.output is not None
     options = request.output.format_options
     assert isinstance(options, ResponseOptions)
@@ -170,10 +180,9 @@ def test_template_reads_the_current_region_contents(
     assert decoder.of_placed.find(request_body, LIMITS) is None
     for bags in (BAGS, OTHER_BAGS, BAGS):
         one.put(jagged(bags), gap)
-        for read in (decoder.try_decode_inline, decoder.decode_request):
-            assert contents(read(request_body, "shop", LIMITS, regions=one.regions)) == expected(
-                bags, one
-            )
+        for is_inline in (True, False):
+            request = decode(decoder, request_body, one.regions, is_inline=is_inline)
+            assert contents(request) == expected(bags, one)
         assert decoder.of_placed.find(request_body, LIMITS) is not None
 
 
@@ -185,9 +194,9 @@ def test_cached_template_uses_the_regions_of_each_caller(
     request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
     another.put(jagged(OTHER_BAGS))
     for _ in range(2):
-        request = decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
+        request = decode(decoder, request_body, one.regions)
         assert contents(request) == expected(BAGS, one)
-        request = decoder.try_decode_inline(request_body, "shop", LIMITS, regions=another.regions)
+        request = decode(decoder, request_body, another.regions)
         assert contents(request) == expected(OTHER_BAGS, another)
     for regions, reason in (
         ({}, "which is not registered"),
@@ -195,9 +204,9 @@ def test_cached_template_uses_the_regions_of_each_caller(
         ({"vectors": one.regions["vectors"]}, r"^input 'user\.ids' .* 'ids', which is not"),
     ):
         with pytest.raises(UnknownRegionError, match=reason):
-            decoder.try_decode_inline(request_body, "shop", LIMITS, regions=regions)
+            decode(decoder, request_body, regions)
     with pytest.raises(InvalidRequestError, match="which this server does not use"):
-        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=None)
+        decode(decoder, request_body, None)
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("ids", 100), ("vectors", 4000)])
@@ -207,10 +216,10 @@ def test_region_that_was_shortened_is_rejected(
     make, decoder = request_format
     one = caller("one")
     request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
-    decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
+    decode(decoder, request_body, one.regions)
     shorter = one.regions | {name: one.opened(name, nbytes)}
     with pytest.raises(InvalidRequestError, match=f"region '{name}', which has {nbytes}$"):
-        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=shorter)
+        decode(decoder, request_body, shorter)
     shorter[name].close()
 
 
@@ -220,16 +229,16 @@ def test_invalid_current_region_contents_are_rejected(
     make, decoder = request_format
     one = caller("one")
     request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
-    decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
+    decode(decoder, request_body, one.regions)
     one.put(jagged(BAGS | {"user": [[4], [], []]}))
     with pytest.raises(InvalidRequestError, match=r"'user\.lengths' .* adds up to"):
-        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
+        decode(decoder, request_body, one.regions)
     one.cut()
     with pytest.raises(InvalidRequestError, match="'ids': its file was cut to 0 bytes"):
-        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
+        decode(decoder, request_body, one.regions)
     one.regions["ids"].close()
     with pytest.raises(InvalidRequestError, match="'ids': it is not registered any more"):
-        decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
+        decode(decoder, request_body, one.regions)
 
 
 def test_large_inputs_are_not_decoded_inline(
@@ -240,7 +249,8 @@ def test_large_inputs_are_not_decoded_inline(
     bags = {"user": [list(range(INLINE_BYTES_MAX // 8)), [1], []]}
     request_body = make(jagged(bags), one.put(jagged(bags)))
     for _ in range(2):
-        assert decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions) is None
+        with pytest.raises(WouldBlockError):
+            decode(decoder, request_body, one.regions)
         request = decoder.decode_request(request_body, "shop", LIMITS, regions=one.regions)
         assert contents(request) == expected(bags, one)
     assert decoder.of_placed.find(request_body, LIMITS) is not None
@@ -261,9 +271,9 @@ def test_cached_request_over_a_limit_is_rejected(
     make, decoder = request_format
     one = caller("one")
     request_body = make(jagged(BAGS), one.put(jagged(BAGS)))
-    decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions)
+    decode(decoder, request_body, one.regions)
     with pytest.raises(RequestTooLargeError):
-        decoder.try_decode_inline(request_body, "shop", limits, regions=one.regions)
+        decode(decoder, request_body, one.regions, limits)
 
 
 def test_weights_strings_request_ids_and_empty_ids_are_not_cached(
@@ -281,9 +291,7 @@ def test_weights_strings_request_ids_and_empty_ids_are_not_cached(
         (jagged(BAGS), "7"),
     ):
         request_body = make(inputs, one.put(inputs), request_id)
-        assert (
-            decoder.try_decode_inline(request_body, "shop", LIMITS, regions=one.regions) is not None
-        )
+        assert decode(decoder, request_body, one.regions).features
         assert decoder.of_placed.find(request_body, LIMITS) is None
 
 
@@ -311,15 +319,15 @@ def test_requests_with_min_seq_are_read_and_not_cached(
     one = caller("one")
     inputs = jagged(BAGS)
     plain = make(inputs, one.put(inputs))
-    decoder.try_decode_inline(plain, "shop", LIMITS, regions=one.regions)
+    decode(decoder, plain, one.regions)
     before = [*decoder.of_placed.templates]
     assert before
     for seq in (7, 7, 8):
         encoded = with_min_seq(plain, seq)
-        for decode in (decoder.try_decode_inline, decoder.decode_request):
-            request = decode(encoded, "shop", LIMITS, regions=one.regions)
+        for is_inline in (True, False):
+            request = decode(decoder, encoded, one.regions, is_inline=is_inline)
             assert request.min_seq == seq
             assert contents(request) == expected(BAGS, one)
     assert decoder.of_placed.templates == before
-    again = decoder.try_decode_inline(plain, "shop", LIMITS, regions=one.regions)
+    again = decode(decoder, plain, one.regions)
     assert again.min_seq is None

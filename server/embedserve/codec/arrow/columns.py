@@ -22,10 +22,6 @@ COLUMN_BYTES = 640
 _UINT64 = np.dtype("<u8")
 
 
-class WouldBlockError(Exception):
-    """Raised where a stream would take too long to read on the event loop's thread."""
-
-
 @dataclass(frozen=True, slots=True)
 class Values:
     """The type of ids or weights.

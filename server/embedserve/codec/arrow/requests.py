@@ -25,13 +25,12 @@ from embedserve.codec.arrow.columns import (
     Options,
     Schema,
     SchemaTemplateCache,
-    WouldBlockError,
 )
 from embedserve.codec.arrow.stream import RecordBatch, read_batches, read_schema
 from embedserve.codec.string_ids import FEW, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup_types import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions, WouldBlockError
 from embedserve.model_names import qualified_model_name
 from embedserve.request_checks import check_feature_count
 
@@ -54,15 +53,13 @@ class ArrowDecoder:
     def __init__(self) -> None:
         self.schemas = SchemaTemplateCache()
 
-    def try_decode_inline(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long."""
-        try:
-            return self._decode(body, model, limits, is_inline=True)
-        except WouldBlockError:
-            return None
-
     def decode_request(
-        self, body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
+        self,
+        body: bytes,
+        model: str = "",
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        is_inline: bool = False,
     ) -> LookupRequest:
         """Returns the request in the stream ``body``, addressed to ``model`` ("" for the default
         model).
@@ -72,10 +69,8 @@ class ArrowDecoder:
                 ids.
             RequestTooLargeError: the stream has more than ``limits`` allow. Raised before it is
                 read.
+            WouldBlockError: ``is_inline``, and it would take long.
         """
-        return self._decode(body, model, limits, is_inline=False)
-
-    def _decode(self, body: bytes, model: str, limits: Limits, *, is_inline: bool) -> LookupRequest:
         schema, at = read_schema(body, limits, self.schemas, is_inline=is_inline)
         check_feature_count("features", len(schema.features), limits)
         batches = read_batches(body, at, schema, limits, is_inline=is_inline)

@@ -22,11 +22,11 @@ from embedserve.codec.arrow.columns import (
     Options,
     Schema,
     Values,
-    WouldBlockError,
 )
 from embedserve.codec.arrow.flatbuffers import INT16, INT32, MALFORMED, UINT8, FlatTable
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.lookup_types import WouldBlockError
 from embedserve.request_checks import check_feature_count, parse_min_seq
 
 WEIGHTS = ".weights"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedserve.codec.arrow.columns import Schema, SchemaTemplateCache, WouldBlockError
+from embedserve.codec.arrow.columns import Schema, SchemaTemplateCache
 from embedserve.codec.arrow.flatbuffers import (
     INT16,
     INT32,
@@ -28,6 +28,7 @@ from embedserve.codec.arrow.flatbuffers import (
 from embedserve.codec.arrow.schema import malformed, parse
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.lookup_types import WouldBlockError
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END = CONTINUATION + bytes(INT32.size)

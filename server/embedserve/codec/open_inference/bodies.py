@@ -46,7 +46,7 @@ from embedserve.codec.open_inference.tensors import (
 )
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.lookup_types import LookupRequest
+from embedserve.lookup_types import LookupRequest, WouldBlockError
 from embedserve.shared_memory.region import MemorySlice, Regions
 
 _DECODER = msgspec.json.Decoder(InferBody)
@@ -64,20 +64,6 @@ class BodyDecoder:
         self.templates = JsonTemplateCache()
         self.of_placed = SharedMemoryTemplateCache()
 
-    def try_decode_inline(
-        self,
-        body: bytes,
-        model: str,
-        limits: Limits,
-        json_bytes: int | None = None,
-        regions: Regions | None = None,
-    ) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long."""
-        head_bytes = len(body) if json_bytes is None else json_bytes
-        if head_bytes > INLINE_BYTES_MAX or len(body) > INLINE_JAGGED_BYTES_MAX:
-            return None
-        return self._decode(body, model, limits, json_bytes, regions, is_inline=True)
-
     def decode_request(
         self,
         body: bytes,
@@ -85,6 +71,8 @@ class BodyDecoder:
         limits: Limits,
         json_bytes: int | None = None,
         regions: Regions | None = None,
+        *,
+        is_inline: bool = False,
     ) -> LookupRequest:
         """Returns the request in ``body``, addressed to ``model``.
 
@@ -97,31 +85,21 @@ class BodyDecoder:
                 ids.
             RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
                 decoded.
+            WouldBlockError: ``is_inline``, and it would take long.
         """
-        request = self._decode(body, model, limits, json_bytes, regions, is_inline=False)
-        assert request is not None  # never None unless is_inline
-        return request
-
-    def _decode(
-        self,
-        body: bytes,
-        model: str,
-        limits: Limits,
-        json_bytes: int | None,
-        regions: Regions | None,
-        *,
-        is_inline: bool,
-    ) -> LookupRequest | None:
-        """Returns the request; None where ``is_inline`` and it would take long."""
-        if json_bytes is not None and is_inline:
-            known = self.templates.read(body, json_bytes, model, limits)
-            if known is not None:
-                return known
+        if is_inline:
+            head_bytes = len(body) if json_bytes is None else json_bytes
+            if head_bytes > INLINE_BYTES_MAX or len(body) > INLINE_JAGGED_BYTES_MAX:
+                raise WouldBlockError
+            if json_bytes is not None:
+                known = self.templates.read(body, json_bytes, model, limits)
+                if known is not None:
+                    return known
         if regions and json_bytes in (None, len(body)):
             of_placed = self.of_placed.find(body, limits)
             if of_placed is not None:
                 if is_inline and not of_placed.is_quick:
-                    return None
+                    raise WouldBlockError
                 known = of_placed.read_known(regions, model)
                 if known is not None:
                     return known
@@ -134,12 +112,7 @@ class BodyDecoder:
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise _problem(error) from error
         tensors = _tensors(parsed.inputs, rest, limits, regions, is_inline=is_inline)
-        if tensors is None:
-            return None
-        read = read_request(model, *tensors, regions, limits, is_inline=is_inline)
-        if read is None:
-            return None
-        request, of_placed = read
+        request, of_placed = read_request(model, *tensors, regions, limits, is_inline=is_inline)
         parameters = parsed.parameters or Parameters()
         is_binary = parameters.binary_data_output
         if parsed.outputs:
@@ -260,9 +233,8 @@ def _tensors(
     regions: Regions | None,
     *,
     is_inline: bool,
-) -> tuple[list[InputTensor], list[PlacedTensor]] | None:
-    """Returns (all inputs, the inputs in shared memory, which have no data yet), or None like
-    _decode."""
+) -> tuple[list[InputTensor], list[PlacedTensor]]:
+    """Returns (all inputs, the inputs in shared memory, which have no data yet)."""
     tensors, position = [], 0
     text_bytes = 0
     placed: list[PlacedTensor] = []
@@ -291,7 +263,7 @@ def _tensors(
             if one.datatype == BYTES:
                 text_bytes += size
                 if is_inline and text_bytes > INLINE_BYTES_MAX:
-                    return None
+                    raise WouldBlockError
                 _check_text(text_bytes, limits)
                 tensor.data = read_strings(tensor, rest[end - size : end], limits)
         tensors.append(tensor)

@@ -54,7 +54,7 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup_types import LookupRequest
+from embedserve.lookup_types import LookupRequest, WouldBlockError
 from embedserve.shared_memory.region import Regions
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -76,6 +76,9 @@ NAME_TAG = tag_of(number_of(_InputMessage, "name"), LENGTH_DELIMITED)
 SHAPE_TAG = tag_of(number_of(_InputMessage, "shape"), LENGTH_DELIMITED)
 SHAPE_BYTES_MAX = 40
 CONTENTS_TAG = tag_of(number_of(_InputMessage, "contents"), LENGTH_DELIMITED)
+_Parsed = tuple[pb.ModelInferRequest, Sequence[bytes | memoryview], Sequence[Contents] | None]
+"""(message, its raw_input_contents, the contents of each input if they were extracted from the
+message, None if they are still in it)."""
 
 
 class MessageDecoder:
@@ -85,64 +88,14 @@ class MessageDecoder:
         self.templates = MessageTemplateCache()
         self.of_placed = SharedMemoryTemplateCache()
 
-    def try_decode_inline(
-        self, body: bytes, model: str, limits: Limits, regions: Regions | None = None
-    ) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long."""
-        if len(body) > INLINE_JAGGED_BYTES_MAX:
-            return None
-        known = self.templates.read(body, limits)
-        if known is not None:
-            return known
-        if regions:
-            template = self.of_placed.find(body, limits)
-            if template is not None:
-                known = template.read_known(regions) if template.is_quick else None
-                if known is not None or not template.is_quick:
-                    return known
-        small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
-        if len(body) <= small_bytes:
-            message = _parse(body)
-            raw: Sequence[bytes | memoryview] = message.raw_input_contents
-        else:
-            try:
-                raw, rest = _take_raw(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
-            except TooManyFieldsError:
-                return None
-            if sum(map(len, rest)) > small_bytes:
-                return None
-            message = _parse(b"".join(rest))
-            inputs = [one for one in message.inputs if not is_placed(one.parameters)]
-            texts = zip(raw, inputs, strict=False)
-            if sum(len(one) for one, of in texts if of.datatype == BYTES) > INLINE_BYTES_MAX:
-                return None
-        request = self._request(body, message, raw, None, limits, regions, is_inline=True)
-        self._remember(body, message, raw, request, limits)
-        return request
-
-    def _remember(
+    def decode_request(
         self,
         body: bytes,
-        message: pb.ModelInferRequest,
-        raw: Sequence[bytes | memoryview],
-        request: LookupRequest | None,
+        model: str,
         limits: Limits,
-    ) -> None:
-        """Caches the template of a message whose inputs are all raw. Templates of inputs in shared
-        memory are cached by shared_memory_template.py."""
-        if request is None or any(one.parameters for one in message.outputs):
-            return
-        inputs = len(message.inputs)
-        is_plain = len(raw) == inputs == 2 * len(request.features) and not request.string_features
-        if is_plain and inputs <= TEMPLATE_INPUTS_MAX:
-            model = message.model_name, message.model_version
-            outputs = [one.name for one in message.outputs]
-            self.templates.remember(
-                body, MessageTemplate(model, request.model, request.features, outputs), limits
-            )
-
-    def decode_request(
-        self, body: bytes, model: str, limits: Limits, regions: Regions | None = None
+        regions: Regions | None = None,
+        *,
+        is_inline: bool = False,
     ) -> LookupRequest:
         """Returns the ModelInferRequest in ``body``, which names its model itself.
 
@@ -153,40 +106,48 @@ class MessageDecoder:
             InvalidRequestError: the body is not a ModelInferRequest, or not a batch of jagged ids.
             RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
                 decoded.
+            WouldBlockError: ``is_inline``, and it would take long.
         """
+        if is_inline:
+            if len(body) > INLINE_JAGGED_BYTES_MAX:
+                raise WouldBlockError
+            known = self.templates.read(body, limits)
+            if known is not None:
+                return known
         template = self.of_placed.find(body, limits) if regions else None
         if template is not None and regions is not None:
+            if is_inline and not template.is_quick:
+                raise WouldBlockError
             known = template.read_known(regions)
             if known is not None:
                 return known
-        try:
-            raw, inputs, rest = _take_inputs(body, limits)
-        except TooManyFieldsError as error:
-            raise RequestTooLargeError(
-                "body has too many tensors, strings and numbers that are not packed: "
-                + limits.describe("request_values_max"),
-                "body",
-            ) from error
-        text_bytes = sum(map(len, rest)) + sum(
-            sum(map(len, contents.get("bytes_contents", ()))) for contents, _ in inputs
-        )
-        text_bytes += sum(len(of_input) for _, of_input in inputs)
-        if text_bytes > limits.request_text_bytes_max:
-            raise RequestTooLargeError(
-                f"body has {text_bytes} bytes beside its numbers, "
-                + limits.describe("request_text_bytes_max"),
-                "body",
-            )
-        message = _parse(b"".join(rest))
-        for _, of_input in inputs:
-            try:
-                message.inputs.add().MergeFromString(of_input)
-            except DecodeError as error:
-                raise _malformed(error) from error
-        of_inputs = [contents for contents, _ in inputs]
-        request = self._request(body, message, raw, of_inputs, limits, regions, is_inline=False)
-        assert request is not None  # never None unless is_inline
+        parsed = _parse_inline(body, limits) if is_inline else _parse_any(body, limits)
+        request = self._request(body, *parsed, limits, regions, is_inline=is_inline)
+        if is_inline:
+            message, raw, _ = parsed
+            self._remember(body, message, raw, request, limits)
         return request
+
+    def _remember(
+        self,
+        body: bytes,
+        message: pb.ModelInferRequest,
+        raw: Sequence[bytes | memoryview],
+        request: LookupRequest,
+        limits: Limits,
+    ) -> None:
+        """Caches the template of a message whose inputs are all raw. Templates of inputs in shared
+        memory are cached by shared_memory_template.py."""
+        if any(one.parameters for one in message.outputs):
+            return
+        inputs = len(message.inputs)
+        is_plain = len(raw) == inputs == 2 * len(request.features) and not request.string_features
+        if is_plain and inputs <= TEMPLATE_INPUTS_MAX:
+            model = message.model_name, message.model_version
+            outputs = [one.name for one in message.outputs]
+            self.templates.remember(
+                body, MessageTemplate(model, request.model, request.features, outputs), limits
+            )
 
     def _request(
         self,
@@ -198,15 +159,8 @@ class MessageDecoder:
         regions: Regions | None,
         *,
         is_inline: bool,
-    ) -> LookupRequest | None:
-        """Returns the request in ``message``; None where ``is_inline`` and reading would take long.
-
-        Args:
-            body: bytes of the message.
-            raw: its raw_input_contents.
-            contents: contents of each input, if they were extracted from the message; None if they
-                are still in it.
-        """
+    ) -> LookupRequest:
+        """Returns the request in ``message``, which _Parsed describes, of the bytes ``body``."""
         are_placed = [is_placed(one.parameters) for one in message.inputs]
         if raw and len(raw) != are_placed.count(False):
             raise InvalidRequestError(
@@ -235,10 +189,9 @@ class MessageDecoder:
                 data = next(left)
                 tensor.data = raw_strings(tensor, data, limits) if one.datatype == BYTES else data
         model = versioned(message.model_name, message.model_version)
-        read = read_request(model, tensors, placed, regions, limits, is_inline=is_inline)
-        if read is None:
-            return None
-        request, template = read
+        request, template = read_request(
+            model, tensors, placed, regions, limits, is_inline=is_inline
+        )
         outputs = message.outputs
         names = [one.name for one in outputs] if outputs else ()
         places = {
@@ -304,6 +257,55 @@ def _is_output_placed(output: pb.ModelInferRequest.InferRequestedOutputTensor) -
     if "classification" in parameters and parameters["classification"].int64_param:
         raise classification_error(output.name)
     return is_placed(parameters)
+
+
+def _parse_inline(body: bytes, limits: Limits) -> _Parsed:
+    """Parses a message by the protobuf library. Raises WouldBlockError for a large one."""
+    small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
+    if len(body) <= small_bytes:
+        message = _parse(body)
+        return message, message.raw_input_contents, None
+    try:
+        raw, rest = _take_raw(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
+    except TooManyFieldsError as error:
+        raise WouldBlockError from error
+    if sum(map(len, rest)) > small_bytes:
+        raise WouldBlockError
+    message = _parse(b"".join(rest))
+    inputs = [one for one in message.inputs if not is_placed(one.parameters)]
+    texts = zip(raw, inputs, strict=False)
+    if sum(len(one) for one, of in texts if of.datatype == BYTES) > INLINE_BYTES_MAX:
+        raise WouldBlockError
+    return message, raw, None
+
+
+def _parse_any(body: bytes, limits: Limits) -> _Parsed:
+    """Parses a message of any size, without its numbers."""
+    try:
+        raw, inputs, rest = _take_inputs(body, limits)
+    except TooManyFieldsError as error:
+        raise RequestTooLargeError(
+            "body has too many tensors, strings and numbers that are not packed: "
+            + limits.describe("request_values_max"),
+            "body",
+        ) from error
+    text_bytes = sum(map(len, rest)) + sum(
+        sum(map(len, contents.get("bytes_contents", ()))) for contents, _ in inputs
+    )
+    text_bytes += sum(len(of_input) for _, of_input in inputs)
+    if text_bytes > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"body has {text_bytes} bytes beside its numbers, "
+            + limits.describe("request_text_bytes_max"),
+            "body",
+        )
+    message = _parse(b"".join(rest))
+    for _, of_input in inputs:
+        try:
+            message.inputs.add().MergeFromString(of_input)
+        except DecodeError as error:
+            raise _malformed(error) from error
+    return message, raw, [contents for contents, _ in inputs]
 
 
 def _parse(body: bytes) -> pb.ModelInferRequest:

@@ -33,7 +33,7 @@ from embedserve.codec.open_inference.tensors import (
 )
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
-from embedserve.lookup_types import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions, WouldBlockError
 from embedserve.shared_memory.region import MemorySlice, Region, Regions
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
@@ -147,9 +147,8 @@ def read_request(
     limits: Limits,
     *,
     is_inline: bool,
-) -> tuple[LookupRequest, SharedMemoryTemplate | None] | None:
-    """Returns (the request with ``tensors``, its template or None). Returns None where
-    ``is_inline`` and it would take long.
+) -> tuple[LookupRequest, SharedMemoryTemplate | None]:
+    """Returns (the request with ``tensors``, its template or None).
 
     Args:
         placed: the tensors in shared memory, which have no data yet.
@@ -157,18 +156,18 @@ def read_request(
     Raises:
         InvalidRequestError: the inputs are invalid, as in lookup_request and read_placed.
         RequestTooLargeError: the inputs are too large, as in these functions.
+        WouldBlockError: ``is_inline``, and it would take long.
     """
     template = _template_of(placed, limits) if len(placed) == len(tensors) else None
     if template is not None and regions is not None:
         if is_inline and not template.is_quick:
-            return None
+            raise WouldBlockError
         request = template.read(model, regions)
         if request is not None:
             return request, template
-    if placed and not read_placed(placed, limits, is_inline=is_inline):
-        return None
-    request = lookup_request(model, tensors, limits, is_inline=is_inline)
-    return None if request is None else (request, None)
+    if placed:
+        read_placed(placed, limits, is_inline=is_inline)
+    return lookup_request(model, tensors, limits, is_inline=is_inline), None
 
 
 def _template_of(placed: Sequence[PlacedTensor], limits: Limits) -> SharedMemoryTemplate | None:

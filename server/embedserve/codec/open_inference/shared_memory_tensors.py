@@ -18,6 +18,7 @@ from embedserve.errors import (
     UnknownRegionError,
     shortened,
 )
+from embedserve.lookup_types import WouldBlockError
 from embedserve.shared_memory.region import MemorySlice, Regions
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -92,14 +93,14 @@ def place_in(
     return find_place(tensor, region, byte_size, offset, regions)
 
 
-def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bool) -> bool:
-    """Sets the data of each tensor. Returns False, without setting any, if ``is_inline`` and
-    reading would take long.
+def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bool) -> None:
+    """Sets the data of each tensor.
 
     Raises:
         InvalidRequestError: a region no longer exists, or strings are malformed.
         RequestTooLargeError: the tensors have more bytes than a body may have. Raised before they
             are read.
+        WouldBlockError: ``is_inline``, and reading would take long.
     """
     nbytes = sum(place.nbytes for _, place in placed)
     if nbytes > limits.body_bytes_max:
@@ -116,7 +117,7 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bo
         )
     is_much = nbytes > INLINE_BYTES_MAX or len(placed) > INLINE_TENSORS_MAX
     if is_inline and (is_much or text_bytes > INLINE_TEXT_BYTES_MAX):
-        return False
+        raise WouldBlockError
     for run in runs(placed):
         (_, first), (_, last) = run[0], run[-1]
         data = memoryview(first.region.read(first.offset, last.offset + last.nbytes - first.offset))
@@ -125,7 +126,6 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bo
             of_tensor = data[start : start + place.nbytes]
             is_text = tensor.datatype == BYTES
             tensor.data = read_strings(tensor, of_tensor, limits) if is_text else of_tensor
-    return True
 
 
 def runs(placed: Sequence[PlacedTensor]) -> Iterator[list[PlacedTensor]]:

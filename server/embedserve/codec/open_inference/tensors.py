@@ -18,7 +18,7 @@ import numpy as np
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, shortened
-from embedserve.lookup_types import LookupRequest
+from embedserve.lookup_types import LookupRequest, WouldBlockError
 from embedserve.request_checks import check_feature_count
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -70,12 +70,13 @@ def wrong(tensor: InputTensor, problem: str) -> InvalidRequestError:
 
 def lookup_request(
     model: str, tensors: Sequence[InputTensor], limits: Limits, *, is_inline: bool
-) -> LookupRequest | None:
-    """Returns the request with all its inputs; None if ``is_inline`` and it would take long.
+) -> LookupRequest:
+    """Returns the request with all its inputs.
 
     Raises:
         InvalidRequestError: the inputs are not a batch of jagged ids.
         RequestTooLargeError: there are more than ``limits`` allow. Raised before they are joined.
+        WouldBlockError: ``is_inline``, and it would take long.
     """
     quick = _quick(model, tensors, limits)
     if quick is not None:
@@ -86,7 +87,7 @@ def lookup_request(
     if all(one.weights is None and one.padded is None for one in features.values()):
         return _jagged(model, features, batch_size)
     if is_inline and sum(len(one.data) for one in tensors) > INLINE_BYTES_MAX:
-        return None
+        raise WouldBlockError
     return _any(model, features, batch_size, limits)
 
 

@@ -18,8 +18,8 @@ from embedserve.pipeline import (
     RequestContext,
     RequestOptions,
     RequestPipeline,
+    decode_later,
     late_request,
-    submit_compressed,
 )
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
 from embedserve.wire.call_writer import CallWriter
@@ -99,7 +99,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
             context.reject(error)
             return
         if isinstance(message, LargeMessage):
-            submit_compressed(context, message.nbytes, message.whole)
+            decode_later(context, message.nbytes, message.whole, is_compressed=True)
         elif message is not None:
             context.pipeline.submit(context, message)
 

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
-from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, submit_compressed
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, decode_later
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.call_writer import StreamWriter
 from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
@@ -138,7 +138,7 @@ class EmbedStream(BidiCall):
         authenticator = self.pipeline.authenticator
         if authenticator is None or authenticator.admit(context, self._authorization):
             if isinstance(message, LargeMessage):
-                submit_compressed(context, message.nbytes, message.whole)
+                decode_later(context, message.nbytes, message.whole, is_compressed=True)
             else:
                 self.pipeline.submit(context, message)
         self.reserve(response)
