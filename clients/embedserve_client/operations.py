@@ -67,7 +67,7 @@ class Operations(ABC):
         if shared is None or not may_be_placed(batch, output_dtype, output_keys):
             return one_call(over_the_connection, timeout_s)
         lookup = Lookup(batch, model, output_dtype, routing, over_the_connection)
-        return Operation(partial(shared.steps, lookup), timeout_s)
+        return Operation(partial(shared.look_up, lookup), timeout_s)
 
     @abstractmethod
     def models(self) -> Operation[ModelList]:

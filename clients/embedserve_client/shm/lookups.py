@@ -5,14 +5,13 @@ each key. The client learns these from a response over the connection. It uses t
 new version and after a rejection, so that errors are the same as for other lookups.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from embedserve_client.core.result import EmbedResult
 from embedserve_client.core.retries import RetryState
-from embedserve_client.core.retry_loop import Steps
+from embedserve_client.core.retry_loop import Send
 from embedserve_client.errors import Overloaded
 from embedserve_client.shm.protocol import (
     OUTPUTS_MAX,
@@ -74,23 +73,23 @@ class SharedMemory:
         """Removes the client's files; the server forgets them within a second."""
         self._regions.close()
 
-    def steps(self, lookup: Lookup, timeout_s: float | None) -> Steps[EmbedResult]:
-        """Yields the calls of one attempt and returns the result.
+    async def look_up(self, lookup: Lookup, send: Send, timeout_s: float | None) -> EmbedResult:
+        """Makes one attempt at a lookup.
 
         The first attempt of a client registers a region. A server without shared memory thus raises
         InvalidRequest.
         """
         left_s = RetryState(0, timeout_s).left_s
         known = self._known.get(lookup.model)
-        region = yield from self._region(self._room(lookup, known), left_s)
+        region = await self._region(self._room(lookup, known), send, left_s)
         if region is not None and known is not None and known.since > region.since:
-            result = yield from self._through(region, known, lookup, left_s)
+            result = await self._through(region, known, lookup, send, left_s)
             if result is not None:
                 return result
         elif region is not None:
             self._regions.give(region)
         turn = next(self._turns)
-        answer: EmbedResult = yield lookup.over_the_connection(left_s())
+        answer: EmbedResult = await send(lookup.over_the_connection(left_s()))
         self._learn(lookup.model, answer, turn)
         return answer
 
@@ -104,15 +103,15 @@ class SharedMemory:
         nbytes = lookup.nbytes(form)
         return nbytes if self._calls.bytes_min <= nbytes <= PLACED_BYTES_MAX else 0
 
-    def _region(
-        self, nbytes: int, left_s: Callable[[], float | None]
-    ) -> Generator[Any, Any, Region | None]:
+    async def _region(
+        self, nbytes: int, send: Send, left_s: Callable[[], float | None]
+    ) -> Region | None:
         """Returns a region that the server knows; None if none is needed or there is no room."""
         region = self._regions.take(nbytes) if nbytes else None
         if region is None or region.since:
             return region
         try:
-            yield self._calls.register(region, left_s())
+            await send(self._calls.register(region, left_s()))
         except BaseException as error:
             self._regions.drop(region)
             if isinstance(error, SharedMemoryRejected):
@@ -121,16 +120,21 @@ class SharedMemory:
         region.since = self._registered = next(self._turns)
         return region
 
-    def _through(
-        self, region: Region, known: _Known, lookup: Lookup, left_s: Callable[[], float | None]
-    ) -> Generator[Any, Any, EmbedResult | None]:
+    async def _through(
+        self,
+        region: Region,
+        known: _Known,
+        lookup: Lookup,
+        send: Send,
+        left_s: Callable[[], float | None],
+    ) -> EmbedResult | None:
         """Looks up through ``region``; returns None if the lookup must use the connection."""
         batch = lookup.batch
         model = known.name if lookup.model is None else lookup.model
         try:
             inputs, outputs = put(batch, region), wanted(known.form(lookup).outputs(batch), lookup)
             call = self._calls.infer(region, inputs, outputs, lookup, model, left_s())
-            answer: Answer = yield call
+            answer: Answer = await send(call)
         except Overloaded:  # the server wrote nothing and will not
             self._regions.give(region)
             raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from types import coroutine
+from typing import Any, TypeAlias
 
 import httpx
 import numpy as np
@@ -22,7 +23,6 @@ from embedserve_client import (
     Unavailable,
 )
 from embedserve_client.core.result import Layout
-from embedserve_client.core.retry_loop import Steps
 from embedserve_client.grpc.requests import GrpcRequests
 from embedserve_client.rest.requests import RestRequests
 from embedserve_proto import open_inference_pb2 as pb
@@ -31,6 +31,8 @@ WIDTH = 128
 EXAMPLES = 1024
 USERS = np.arange(EXAMPLES)
 LAYOUT = Layout(("user",), (WIDTH,))
+Steps: TypeAlias = Generator[Any, Any, EmbedResult]
+"""Calls of an attempt. The response to each is sent into the generator, or its error thrown."""
 
 
 @pytest.fixture
@@ -45,7 +47,12 @@ def files() -> list[Path]:
     return list(Path("/dev/shm").glob(f"{PREFIX[1:]}*"))
 
 
-def lookup(calls: Calls, **options: Any) -> Steps[EmbedResult]:
+@coroutine
+def send(call: Any) -> Generator[Any, Any, Any]:
+    return (yield call)
+
+
+def lookup(calls: Calls, **options: Any) -> Steps:
     given: dict[str, Any] = {"model": None, "timeout_s": None, "output_dtype": "float32"}
     given |= {
         "features": {"user": USERS},
@@ -54,8 +61,8 @@ def lookup(calls: Calls, **options: Any) -> Steps[EmbedResult]:
         "routing_key": None,
         "min_seq": None,
     }
-    question = calls.embed(**given | options)
-    return question.steps(question.timeout_s)
+    operation = calls.embed(**given | options)
+    return operation.attempt(send, operation.timeout_s).__await__()
 
 
 def embed_result(
@@ -87,7 +94,7 @@ def infer_result(call: Any, version: int = 1, width: int = WIDTH, **parameters: 
     return protocol.read_response(call, answer | {"parameters": parameters})
 
 
-def result_of(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
+def result_of(steps: Steps, answer: Any) -> EmbedResult:
     try:
         call = steps.send(answer)
     except StopIteration as end:
