@@ -84,11 +84,10 @@ def lookup_request(
     features = _by_feature(tensors, limits)
     check_feature_count("inputs", len(features), limits)
     batch_size = _batch_size(features, limits)
-    if all(one.weights is None and one.padded is None for one in features.values()):
-        return _jagged(model, features, batch_size)
-    if is_inline and sum(len(one.data) for one in tensors) > INLINE_BYTES_MAX:
+    is_jagged = all(one.weights is None and one.padded is None for one in features.values())
+    if is_inline and not is_jagged and sum(len(one.data) for one in tensors) > INLINE_BYTES_MAX:
         raise WouldBlockError
-    return _any(model, features, batch_size, limits)
+    return _join_features(model, features, batch_size, limits)
 
 
 def plain_sizes(
@@ -245,7 +244,7 @@ def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
             first = tensor
         elif tensor.shape[0] != first.shape[0]:
             raise wrong(tensor, f"has {tensor.shape[0]} examples, {first} has {first.shape[0]}")
-        ids += one.ids.shape[0] if one.ids is not None else 0  # see _any for padded ids
+        ids += one.ids.shape[0] if one.ids is not None else 0  # see _join_features for padded ids
     assert first is not None
     batch_size = first.shape[0]
     if not batch_size:
@@ -258,88 +257,58 @@ def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
     return batch_size
 
 
-def _jagged(model: str, features: Mapping[str, _Feature], batch_size: int) -> LookupRequest:
-    """Builds the request from features that all have ids and lengths only, and concatenates their
-    data."""
-    ids: list[Any] = []
-    lengths: list[Any] = []
-    counts: list[int] = []
-    strings: list[str] = []
-    is_string: list[bool] = []
-    for one in features.values():
-        tensor, of_bags = one.ids, one.lengths
-        assert tensor is not None
-        assert of_bags is not None
-        data = tensor.data
-        is_list = type(data) is list
-        is_string.append(is_list)
-        if is_list:
-            strings += data  # type: ignore[arg-type]
-        else:
-            ids.append(data)
-        counts.append(tensor.shape[0])
-        lengths.append(of_bags.data)
-    joined = _joined(lengths, _INT32)
-    if not add_up(joined, batch_size, counts):
-        raise _wrong_lengths(features)
-    return _request(
-        model, features, batch_size, _joined(ids, _INT64), joined, None, strings, is_string, counts
-    )
-
-
-def _any(
+def _join_features(
     model: str, features: Mapping[str, _Feature], batch_size: int, limits: Limits
 ) -> LookupRequest:
-    """Builds the request from features that include padded or weighted ones."""
-    ids: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
+    """Concatenates the ids, lengths and weights of the features."""
+    ids: list[Any] = []
+    lengths: list[Any] = []
     weights: list[np.ndarray] = []
     counts: list[int] = []
     strings: list[str] = []
     is_string: list[bool] = []
+    is_weighted = any(one.weights is not None for one in features.values())
+    total = 0
     for one in features.values():
-        is_string.append(False)
+        is_id = None
         if one.padded is not None:
             padded = _array(one.padded, _INT64).reshape(batch_size, -1)
             is_id = padded >= 0
-            counts.append(int(np.count_nonzero(is_id)))
+            data: Data = padded[is_id].view(np.uint8)  # in bytes, as the data of other tensors
             lengths.append(is_id.sum(axis=1, dtype=_INT32))
-            ids.append(padded[is_id])
+            counts.append(len(data) // _INT64.itemsize)
         else:
-            tensor, of_bags = one.ids, one.lengths
-            assert tensor is not None
-            assert of_bags is not None
-            is_id = np.ones(1, bool)
-            counts.append(tensor.shape[0])
-            lengths.append(_array(of_bags, _INT32))
-            total = int(lengths[-1].view(_UINT32).sum(dtype=np.int64))
-            if total != counts[-1]:
-                raise _wrong_lengths(features)
-            if type(tensor.data) is list:
-                is_string[-1] = True
-                strings += tensor.data
-            else:
-                ids.append(_array(tensor, _INT64))
-        if one.weights is None:
-            weights.append(np.ones(counts[-1], _FLOAT32))
+            assert one.ids is not None
+            assert one.lengths is not None
+            data = one.ids.data
+            lengths.append(one.lengths.data)
+            counts.append(one.ids.shape[0])
+        if type(data) is list:
+            strings += data
         else:
+            ids.append(data)
+        is_string.append(type(data) is list)
+        if one.weights is not None:
             given = _array(one.weights, _FLOAT32)
-            weights.append(given if one.padded is None else given.reshape(batch_size, -1)[is_id])
-        if sum(counts) > limits.request_ids_max:
+            weights.append(given if is_id is None else given.reshape(batch_size, -1)[is_id])
+        elif is_weighted:
+            weights.append(np.ones(counts[-1], _FLOAT32))
+        total += counts[-1]
+        if total > limits.request_ids_max:
             raise RequestTooLargeError(
-                f"inputs has over {sum(counts)} ids, {limits.describe('request_ids_max')}", "inputs"
+                f"inputs has over {total} ids, {limits.describe('request_ids_max')}", "inputs"
             )
-    is_weighted = any(one.weights is not None for one in features.values())
-    return _request(
-        model,
-        features,
-        batch_size,
-        np.concatenate(ids, dtype=_INT64) if ids else b"",
-        np.concatenate(lengths),
-        np.concatenate(weights) if is_weighted else None,
-        strings,
-        is_string,
-        counts,
+    joined, integers = _joined(lengths, _INT32), _joined(ids, _INT64)
+    if not add_up(joined, batch_size, counts):
+        raise _wrong_lengths(features)
+    of_ids = np.concatenate(weights) if is_weighted else None
+    names = tuple(features)
+    if not any(is_string):
+        return LookupRequest(model, names, integers, joined, of_ids, batch_size)
+    merged, string_ids = merge_string_ids(integers, strings, names, is_string, counts)
+    string_features = frozenset(compress(names, is_string))
+    return LookupRequest(
+        model, names, merged, joined, of_ids, batch_size, string_features, string_ids
     )
 
 
@@ -347,28 +316,6 @@ def _array(tensor: InputTensor, dtype: np.dtype) -> np.ndarray:
     data = tensor.data
     assert type(data) is not list
     return np.frombuffer(data, dtype)  # type: ignore[arg-type]
-
-
-def _request(
-    model: str,
-    features: Mapping[str, _Feature],
-    batch_size: int,
-    ids: bytes | np.ndarray,
-    lengths: np.ndarray,
-    weights: np.ndarray | None,
-    strings: list[str],
-    is_string: Sequence[bool],
-    counts: Sequence[int],
-) -> LookupRequest:
-    integers = np.frombuffer(ids, _INT64)
-    names = tuple(features)
-    if not any(is_string):
-        return LookupRequest(model, names, integers, lengths, weights, batch_size)
-    merged, string_ids = merge_string_ids(integers, strings, names, is_string, counts)
-    string_features = frozenset(compress(names, is_string))
-    return LookupRequest(
-        model, names, merged, lengths, weights, batch_size, string_features, string_ids
-    )
 
 
 def _wrong_lengths(features: Mapping[str, _Feature]) -> InvalidRequestError:
