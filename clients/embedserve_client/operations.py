@@ -4,8 +4,8 @@ Performs no network I/O, so that the sync and the async client share it. If the 
 memory, ids are written there.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,27 +21,21 @@ from embedserve_client.shm.protocol import Lookup, PlacedCalls, may_be_placed
 from embedserve_proto import embedding_pb2 as pb
 
 
-class Operations(ABC):
+class Operations(PlacedCalls):
     """Operations of one client, made of the calls of a transport."""
 
-    def __init__(
-        self,
-        timeout_s: float | None,
-        shared_memory: str | None,
-        placed_calls: Callable[[str], PlacedCalls],
-    ) -> None:
+    def __init__(self, timeout_s: float | None, shared_memory: str | None) -> None:
         """Checks the client's settings.
 
         Args:
             timeout_s: default time limit of an operation in seconds; None is no limit.
             shared_memory: value of the server's --shared-memory; None uses the connection only.
-            placed_calls: makes the transport's calls with tensors in shared memory, from
-                ``shared_memory``.
         """
         self._timeout_s = check_timeout(timeout_s)
+        self._prefix = shared_memory or ""
         self._shared: SharedMemory | None = None
         if shared_memory is not None:
-            self._shared = SharedMemory(shared_memory, placed_calls(shared_memory))
+            self._shared = SharedMemory(shared_memory, self)
 
     def embed(
         self,

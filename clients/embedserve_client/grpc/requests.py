@@ -4,15 +4,42 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import grpc
+
 from embedserve_client.core.messages import AnswerReader
 from embedserve_client.core.models import ModelInfo, ModelList, model_info_of, model_list_of
 from embedserve_client.core.result import EmbedResult
 from embedserve_client.core.retry_loop import Operation, one_call
-from embedserve_client.grpc.calls import Rpc
-from embedserve_client.grpc.shared_memory import GrpcSharedMemory
+from embedserve_client.errors import (
+    EmbedServeClientError,
+    InvalidRequest,
+    PermissionDenied,
+    TooLarge,
+    Unauthenticated,
+    UnknownModel,
+)
+from embedserve_client.grpc.calls import Rpc, error_of
 from embedserve_client.operations import Operations
+from embedserve_client.shm.protocol import (
+    BYTE_SIZE,
+    DATATYPES,
+    OFFSET,
+    REGION,
+    Answer,
+    Lookup,
+    SharedMemoryRejected,
+    TensorSlice,
+    answer_of,
+    no_shared_memory,
+    reading,
+    wrong_shared_memory,
+)
+from embedserve_client.shm.regions import Region
 from embedserve_proto import embedding_pb2 as pb
-from embedserve_proto import embedding_pb2_grpc as pb_grpc
+from embedserve_proto import embedding_pb2_grpc, open_inference_pb2, open_inference_pb2_grpc
+
+_REFUSALS = (InvalidRequest, UnknownModel, Unauthenticated, PermissionDenied, TooLarge)
+_REFUSAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 
 class GrpcRequests(Operations):
@@ -23,10 +50,13 @@ class GrpcRequests(Operations):
         answers: reader of responses, also those of streams.
     """
 
+    bytes_min = 512 << 10
+
     def __init__(self, channel: Any, timeout_s: float | None, shared_memory: str | None) -> None:
-        super().__init__(timeout_s, shared_memory, partial(GrpcSharedMemory, channel=channel))
-        make_stub: Any = pb_grpc.EmbeddingServiceStub
-        self.stub = make_stub(channel)
+        super().__init__(timeout_s, shared_memory)
+        make_stub: Any = embedding_pb2_grpc.EmbeddingServiceStub
+        make_infer_stub: Any = open_inference_pb2_grpc.GRPCInferenceServiceStub
+        self.stub, self._infer_stub = make_stub(channel), make_infer_stub(channel)
         self.answers = AnswerReader()
 
     def models(self) -> Operation[ModelList]:
@@ -54,3 +84,75 @@ class GrpcRequests(Operations):
             timeout_s=timeout_s,
             metadata=routing,
         )
+
+    def register(self, region: Region, timeout_s: float | None) -> Rpc[None]:
+        return Rpc(
+            method=self._infer_stub.SystemSharedMemoryRegister,
+            request=open_inference_pb2.SystemSharedMemoryRegisterRequest(
+                name=region.name, key=region.key, offset=0, byte_size=region.nbytes
+            ),
+            read=lambda message: None,
+            timeout_s=timeout_s,
+            read_error=partial(_register_error, self._prefix),
+        )
+
+    def infer(
+        self,
+        region: Region,
+        inputs: list[TensorSlice],
+        outputs: list[TensorSlice],
+        lookup: Lookup,
+        model: str,
+        timeout_s: float | None,
+    ) -> Rpc[Answer]:
+        request = open_inference_pb2.ModelInferRequest(model_name=model)
+        request.parameters["output_dtype"].string_param = DATATYPES[lookup.output_dtype]
+        for one in inputs:
+            added = request.inputs.add(name=one.name, datatype=one.datatype, shape=[one.size])
+            _place(added.parameters, region, one)
+        for one in outputs:
+            _place(request.outputs.add(name=one.name).parameters, region, one)
+        return Rpc(
+            method=self._infer_stub.ModelInfer,
+            request=request,
+            read=_read_answer,
+            timeout_s=timeout_s,
+            metadata=lookup.headers,
+            read_error=_error,
+        )
+
+
+def _place(parameters: Any, region: Region, one: TensorSlice) -> None:
+    parameters[REGION].string_param = region.name
+    parameters[OFFSET].int64_param = one.offset
+    parameters[BYTE_SIZE].int64_param = one.nbytes
+
+
+def _read_answer(message: open_inference_pb2.ModelInferResponse) -> Answer:
+    """Parses a response; raises ServerError if it is malformed."""
+    with reading():
+        outputs = [
+            (one.name, one.shape, one.datatype, REGION in one.parameters) for one in message.outputs
+        ]
+        parameters = [(name, one.int64_param) for name, one in message.parameters.items()]
+        return answer_of(message.model_name, message.model_version, outputs, parameters)
+
+
+def _register_error(prefix: str, error: Any) -> EmbedServeClientError:
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return no_shared_memory(prefix)
+    if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+        return wrong_shared_memory(prefix, error.details() or "")
+    return _error(error)
+
+
+def _error(error: Any) -> EmbedServeClientError:
+    """Returns the error of a request with tensors in shared memory.
+
+    A rejected request becomes SharedMemoryRejected, and is repeated over the connection. Overload
+    and failures are returned as they are, because the connection would not help.
+    """
+    said = error_of(error)
+    if isinstance(said, _REFUSALS) or error.code() in _REFUSAL_CODES:
+        return SharedMemoryRejected(error.details() or "")
+    return said

@@ -1,14 +1,15 @@
 """Inference requests with tensors in shared memory, independent of the transport.
 
 Follows Triton's system shared memory extension of the Open Inference Protocol. A file is registered
-once; each request then names the location of every tensor in it. `rest.shared_memory` makes the
-REST calls, and `grpc.shared_memory` makes the gRPC calls.
+once; each request then names the location of every tensor in it. `rest.requests` makes the REST
+calls, and `grpc.requests` makes the gRPC calls.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,7 +147,7 @@ class TensorSlice(NamedTuple):
     size: int = 0
 
 
-class PlacedCalls(Protocol):
+class PlacedCalls(ABC):
     """Builds the calls of one transport. Each call gets a time limit in seconds.
 
     Attributes:
@@ -156,6 +157,7 @@ class PlacedCalls(Protocol):
 
     bytes_min: int
 
+    @abstractmethod
     def register(self, region: Region, timeout_s: float | None) -> Any:
         """Builds the call that registers ``region`` at the server.
 
@@ -163,6 +165,7 @@ class PlacedCalls(Protocol):
         SharedMemoryRejected if the server has no room or does not accept the caller.
         """
 
+    @abstractmethod
     def infer(
         self,
         region: Region,
