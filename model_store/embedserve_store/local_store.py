@@ -6,21 +6,13 @@ verification.py reads every byte. Never imports torch or writes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedserve_store.errors import (
-    StoreError,
-    missing_model,
-    missing_version,
-    unreadable,
-)
+from embedserve_store.errors import StoreError, missing_model, missing_version, unreadable
 from embedserve_store.format.json_fields import parse_json
-from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
-from embedserve_store.format.manifest_checksum import check_sha256
-from embedserve_store.format.regular_file import stat_regular
+from embedserve_store.format.manifest import Manifest, parse_manifest
 from embedserve_store.format.table_spec import NAME_PATTERN, check_model_name
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.format.version_folder import version_numbers
@@ -32,8 +24,9 @@ from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.part_plan import part_plan
 from embedserve_store.plans.plan import Plan
 from embedserve_store.transfer.stored_version import (
-    SMALL_FILE_BYTES_MAX,
     StoredVersion,
+    check_small_files,
+    read_file,
     version_in_folder,
 )
 from embedserve_store.writing.version_lock import VersionLock, lock_shared
@@ -141,7 +134,7 @@ class LocalStore:
             MissingFileError: the file does not exist.
             StoreError: the file is larger.
         """
-        return _read(self.path / model / what / path, bytes_max)
+        return read_file(self.path / model / what / path, bytes_max)
 
     def modified_s(self, path: str) -> float | None:
         """Returns when the file at ``path`` was written, in seconds since the Unix epoch; None if
@@ -166,7 +159,7 @@ class LocalStore:
 
     def read(self, path: str) -> bytes:
         """Reads the small file at ``path``."""
-        return _read(self.path / path)
+        return read_file(self.path / path)
 
     def _find(self, model: str, version: int | None) -> int:
         check_model_name(model, str(self.path))
@@ -192,9 +185,9 @@ def _listed(folder: Path, what: str) -> list[str]:
 def _load(path: Path, model: str, version: int, selection: RowSelection) -> ModelVersion:
     lock = lock_shared(path)
     manifest = _read_manifest(path / "manifest.json", model, version)
-    _check_files(path, manifest)
+    check_small_files(path, manifest)
     plan_path = path / "plan.json"
-    plan = Plan.from_json(parse_json(_read(plan_path), str(plan_path)), str(plan_path))
+    plan = Plan.from_json(parse_json(read_file(plan_path), str(plan_path)), str(plan_path))
     plan.check(manifest.tables, str(plan_path))
     if selection is not None:
         check_selection(plan, selection, str(path))
@@ -253,23 +246,6 @@ def _load_part(
 
 
 def _read_manifest(path: Path, model: str, version: int) -> Manifest:
-    manifest = parse_manifest(_read(path), str(path))
+    manifest = parse_manifest(read_file(path), str(path))
     manifest.check_place(model, version, str(path))
     return manifest
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    for name in CHECKED_FILES:
-        found = hashlib.sha256(_read(path / name)).hexdigest()
-        check_sha256(found, manifest.files[name], str(path / name))
-
-
-def _read(path: Path, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
-    try:
-        size = stat_regular(path).st_size
-        if size <= bytes_max:
-            with path.open("rb") as file:
-                return file.read(size)
-    except OSError as error:
-        raise unreadable(path, "cannot be read", error) from error
-    raise StoreError(f"{path}: {size} bytes, the limit is {bytes_max}")

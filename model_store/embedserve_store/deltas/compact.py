@@ -6,6 +6,7 @@ in order. At most one file of a delta is in memory. Imports no torch.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from dataclasses import replace
@@ -24,7 +25,7 @@ from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import FOLDER, LINE_SEQ, LinePosition, check_seq
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS, Manifest
 from embedserve_store.format.manifest_checksum import check_sha256
-from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
+from embedserve_store.format.tables_file import Progress, TablesFile, header_bytes
 from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.reference_pooling import pool_stored, row_numbers, stored_rows
@@ -32,13 +33,14 @@ from embedserve_store.ids.id_map import open_id_maps
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.plans.host_plan import HostPlan
+from embedserve_store.publishing.part_digests import PartDigests
 from embedserve_store.publishing.publish import provenance, publish_files
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.publishing.version_writer import PublishedVersion, finish_version
 from embedserve_store.transfer.file_check import IDS, TABLES
 from embedserve_store.transfer.receive import TransferProgress
-from embedserve_store.verification import part_checksums, table_sha256
 from embedserve_store.writing.staging import sync
 
 
@@ -125,10 +127,10 @@ def _write(
         where = f"delta {position.seq} of line {position.line}"
         check_rows(goldens, base.manifest, partial(stored_rows, tables), where)
     specs = write_vocabularies(base, ids, staging)
-    specs = tuple(replace(one, sha256=table_sha256(tables, one)) for one in specs)
+    checksums, parts = _checksums(tables, base.plan.hosts)
+    specs = tuple(replace(one, sha256=checksums[one.name]) for one in specs)
     source = {key: value for key, value in base.manifest.source.items() if key != COMPARED}
     source |= provenance("deltas") | {GOLDENS: FROM_DESCRIPTION} | position.to_source()
-    parts = part_checksums(tables, base.plan.hosts) if base.plan.hosts is not None else {}
     manifest = replace(base.manifest, tables=specs, source=source, part_checksums=parts)
     shutil.copyfile(base.path / "plan.json", staging / "plan.json")
     _write_goldens(base, manifest, tables, staging / "goldens.safetensors")
@@ -139,15 +141,24 @@ def _write(
 def _copy_tables(base: ModelVersion, path: Path, progress: Progress | None) -> None:
     """Copies the rows, and raises StoreError if they have changed since they were published."""
     tables = base.manifest.tables
-
-    def blocks(name: str, row_bytes: int) -> list[np.ndarray]:
-        rows = base.tables.rows(name)
-        step = max(1, BLOCK_BYTES // row_bytes)
-        return [rows[start : start + step] for start in range(0, len(rows), step)]
-
-    found = write_tables(path, tables, lambda one: blocks(one.name, one.row_bytes), progress)
+    found = write_tables(path, tables, lambda one: base.tables.blocks(one.name), progress)
     for table in tables:
         check_sha256(found[table.name], table.sha256, f"{base.tables.path}: table {table.name!r}")
+
+
+def _checksums(
+    tables: TablesFile, hosts: HostPlan | None
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Returns the SHA-256 of each table, and those of the rows of each part, by table."""
+    checksums, parts = {}, None if hosts is None else PartDigests(hosts)
+    for name in tables.tables:
+        digest = hashlib.sha256()
+        for block in tables.blocks(name):
+            digest.update(block.data)
+            if parts is not None and parts.is_cut(name):
+                parts.update(name, block)
+        checksums[name] = digest.hexdigest()
+    return checksums, {} if parts is None else parts.checksums(checksums)
 
 
 def _apply(

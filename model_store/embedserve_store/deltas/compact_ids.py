@@ -14,7 +14,7 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.sampled_bags import sample_bags
-from embedserve_store.ids.id_map import IdMap, verify_id_maps, write_id_maps
+from embedserve_store.ids.id_map import IdMap, check_id_maps, open_id_maps, write_id_maps
 from embedserve_store.ids.string_hashes import hash_strings
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.model_version import ModelVersion
@@ -39,9 +39,9 @@ def write_vocabularies(
     path = staging / IDS
     if not changed:
         shutil.copyfile(base.path / IDS, path)
-        verify_id_maps(path, tables)
+        check_id_maps(open_id_maps(path, tables), tables, path)
         return tables
-    verify_id_maps(base.path / IDS, tables)
+    check_id_maps(base.id_maps, tables, base.path / IDS)
     maps = {
         name: _with_changes(id_map, changed[name]) if name in changed else id_map
         for name, id_map in base.id_maps.items()

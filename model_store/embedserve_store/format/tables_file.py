@@ -7,7 +7,7 @@ private memory. publishing/tables_writer.py writes the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -198,6 +198,11 @@ class TablesFile:
             if now.nbytes != self.opened.nbytes:
                 what = f"it has {now.nbytes} bytes, {self.opened.nbytes} were opened"
             raise StoreError(f"{self.path}: changed in place since it was opened: {what}")
+
+    def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """Yields a table's stored rows from the first to the last, in blocks of BLOCK_BYTES."""
+        rows, step = self.rows(name), max(1, BLOCK_BYTES // self.tables[name].row_bytes)
+        return (rows[start : start + step] for start in range(0, len(rows), step))
 
     def rows(self, name: str) -> NDArray[np.uint8]:
         """Returns a table's stored rows, uint8 [num_embeddings, row_bytes], a view of ``data``."""

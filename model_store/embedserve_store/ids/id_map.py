@@ -165,12 +165,13 @@ def open_id_maps(path: Path, tables: tuple[TableSpec, ...]) -> dict[str, IdMap]:
     return dict(zip(entries, _split(index, entries), strict=True))
 
 
-def verify_id_maps(path: Path, tables: tuple[TableSpec, ...]) -> None:
-    """Reads the maps of ``open_id_maps``, and raises StoreError if a byte has changed since
+def check_id_maps(maps: Mapping[str, IdMap], tables: tuple[TableSpec, ...], path: Path) -> None:
+    """Reads ``maps``, those of ``path``, and raises StoreError if a byte has changed since
     publishing. The message names the table."""
-    checksums = {table.name: table.ids.sha256 for table in tables}
-    for name, one in open_id_maps(path, tables).items():
-        check_sha256(one.sha256(), checksums[name], f"{path}: table {name!r}")
+    for table in tables:
+        if table.name in maps:
+            found = maps[table.name].sha256()
+            check_sha256(found, table.ids.sha256, f"{path}: table {table.name!r}")
 
 
 def _index(data: NDArray[np.uint8], slots: int) -> IdIndex:

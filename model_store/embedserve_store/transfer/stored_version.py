@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, unreadable
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
 from embedserve_store.format.manifest_checksum import check_sha256
+from embedserve_store.format.regular_file import stat_regular
 from embedserve_store.parts.part import NO_ROWS, RowSelection
 from embedserve_store.plans.plan import Plan
 from embedserve_store.transfer.file_check import (
@@ -176,10 +177,35 @@ def version_in_folder(folder: Path) -> StoredVersion:
         folder.parent.name,
         int(folder.name),
         listed,
-        (folder / MANIFEST).read_bytes,
+        lambda: read_file(folder / MANIFEST),
         lambda name, start, stop: file_blocks(folder / name, start, stop),
         lock,
     )
+
+
+def check_small_files(folder: Path, manifest: Manifest) -> None:
+    """Raises StoreError if a file in ``folder``, of those that the manifest has a sha256 of, has
+    changed since it was published."""
+    for name in CHECKED_FILES:
+        found = hashlib.sha256(read_file(folder / name)).hexdigest()
+        check_sha256(found, manifest.files[name], str(folder / name))
+
+
+def read_file(path: Path, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
+    """Reads a small local file.
+
+    Raises:
+        MissingFileError: the file does not exist.
+        StoreError: the file cannot be read, or has more than ``bytes_max`` bytes.
+    """
+    try:
+        size = stat_regular(path).st_size
+        if size <= bytes_max:
+            with path.open("rb") as file:
+                return file.read(size)
+    except OSError as error:
+        raise unreadable(path, "cannot be read", error) from error
+    raise StoreError(f"{path}: {size} bytes, the limit is {bytes_max}")
 
 
 def file_blocks(path: Path, start: int, stop: int) -> Iterator[bytes]:

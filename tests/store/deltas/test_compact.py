@@ -29,9 +29,8 @@ from embedserve_store import (
     verify,
 )
 from embedserve_store.deltas import compact
-from embedserve_store.format.tables_file import TablesFile
+from embedserve_store.deltas.compact_ids import write_vocabularies
 from embedserve_store.parts.part import Part
-from embedserve_store.verification import table_sha256
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
 
@@ -174,12 +173,11 @@ def test_deltas_undone_during_compaction_are_not_published(
     """Servers could not follow the line from a version that has the rows of undone deltas."""
     push_random_rows(store, 3)
 
-    def undo_once(tables: TablesFile, table: TableSpec) -> str:
-        monkeypatch.setattr(compact, "table_sha256", table_sha256)
+    def undo_before(*arguments: Any) -> tuple[TableSpec, ...]:
         undo_deltas(store, "m", to=1, why="", version=1)
-        return table_sha256(tables, table)
+        return write_vocabularies(*arguments)
 
-    monkeypatch.setattr(compact, "table_sha256", undo_once)
+    monkeypatch.setattr(compact, "write_vocabularies", undo_before)
     with pytest.raises(StoreError, match="delta 3 of line 1 was undone: delta 4 reverts to 1;"):
         compact_deltas(store, "m")
     assert ModelStore(store).versions("m") == [1]

@@ -20,10 +20,10 @@ from embedserve_store.format.safetensors_file import PAGE_BYTES, encode_header
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import (
     IdMap,
+    check_id_maps,
     ids_file_bytes,
     open_id_maps,
     tensors_of,
-    verify_id_maps,
     write_id_maps,
 )
 
@@ -75,7 +75,7 @@ def test_id_maps_round_trip_through_a_file(
         assert opened[name].rows_of(built.ids).tolist() == built.rows.tolist()
         assert (opened[name].rows_of(built.ids + 10**12) == -1).all()
     assert (opened["user"].rows_of(maps["movie"].ids) == -1).all()
-    verify_id_maps(path, tables)
+    check_id_maps(opened, tables, path)
 
 
 def test_ids_file_is_page_aligned_safetensors_mapped_read_only(
@@ -130,7 +130,7 @@ def test_verify_detects_a_flipped_bit_in_any_tensor(
             path.write_bytes(changed)
             name = tensor.rpartition(".")[0]
             with pytest.raises(StoreError, match=f"ids.safetensors: table '{name}': sha256 is"):
-                verify_id_maps(path, tables)
+                check_id_maps(open_id_maps(path, tables), tables, path)
 
 
 @pytest.mark.parametrize(
