@@ -127,15 +127,6 @@ class LocalStore:
         except OSError as error:
             raise unreadable(folder, f"the folder {path} cannot be read", error) from error
 
-    def read_beside(self, model: str, what: str, path: str, bytes_max: int) -> bytes:
-        """Reads a file, such as files_beside returns, of up to ``bytes_max`` bytes.
-
-        Raises:
-            MissingFileError: the file does not exist.
-            StoreError: the file is larger.
-        """
-        return read_file(self.path / model / what / path, bytes_max)
-
     def modified_s(self, path: str) -> float | None:
         """Returns when the file at ``path`` was written, in seconds since the Unix epoch; None if
         it is unknown. Raises MissingFileError."""
@@ -157,9 +148,9 @@ class LocalStore:
         """Returns the names of the files in the folder at ``path``, which exists."""
         return _listed(self.path / path, path)
 
-    def read(self, path: str) -> bytes:
-        """Reads the small file at ``path``."""
-        return read_file(self.path / path)
+    def read(self, path: str, bytes_max: int) -> bytes:
+        """Reads the file at ``path``; raises StoreError as read_file."""
+        return read_file(self.path / path, bytes_max)
 
     def _find(self, model: str, version: int | None) -> int:
         check_model_name(model, str(self.path))

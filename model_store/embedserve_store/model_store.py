@@ -12,6 +12,13 @@ from pathlib import Path
 from embedserve_store.errors import NoRoomError, StoreError, UnknownAliasError
 from embedserve_store.format import event, note
 from embedserve_store.format.alias import FOLDER, Alias, file_name, parse_alias, parse_file_name
+from embedserve_store.format.delta_manifest import FOLDER as DELTAS
+from embedserve_store.format.delta_manifest import (
+    MANIFEST_BYTES_MAX,
+    DeltaManifest,
+    manifest_name,
+    parse_delta,
+)
 from embedserve_store.format.event import Event
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import check_model_name
@@ -20,7 +27,6 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.parts.part import RowSelection
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
-from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX, StoredVersion
 
@@ -96,14 +102,6 @@ class ModelStore:
         """
         return self._store.stored(model, self._number(model, version))
 
-    def manifest_json(self, model: str, version: int) -> bytes:
-        """Reads a version's manifest.json, unparsed, and lists nothing.
-
-        Raises:
-            MissingFileError: the version does not exist.
-        """
-        return self._store.read(f"{model}/{version}/{MANIFEST}")
-
     def files_beside(self, model: str, what: str) -> list[str]:
         """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""
         return self._store.files_beside(model, what)
@@ -118,16 +116,25 @@ class ModelStore:
         folders or pages."""
         return self._store.names_beside(model, path)
 
-    def read_beside(
-        self, model: str, what: str, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX
-    ) -> bytes:
-        """Reads a file, such as files_beside returns, of up to ``bytes_max`` bytes.
+    def read(self, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
+        """Reads the file at ``path`` in the store, of up to ``bytes_max`` bytes; lists nothing.
 
         Raises:
             MissingFileError: the file does not exist.
             StoreError: the file is larger; no more than one byte beyond the limit is read.
         """
-        return self._store.read_beside(model, what, path, bytes_max)
+        return self._store.read(path, bytes_max)
+
+    def delta(self, model: str, line: int, seq: int) -> tuple[DeltaManifest, bytes]:
+        """Reads the manifest of a delta, and returns it with the bytes of its file.
+
+        Raises:
+            MissingFileError: the delta does not exist.
+            StoreError: the manifest is damaged, or belongs elsewhere.
+        """
+        path = f"{model}/{DELTAS}/{line}/{manifest_name(seq)}"
+        text = self.read(path, MANIFEST_BYTES_MAX)
+        return parse_delta(text, model, line, seq, f"{self.where}/{path}"), text
 
     def modified_s(self, path: str) -> float | None:
         """Returns when the file at ``path`` in the store was written, in seconds since the Unix
@@ -168,9 +175,8 @@ class ModelStore:
         return [self._note(model, version, one) for one in self.note_numbers(model, version)]
 
     def _note(self, model: str, version: int, number: int) -> note.Note:
-        where = f"{self.where}/{model}/{note.file_name(version, number)}"
-        text = self.read_beside(model, note.FOLDER, f"{version}/{number}.json")
-        return note.parse_note(text, model, version, number, where)
+        path = f"{model}/{note.file_name(version, number)}"
+        return note.parse_note(self.read(path), model, version, number, f"{self.where}/{path}")
 
     def history(self, model: str = "", last: int = 50) -> list[Event]:
         """Returns the ``last`` changes of ``model``, or of the store; the latest first.
@@ -192,7 +198,7 @@ class ModelStore:
                     break
             paths += found
         newest = sorted(paths, key=lambda path: path.rpartition("/")[2], reverse=True)[:last]
-        return [event.parse_event(store.read(path), f"{self.where}/{path}") for path in newest]
+        return [event.parse_event(self.read(path), f"{self.where}/{path}") for path in newest]
 
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
         """Opens a version of ``model`` by its number or an alias, by default the highest.
@@ -271,6 +277,5 @@ class ModelStore:
         return changes
 
     def _alias(self, model: str, name: str, number: int) -> Alias:
-        where = f"{self.where}/{model}/{file_name(name, number)}"
-        text = self.read_beside(model, FOLDER, f"{name}/{number}.json")
-        return parse_alias(text, model, name, number, where)
+        path = f"{model}/{file_name(name, number)}"
+        return parse_alias(self.read(path), model, name, number, f"{self.where}/{path}")

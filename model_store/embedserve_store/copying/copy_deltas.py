@@ -112,7 +112,7 @@ class _LineCopy:
             self._write(f"{self._folder}/{delta.line}/{file.name}", self._line.file_bytes(file))
         if is_there:
             return bool(missing)
-        data = self._source.read_beside(delta.model, FOLDER, path, MANIFEST_BYTES_MAX)
+        data = self._source.read(f"{self._folder}/{path}", MANIFEST_BYTES_MAX)
         check_sha256(
             hashlib.sha256(data).hexdigest(),
             position.checksum,
@@ -133,13 +133,14 @@ class _LineCopy:
         if path not in self._there:
             return False
         if not is_complete:
-            data = self._target.read_beside(self._base.model, FOLDER, path, file.nbytes)
-            check_bytes(data, file, f"{self._target.where}/{self._folder}/{path}")
+            path = f"{self._folder}/{path}"
+            data = self._target.read(path, file.nbytes)
+            check_bytes(data, file, f"{self._target.where}/{path}")
         return True
 
     def _check_same(self, path: str, position: LinePosition) -> None:
         """Raises StoreError if the target has another delta at ``position``."""
-        found = self._target.read_beside(self._base.model, FOLDER, path, MANIFEST_BYTES_MAX)
+        found = self._target.read(f"{self._folder}/{path}", MANIFEST_BYTES_MAX)
         if hashlib.sha256(found).hexdigest() != position.checksum:
             raise StoreError(
                 f"{self._target.where}/{self._folder}/{path}: is another delta {position.seq} of "

@@ -176,7 +176,7 @@ def _found(target: ModelStore, model: str, number: int) -> bytes | None:
     Lists nothing, because some S3 servers read every object that they list (remote_files.py).
     """
     try:
-        return target.manifest_json(model, number)
+        return target.read(f"{model}/{number}/{MANIFEST}")
     except MissingFileError:
         return None
 
@@ -206,16 +206,17 @@ def _copy_beside(
     Raises:
         StoreError: the target has another file of that name. No file is copied then.
     """
-    there = set(target.files_beside(model, what))
+    folder = f"{model}/{what}"
+    there = {f"{folder}/{path}" for path in target.files_beside(model, what)}
     missing = []
-    for path in paths:
-        data = source.read_beside(model, what, path)
+    for path in (f"{folder}/{path}" for path in paths):
+        data = source.read(path)
         if path not in there:
             missing.append((path, data))
-        elif target.read_beside(model, what, path) != data:
+        elif target.read(path) != data:
             raise StoreError(
-                f"{target.where}/{model}/{what}/{path}: is another than that of {source.where}: "
+                f"{target.where}/{path}: is another than that of {source.where}: "
                 "it was added in both stores"
             )
-    write = writer(target.where, f"{model}/{what}")
-    return sum(write(f"{model}/{what}/{path}", data) for path, data in missing)
+    write = writer(target.where, folder)
+    return sum(write(path, data) for path, data in missing)

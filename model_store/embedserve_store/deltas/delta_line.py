@@ -28,14 +28,12 @@ from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode,
 from embedserve_store.format.delta_manifest import (
     DELTA_SEQ_MAX,
     FOLDER,
-    MANIFEST_BYTES_MAX,
     DeltaFile,
     DeltaManifest,
     LinePosition,
     check_seq,
     check_tables,
     manifest_name,
-    parse_delta,
     parse_manifest_name,
     position_of,
 )
@@ -90,6 +88,7 @@ class DeltaLine:
             StoreError: the version's fields of compaction are wrong.
         """
         self.start = position_of(base)
+        self._folder = f"{base.model}/{FOLDER}/{self.start.line}"
         self._models = models
         self._base = base
         self._keys = keys
@@ -112,12 +111,9 @@ class DeltaLine:
                 signature that is needed, changes a table that the version does not have, or reverts
                 to rows before those of the version.
         """
-        line, model = self.start.line, self._base.model
-        where = self._where(manifest_name(seq))
+        line, where = self.start.line, self._where(manifest_name(seq))
         check_seq(seq, where)
-        path = f"{line}/{manifest_name(seq)}"
-        text = self._models.read_beside(model, FOLDER, path, MANIFEST_BYTES_MAX)
-        delta = parse_delta(text, model, line, seq, where)
+        delta, text = self._models.delta(self._base.model, line, seq)
         if self._keys is not None:
             self._keys.check(text, where)
         check_tables(delta, self._base, where)
@@ -339,11 +335,10 @@ class DeltaLine:
         return data
 
     def _read(self, file: DeltaFile) -> bytes:
-        path = f"{self.start.line}/{file.name}"
-        return self._models.read_beside(self._base.model, FOLDER, path, file.nbytes)
+        return self._models.read(f"{self._folder}/{file.name}", file.nbytes)
 
     def _where(self, name: str) -> str:
-        return f"{self._models.where}/{self._base.model}/{FOLDER}/{self.start.line}/{name}"
+        return f"{self._models.where}/{self._folder}/{name}"
 
     def _check_continues(self, delta: DeltaManifest, position: LinePosition) -> None:
         if delta.previous != position.checksum:

@@ -19,9 +19,6 @@ from embedserve_store.deltas.delta_line import stored_seqs
 from embedserve_store.errors import MissingFileError, UnreachableError
 from embedserve_store.format.delta_manifest import (
     FOLDER,
-    MANIFEST_BYTES_MAX,
-    manifest_name,
-    parse_delta,
     parse_file_seq,
     parse_manifest_name,
     position_of,
@@ -191,13 +188,10 @@ class _Line:
 
     def _as_of_s(self, seq: int) -> float:
         """Returns when the rows of a delta were read; 0 if another run has just removed it."""
-        path = f"{self.number}/{manifest_name(seq)}"
-        where = f"{self._models.where}/{self._model}/{FOLDER}/{path}"
         try:
-            text = self._models.read_beside(self._model, FOLDER, path, MANIFEST_BYTES_MAX)
+            delta, _ = self._models.delta(self._model, self.number, seq)
         except MissingFileError:
             return 0.0
-        delta = parse_delta(text, self._model, self.number, seq, where)
         return datetime.fromisoformat(delta.as_of).timestamp()
 
 

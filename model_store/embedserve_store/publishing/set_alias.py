@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 
 from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.alias import FOLDER, Alias, check_name, file_name
-from embedserve_store.format.delta_manifest import (
-    DELTA_SEQ_MAX,
-    MANIFEST_BYTES_MAX,
-    manifest_name,
-    parse_delta,
-    position_of,
-)
-from embedserve_store.format.delta_manifest import FOLDER as DELTAS
+from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, position_of
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, now, user, writer
@@ -105,15 +98,13 @@ def _check_delta(models: ModelStore, model: str, number: int | None, at_seq: int
             f"{number} has the deltas up to {start.seq} in its own rows"
         )
     if at_seq > start.seq:
-        path = f"{start.line}/{manifest_name(at_seq)}"
         try:
-            text = models.read_beside(model, DELTAS, path, MANIFEST_BYTES_MAX)
+            models.delta(model, start.line, at_seq)
         except MissingFileError:
             raise StoreError(
                 f"{where}: at_seq is {at_seq}, and line {start.line} has no such delta "
                 "(embedserve deltas)"
             ) from None
-        parse_delta(text, model, start.line, at_seq, f"{where}/{DELTAS}/{path}")
 
 
 def _check_there(models: ModelStore, change: Alias) -> None:

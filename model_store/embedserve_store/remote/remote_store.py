@@ -217,10 +217,6 @@ class RemoteStore:
         check_model_name(model, self._remote.url)
         return self._remote.names(f"{model}/{path}")
 
-    def read_beside(self, model: str, what: str, path: str, bytes_max: int) -> bytes:
-        """Reads a file beside the versions, as LocalStore does."""
-        return self._remote.read(f"{model}/{what}/{path}", bytes_max)
-
     def modified_s(self, path: str) -> float | None:
         """Returns when the file at ``path`` was written, as LocalStore does."""
         return self._remote.modified_s(path)
@@ -238,9 +234,9 @@ class RemoteStore:
         """Returns the names of the files in the folder at ``path``."""
         return list(self._remote.sizes(path))
 
-    def read(self, path: str) -> bytes:
-        """Reads the small file at ``path``."""
-        return self._remote.read(path, SMALL_FILE_BYTES_MAX)
+    def read(self, path: str, bytes_max: int) -> bytes:
+        """Reads the file at ``path``, as LocalStore does."""
+        return self._remote.read(path, bytes_max)
 
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)

@@ -158,9 +158,7 @@ class BeatingStore(ModelStore):
         super().__init__(settings.store, Path(settings.cache) if settings.cache else None)
         self._heartbeat = heartbeat
 
-    def read_beside(
-        self, model: str, what: str, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX
-    ) -> bytes:
-        data = super().read_beside(model, what, path, bytes_max)
+    def read(self, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
+        data = super().read(path, bytes_max)
         self._heartbeat.beat()
         return data

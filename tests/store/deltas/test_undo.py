@@ -153,14 +153,14 @@ def test_compaction_fails_if_a_later_delta_is_unreachable(
     for row in (1, 2):
         push(writer, row)
     undo(store, 0)
-    real = ModelStore.read_beside
+    real = ModelStore.read
 
-    def fail_to_read(models: ModelStore, model: str, what: str, path: str, *limit: int) -> bytes:
+    def fail_to_read(models: ModelStore, path: str, *limit: int) -> bytes:
         if path.endswith(manifest_name(3)):
             raise UnreachableError("timed out")
-        return real(models, model, what, path, *limit)
+        return real(models, path, *limit)
 
-    monkeypatch.setattr(ModelStore, "read_beside", fail_to_read)
+    monkeypatch.setattr(ModelStore, "read", fail_to_read)
     with pytest.raises(UnreachableError, match="timed out"):
         compact_deltas(store, "m", seq=2)
     assert ModelStore(store).versions("m") == [1]

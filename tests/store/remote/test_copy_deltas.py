@@ -63,7 +63,7 @@ def seqs(store: str | Path, version: int | None = None) -> list[int]:
 def files(store: str | Path) -> dict[str, bytes]:
     models = ModelStore(store)
     paths = models.files_beside("m", "deltas")
-    return {path: models.read_beside("m", "deltas", path) for path in paths}
+    return {path: models.read(f"m/deltas/{path}") for path in paths}
 
 
 @pytest.mark.parametrize("source_kind", KINDS)
