@@ -4,7 +4,8 @@ Each message is one line for that person. It names the file or table, and the re
 """
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 NO_ACCESS = "no access to the store"
 """Begins the message of an error after which nothing is known to be wrong in the store."""
@@ -86,6 +87,24 @@ def failed_write(what: str, error: OSError) -> StoreError:
     file = f" ({error.filename})" if error.filename else ""
     kind = NoRoomError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
     return kind(f"{what}: {error.strerror or error}{file}")
+
+
+@contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Converts an OSError within the block to a StoreError, whose message begins with ``where``."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{where}: cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def checking_model() -> Iterator[None]:
+    """Converts a StoreError within the block to an InvalidModelError of the same message."""
+    try:
+        yield
+    except StoreError as error:
+        raise InvalidModelError(str(error)) from error
 
 
 def unreadable(

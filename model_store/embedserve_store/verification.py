@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, reading
 from embedserve_store.format.manifest_checksum import check_seal, check_sha256
 from embedserve_store.format.safetensors_file import encode_header
 from embedserve_store.format.tables_file import Progress, header_bytes
@@ -54,10 +54,7 @@ def _check_header(path: Path, expected: bytes) -> None:
     A header follows from the manifest, so it needs no checksum. Opening has compared the parsed
     header; this compares its bytes, including the padding.
     """
-    try:
-        with path.open("rb") as file:
-            found = file.read(len(expected))
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    with reading(path), path.open("rb") as file:
+        found = file.read(len(expected))
     if found != expected:
         raise StoreError(f"{path}: its header is not as it was published")

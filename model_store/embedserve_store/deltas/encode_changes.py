@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, checking_model
 from embedserve_store.format.delta_file import ChangedRows, check_rows, repeated_row
 from embedserve_store.format.row_layout import encode_rows
 from embedserve_store.format.table_spec import TableSpec
@@ -118,10 +118,8 @@ def _encode(
     if str(block.dtype) == "torch.bfloat16":
         block = block.float()
     values = encode_rows(block[order], table.dtype)
-    try:
+    with checking_model():
         check_rows(table, numbers, values, "changes")
-    except StoreError as error:
-        raise InvalidModelError(str(error)) from error
     return ChangedRows(table, numbers, values)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from embedserve_store.deltas.encode_changes import RowsOfIds, copy_values
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, checking_model
 from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
@@ -172,10 +172,8 @@ def _delta_goldens(bags: Bags, answers: Any, dtype: str, base: Manifest) -> Delt
         raise InvalidModelError(f"goldens: answers are {own}, expected {', '.join(DTYPES)}")
     values = results.detach().float().cpu().numpy()
     made = DeltaGoldens(bags.ids, bags.lengths, bags.weights, values, least_precise(own, dtype))
-    try:
+    with checking_model():
         made.check(base, f"model {base.model!r}")
-    except StoreError as error:
-        raise InvalidModelError(str(error)) from error
     return made
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, reading
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.ids.translate import IdTranslator
 
@@ -101,10 +101,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="numpy") as file:
+        with reading(path), safe_open(path, framework="numpy") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (SafetensorError, TypeError) as error:  # TypeError: numpy does not have the dtype
         raise StoreError(
             f"{path}: not a safetensors file that can be read, or truncated: {error}"

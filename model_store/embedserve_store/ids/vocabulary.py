@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, reading
 from embedserve_store.ids.id_index import find_duplicate
 from embedserve_store.ids.string_hashes import hash_strings
 
@@ -75,9 +75,8 @@ def read_vocabulary(
     if path.suffix != ".npy" and path.suffix not in _ENTRIES:
         file.refuse("expected .npy, .txt, .csv or .json")
     try:
-        return _read_npy(file) if path.suffix == ".npy" else _read_entries(file)
-    except OSError as error:
-        raise StoreError(f"table {table!r}: {path}: cannot be read: {error.strerror}") from error
+        with reading(f"table {table!r}: {path}"):
+            return _read_npy(file) if path.suffix == ".npy" else _read_entries(file)
     except (ValueError, csv.Error, RecursionError) as error:
         problem = f"not a vocabulary in {path.suffix.removeprefix('.')}: {error}"
         raise InvalidModelError(f"table {table!r}: {path}: {problem}") from error

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, reading
 from embedserve_store.format.safetensors_file import LENGTH_BYTES
 from embedserve_store.format.tables_file import Progress, TablesFile, file_order
 from embedserve_store.model_version import ModelVersion
@@ -73,23 +73,19 @@ def read_tables(
     Raises:
         StoreError: the tables can no longer be read.
     """
-    try:
-        with open(tables.path, "rb", buffering=0) as file:
-            data_start = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
-            bytes_before = 0
-            for table in file_order(tables.tables.values()):
-                offset, in_file = tables.offsets[table.name], data_start + bytes_before
-                if tables.file_offsets is not None:
-                    in_file = tables.file_offsets[table.name]
-                rows = data[offset : offset + table.nbytes]
-                for done in _read_rows(file, in_file, rows, tables.path):
-                    if progress:
-                        rows_done = done // table.row_bytes
-                        bytes_done = bytes_before + done
-                        progress(table.name, rows_done, table.num_embeddings, bytes_done)
-                bytes_before += table.nbytes
-    except OSError as error:
-        raise StoreError(f"{tables.path}: cannot be read: {error.strerror}") from error
+    with reading(tables.path), open(tables.path, "rb", buffering=0) as file:
+        data_start = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+        bytes_before = 0
+        for table in file_order(tables.tables.values()):
+            offset, in_file = tables.offsets[table.name], data_start + bytes_before
+            if tables.file_offsets is not None:
+                in_file = tables.file_offsets[table.name]
+            rows = data[offset : offset + table.nbytes]
+            for done in _read_rows(file, in_file, rows, tables.path):
+                if progress:
+                    rows_done = done // table.row_bytes
+                    progress(table.name, rows_done, table.num_embeddings, bytes_before + done)
+            bytes_before += table.nbytes
 
 
 def _huge_memory(nbytes: int) -> NDArray[np.uint8]:

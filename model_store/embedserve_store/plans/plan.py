@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, StoreError, reading
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec, row_bytes, stored_columns
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.host_plan import HostPlan
@@ -251,14 +251,12 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         StoreError: the file cannot be read, is not a plan, or has another format version.
     """
+    with reading(path), open(path, "rb") as file:
+        text = file.read(PLAN_BYTES_MAX + 1)
+    if len(text) > PLAN_BYTES_MAX:
+        raise StoreError(f"{path}: over {PLAN_BYTES_MAX} bytes, not a plan")
     try:
-        with open(path, "rb") as file:
-            text = file.read(PLAN_BYTES_MAX + 1)
-        if len(text) > PLAN_BYTES_MAX:
-            raise StoreError(f"{path}: over {PLAN_BYTES_MAX} bytes, not a plan")
         data = json.loads(text)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: not JSON: {error}") from error
     return Plan.from_json(data, str(path))

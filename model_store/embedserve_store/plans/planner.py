@@ -18,7 +18,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, checking_model
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.host_plan import with_hosts
@@ -144,10 +144,8 @@ def _checked(
         raise InvalidModelError(
             f"world_size is {world_size}, but the plan is for {plan.world_size} ranks"
         )
-    try:
+    with checking_model():
         plan.check(tuple(tables), "plan")
-    except StoreError as error:
-        raise InvalidModelError(str(error)) from error
     return plan
 
 

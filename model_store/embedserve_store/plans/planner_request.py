@@ -13,7 +13,7 @@ from typing import Any
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.constants import MIN_CW_DIM
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, StoreError, checking_model
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.sharding_types import AUTO, auto_types, why_not
@@ -33,19 +33,17 @@ def own_constraints(
     """
     by_name = {table.name: table for table in tables}
     result = {}
-    try:
-        for name, given in constraints.items():
-            where = f"constraints of table {name!r}"
-            if name not in by_name:
-                raise StoreError(f"{where}: the model has {list(by_name)}")
+    for name, given in constraints.items():
+        where = f"constraints of table {name!r}"
+        if name not in by_name:
+            raise InvalidModelError(f"{where}: the model has {list(by_name)}")
+        with checking_model():
             if isinstance(given, ParameterConstraints):
                 given = from_torchrec(given, by_name[name], where)
             elif not isinstance(given, TableConstraints):
                 given = TableConstraints.from_json(given, where)
             given.check(by_name[name], where)
-            result[name] = given
-    except StoreError as error:
-        raise InvalidModelError(str(error)) from error
+        result[name] = given
     return result
 
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Unpack
 
-from embedserve_store.errors import InvalidModelError, StoreError, failed_write
+from embedserve_store.errors import InvalidModelError, StoreError, checking_model, failed_write
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.manifest import (
     FROM_DESCRIPTION,
@@ -309,13 +309,11 @@ def _check_model_name(model: str) -> None:
 def _check_description(
     tables: tuple[TableSpec, ...], model: str, is_weighted: bool = False
 ) -> None:
-    try:
+    with checking_model():
         check_tables(tables, f"model {model!r}")
         check_weighted(tables, is_weighted, f"model {model!r}")
         for table in tables:
             check_table(table, f"table {table.name!r}")
-    except StoreError as error:
-        raise InvalidModelError(str(error)) from error
 
 
 def provenance(kind: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, UnreachableError, missing_version
+from embedserve_store.errors import StoreError, UnreachableError, missing_version, reading
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.remote_files import RemoteFolder
@@ -150,11 +150,8 @@ def _remove_local(
 
 
 def _check_unused(path: Path) -> None:
-    try:
-        with exclusive_lock(path):
-            pass
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    with reading(path), exclusive_lock(path):
+        pass
 
 
 def _remove_remote(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, checking_model
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap
@@ -76,12 +76,8 @@ def _rule(table: TableSpec, given: IdRule | None, has_vocabulary: bool) -> IdRul
     if has_vocabulary != (rule.rule == "map"):
         problem = "has a vocabulary" if has_vocabulary else "needs a vocabulary"
         raise InvalidModelError(f"table {table.name!r}: ids.rule is {rule.rule!r}: it {problem}")
-    try:
+    with checking_model():
         rule.check(table.num_embeddings, f"table {table.name!r}: ids")
-    except InvalidModelError:
-        raise
-    except StoreError as error:
-        raise InvalidModelError(str(error)) from error
     return rule
 
 

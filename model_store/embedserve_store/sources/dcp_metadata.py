@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, reading
 
 METADATA = ".metadata"
 
@@ -153,10 +153,8 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
         StoreError: there is no .metadata, it holds code, or DCP did not write it.
     """
     path = folder / METADATA
-    try:
+    with reading(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         root = _Unpickler(io.BytesIO(data)).load()
         return dict(_entries(_fields(root, "Metadata")))

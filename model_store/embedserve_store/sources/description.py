@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, checking_model
 from embedserve_store.format.id_rule import ID_TYPES, RULES, UNKNOWN, IdRule
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.table_spec import TableSpec, check_tables, table_of
@@ -67,12 +67,8 @@ def read_description(path: str | os.PathLike[str]) -> Description:
 
     path = Path(path)
     text, data = parse_user_file(path)
-    try:
+    with checking_model():
         return replace(_description(data, path), guesses=_guesses(text, path))
-    except InvalidModelError:
-        raise
-    except StoreError as error:
-        raise InvalidModelError(str(error)) from error
 
 
 def check_no_draft(description: Description) -> None:

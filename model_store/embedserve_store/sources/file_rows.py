@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, reading
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +61,8 @@ class SourceFile:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    try:
+    with reading(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         yield fd
     finally:
@@ -230,10 +228,8 @@ class FileRows:
         view = out.view(-1).view(torch.uint8).numpy().data
         offset = part.offset + (first - part.row) * part.stride
         while view:
-            try:
+            with reading(part.file.path):
                 count = os.preadv(fd, [view], offset)
-            except OSError as error:
-                raise StoreError(f"{part.file.path}: cannot be read: {error.strerror}") from error
             if not count:
                 raise StoreError(f"{part.file.path}: is truncated")
             view = view[count:]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, reading
 from embedserve_store.sources.file_rows import FileRows, LazyTensors, Rectangle, SourceFile
 from embedserve_store.sources.state_dict import split
 
@@ -71,13 +71,10 @@ class Archive:
         self._where = where
         if start < 0 or start + length > file.size:
             raise StoreError(f"{where}: truncated: {file.path} ends before it")
-        try:
-            with file.path.open("rb", buffering=0) as raw:
-                view = io.BufferedReader(_Slice(raw, start, length))
-                self._records = _stored_records(view, where)
-                self.content = _load(view, where)
-        except OSError as error:
-            raise StoreError(f"{where}: cannot be read: {error.strerror or error}") from error
+        with reading(where), file.path.open("rb", buffering=0) as raw:
+            view = io.BufferedReader(_Slice(raw, start, length))
+            self._records = _stored_records(view, where)
+            self.content = _load(view, where)
 
     def rectangles(
         self, tensor: torch.Tensor, row: int = 0, column: int = 0

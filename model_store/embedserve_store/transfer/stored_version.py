@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, unreadable
+from embedserve_store.errors import StoreError, reading, unreadable
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
 from embedserve_store.format.manifest_checksum import check_sha256
@@ -216,15 +216,12 @@ def file_blocks(path: Path, start: int, stop: int) -> Iterator[bytes]:
     Raises:
         StoreError: the file cannot be read.
     """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            file.seek(start)
-            while block := file.read(min(BLOCK_BYTES, stop - start)):
-                yield block
-                if size >= DIRECT_BYTES_MIN:
-                    os.posix_fadvise(file.fileno(), start, len(block), os.POSIX_FADV_DONTNEED)
-                start += len(block)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    with reading(path), open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        file.seek(start)
+        while block := file.read(min(BLOCK_BYTES, stop - start)):
+            yield block
+            if size >= DIRECT_BYTES_MIN:
+                os.posix_fadvise(file.fileno(), start, len(block), os.POSIX_FADV_DONTNEED)
+            start += len(block)
