@@ -19,7 +19,7 @@ from embedserve_store.plans.access_counts import (
 )
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan, TablePlan
-from embedserve_store.plans.planner import draft_plan
+from embedserve_store.plans.planner import make_plan
 from embedserve_store.plans.planner_request import combined, own_constraints
 from embedserve_store.plans.planner_search import ShardCosts
 from embedserve_store.plans.sharding_types import AUTO, auto_types
@@ -41,7 +41,7 @@ def balanced_plan(
     exceeds it least.
 
     Args:
-        sharding, constraints: sharding and constraints, as in ``draft_plan``. A table whose
+        sharding, constraints: sharding and constraints, as in ``make_plan``. A table whose
             sharding types are given has one of these types, independent of its reads.
 
     Raises:
@@ -52,7 +52,7 @@ def balanced_plan(
     own = {table.name: asked.get(table.name, TableConstraints()) for table in tables}
 
     def planned(types: Mapping[str, tuple[str, ...]]) -> Plan:
-        return draft_plan(
+        return make_plan(
             tables,
             sharding=AUTO,
             world_size=world_size,
@@ -63,6 +63,7 @@ def balanced_plan(
                 for name, one in own.items()
             },
             costs=_read_bytes(measured, device_type),
+            must_fit=False,
         )
 
     foretold = _foretold_types(tables, measured, world_size, device_type)

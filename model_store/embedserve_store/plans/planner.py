@@ -46,6 +46,8 @@ def make_plan(
     device_memory_bytes: int | None = None,
     constraints: Constraints | None = None,
     hosts: int | None = None,
+    costs: ShardCosts | None = None,
+    must_fit: bool = True,
 ) -> Plan:
     """Plans ``tables`` over ``world_size`` ranks with torchrec's EmbeddingShardingPlanner.
 
@@ -60,51 +62,29 @@ def make_plan(
         constraints: constraints by table; not allowed with a Plan, which has its own.
         hosts: number of hosts over which the tables are divided first, with ``world_size`` ranks on
             each. Default: that of the Plan, or 1.
+        costs: costs of shards. Default: torchrec's cost model.
+        must_fit: whether a plan that exceeds the memory is an error. False: the plan that exceeds
+            it least is returned if none fits.
 
     Raises:
         InvalidModelError: a sharding, table or constraint is unknown or contradicts another. Or
             the planner found no plan, or the shards of a rank are larger than its memory.
     """
-    plan = draft_plan(
-        tables,
-        sharding=sharding,
-        world_size=world_size,
-        device_type=device_type,
-        device_memory_bytes=device_memory_bytes,
-        constraints=constraints,
-        hosts=hosts,
-    )
-    check_parts_fit(plan, tables, _memory(device_type, plan, device_memory_bytes), device_type)
-    return plan
-
-
-def draft_plan(
-    tables: Sequence[TableSpec],
-    *,
-    sharding: Sharding,
-    world_size: int | None = None,
-    device_type: str = "cpu",
-    device_memory_bytes: int | None = None,
-    constraints: Constraints | None = None,
-    hosts: int | None = None,
-    costs: ShardCosts | None = None,
-) -> Plan:
-    """Makes a plan like ``make_plan``, without an error if no plan fits the memory.
-
-    Returns the plan that exceeds the memory least then.
-
-    Args:
-        costs: costs of shards, in place of torchrec's cost model.
-    """
     check_table_names(tables)
     if isinstance(sharding, Plan):
-        return with_hosts(_checked(sharding, tables, world_size, constraints), tables, hosts)
-    wanted = combined(tables, sharding, own_constraints(tables, constraints or {}))
-    ranks = 1 if world_size is None else world_size
-    if hosts is not None and device_memory_bytes is not None:
-        device_memory_bytes *= max(1, hosts)  # each host has about 1 / hosts of every shard
-    plan = _search(tables, wanted, ranks, device_type, device_memory_bytes, costs)
-    return with_hosts(plan, tables, hosts)
+        plan = _checked(sharding, tables, world_size, constraints)
+    else:
+        wanted = combined(tables, sharding, own_constraints(tables, constraints or {}))
+        ranks = 1 if world_size is None else world_size
+        memory_bytes = device_memory_bytes
+        if hosts is not None and memory_bytes is not None:
+            memory_bytes *= max(1, hosts)  # each host has about 1 / hosts of every shard
+        plan = _search(tables, wanted, ranks, device_type, memory_bytes, costs)
+    plan = with_hosts(plan, tables, hosts)
+    if must_fit:
+        memory = _memory(device_type, plan, device_memory_bytes)
+        check_parts_fit(plan, tables, memory, device_type)
+    return plan
 
 
 def check_table_names(tables: Sequence[TableSpec]) -> None:
@@ -155,7 +135,7 @@ def _search(
     world_size: int,
     device_type: str,
     device_memory_bytes: int | None,
-    costs: ShardCosts | None = None,
+    costs: ShardCosts | None,
 ) -> Plan:
     """Returns the cheapest plan that fits, or else the plan whose fullest rank holds least.
 

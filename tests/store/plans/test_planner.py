@@ -15,7 +15,7 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.planner import check_table_names, draft_plan, make_plan, to_torchrec
+from embedserve_store.plans.planner import check_table_names, make_plan, to_torchrec
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
 
 GIB = 1 << 30
@@ -156,9 +156,11 @@ def test_memory_limit_counts_stored_bytes_without_optimizer_state() -> None:
         make_plan(tables, sharding="table_wise", world_size=1, device_memory_bytes=131_999)
 
 
-def test_draft_plan_ignores_the_memory_limit() -> None:
+def test_plan_that_need_not_fit_exceeds_the_memory_limit() -> None:
     tables = (table("a", 1000), table("b", 1000))
-    plan = draft_plan(tables, sharding="table_wise", world_size=2, device_memory_bytes=1)
+    plan = make_plan(
+        tables, sharding="table_wise", world_size=2, device_memory_bytes=1, must_fit=False
+    )
     assert plan.bytes_per_rank(tables) == [tables[0].nbytes] * 2
 
 

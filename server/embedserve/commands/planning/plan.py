@@ -181,13 +181,13 @@ def _planned(
         constraints = read_constraints(options.constraints)
     check_engine()  # before seconds of imports
     with console.status("importing the planner …"):
-        from embedserve_store.plans.planner import draft_plan
+        from embedserve_store.plans.planner import make_plan
         from embedserve_store.plans.planner_request import default_sharding
     if sharding is None:
         sharding = default_sharding(tables, described or {}, constraints, options.hosts)
     elif not isinstance(sharding, str | Plan):
         sharding = {**(described or {}), **sharding}
-    return draft_plan(
+    return make_plan(
         tables,
         sharding=sharding,
         world_size=options.world_size,
@@ -195,6 +195,7 @@ def _planned(
         device_memory_bytes=_memory_bytes(options),
         constraints=constraints,
         hosts=options.hosts,
+        must_fit=False,
     )
 
 
