@@ -57,7 +57,9 @@ def show_plan(
     out.print(_tables_grid(out.width, tables, plan, letters, device_type))
     out.print()
     of_rank = memory_bytes if plan.hosts is None else None
-    out.print(_ranks_grid(out.width, tables, plan, letters, device_type, of_rank))
+    nbytes = [plan.bytes_per_rank([table], device_type) for table in tables]
+    rows = [_rows_on(plan, rank) for rank in range(plan.world_size)]
+    out.print(_bars_grid(out.width, "rank", [*letters.values()], nbytes, rows, of_rank))
     if plan.hosts is not None:
         title = f"rows over {plan.hosts.parts} hosts, each with {count_ranks(plan.world_size)}"
         out.print()
@@ -65,7 +67,9 @@ def show_plan(
         out.print(_cuts_grid(out.width, tables, plan.hosts, letters))
         out.print()
         of_host = None if memory_bytes is None else plan.world_size * memory_bytes
-        out.print(_parts_grid(out.width, tables, plan.hosts, letters, of_host))
+        nbytes = [plan.hosts.bytes_per_part([table]) for table in tables]
+        rows = plan.hosts.rows_per_part()
+        out.print(_bars_grid(out.width, "part", [*letters.values()], nbytes, rows, of_host))
 
 
 def count_ranks(world_size: int) -> str:
@@ -157,22 +161,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def _ranks_grid(
-    width: int,
-    tables: Sequence[TableSpec],
-    plan: Plan,
-    letters: Mapping[str, str],
-    device_type: str,
-    memory_bytes: int | None,
-) -> Table:
-    bars = [
-        [(letters[t.name], _bytes_on(plan, t, rank, device_type)) for t in tables]
-        for rank in range(plan.world_size)
-    ]
-    row_counts = [_rows_on(plan, rank) for rank in range(plan.world_size)]
-    return _bars_grid(width, "rank", bars, row_counts, memory_bytes)
-
-
 def _cuts_grid(
     width: int, tables: Sequence[TableSpec], hosts: HostPlan, letters: Mapping[str, str]
 ) -> Table:
@@ -199,24 +187,11 @@ def where_on_parts(hosts: HostPlan, name: str) -> str:
     return f"part {with_rows[0]}" if len(with_rows) == 1 else f"{_counted(counts)} rows"
 
 
-def _parts_grid(
-    width: int,
-    tables: Sequence[TableSpec],
-    hosts: HostPlan,
-    letters: Mapping[str, str],
-    memory_bytes: int | None,
-) -> Table:
-    bars = [
-        [(letters[t.name], len(hosts.rows_on(t.name, part)) * t.row_bytes) for t in tables]
-        for part in range(hosts.parts)
-    ]
-    return _bars_grid(width, "part", bars, hosts.rows_per_part(), memory_bytes)
-
-
 def _bars_grid(
     width: int,
     name: str,
-    bars: Sequence[Sequence[tuple[str, int]]],
+    letters: Sequence[str],
+    nbytes: Sequence[Sequence[int]],
     row_counts: Sequence[int],
     memory_bytes: int | None,
 ) -> Table:
@@ -224,13 +199,14 @@ def _bars_grid(
 
     Args:
         name: what a bar stands for: rank or part.
-        bars: letters and bytes of each bar.
+        letters, nbytes: letter of each table, and its bytes in each bar.
     """
-    nbytes = [sum(count for _, count in one) for one in bars]
-    scale, total = max(*nbytes, memory_bytes or 0, 1), max(1, sum(nbytes))
+    bars = [[*zip(letters, one, strict=True)] for one in zip(*nbytes, strict=True)]
+    sums = [sum(count for _, count in one) for one in bars]
+    scale, total = max(*sums, memory_bytes or 0, 1), max(1, sum(sums))
     rows = [
         (f"{name} {i}", human_bytes(count), f"{100 * count / total:.1f}%", f"{row_counts[i]:,}")
-        for i, count in enumerate(nbytes)
+        for i, count in enumerate(sums)
     ]
     headings = ("", "bytes", "share", "rows")
     taken = sum(2 + max(map(len, column)) for column in zip(headings, *rows, strict=True))
@@ -255,11 +231,6 @@ def _rows_on(plan: Plan, rank: int) -> int:
         if shard.rank == rank
     }
     return sum(row_counts.values())
-
-
-def _bytes_on(plan: Plan, table: TableSpec, rank: int, device_type: str) -> int:
-    shards = plan.tables[table.name].shards
-    return sum(shard_bytes(s, table, device_type) for s in shards if s.rank == rank)
 
 
 def bar(parts: Sequence[tuple[str, int]], scale: int, cells: int, memory_bytes: int | None) -> Text:
