@@ -46,7 +46,7 @@ LARGE_BYTES, QUICK_LARGE_BYTES = 20 * 10**9, 10**6
 """Bytes of the table that is loaded onto a device."""
 LARGE_DIM = 64
 THREADS = (1, 2, 4)
-BATCHES_PER_REPLICA = 8
+DISTINCT_MAX = 8
 """Distinct requests of a workload that several threads send."""
 ASKED_S, QUICK_ASKED_S = 5.0, 0.2
 CALLERS = 8
@@ -192,7 +192,7 @@ def several_at_once(asked: CheckOptions) -> Iterator[Row]:
     """Calls the engine from several threads, as the server does with two batches in flight."""
     for work in asked.workloads("uniform"):
         engine = restore(kernel.version_of(work), asked.one_device)
-        inputs = [(one.ids, one.lengths.reshape(-1)) for one in work.requests[:BATCHES_PER_REPLICA]]
+        inputs = [(one.ids, one.lengths.reshape(-1)) for one in work.requests[:DISTINCT_MAX]]
         expected = [engine.lookup(*one) for one in inputs]
         seconds = QUICK_ASKED_S if asked.is_quick else ASKED_S
         for threads in THREADS:

@@ -12,7 +12,7 @@ OURS, BEFORE, TRITON = "embedserve", "embedserve before", "Triton"
 INFER = "embedserve, Open Inference"
 ONE_BODY = "protobuf, one body"
 """embedserve over HTTP/1, loaded like gRPC: by h2load, which repeats one request."""
-BATCHES_PER_REPLICA = {"64 x 1": (64, 1), "8 x 8": (8, 8)}
+CONCURRENCIES = {"64 x 1": (64, 1), "8 x 8": (8, 8)}
 """(connections, streams per connection) by title."""
 
 
@@ -112,7 +112,7 @@ def _small(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[B
     yield from _small_grpc(label, rows)
     for way, said, at in (
         ("binary", "64 x 1", (64, 1)),
-        *(("gRPC", said, at) for said, at in BATCHES_PER_REPLICA.items()),
+        *(("gRPC", said, at) for said, at in CONCURRENCIES.items()),
     ):
         ratio = _ratio(rows.rate(INFER, way, *at), rows.rate(TRITON, way, *at))
         yield Bar(f"{label}: Open Inference {way} {said} / Triton {way}", ratio, 2)
@@ -122,13 +122,13 @@ def _small(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[B
 
 
 def _small_grpc(label: str, rows: Rows) -> Iterator[Bar]:
-    for said, at in BATCHES_PER_REPLICA.items():
+    for said, at in CONCURRENCIES.items():
         ours, triton = rows.rate(OURS, "gRPC", *at), rows.rate(TRITON, "gRPC", *at)
         yield Bar(f"{label}: gRPC {said} / Triton gRPC", _ratio(ours, triton), 4)
         for http1 in ("protobuf", ONE_BODY):
             ratio = _ratio(ours, rows.rate(OURS, http1))
             yield Bar(f"{label}: gRPC {said} / HTTP/1 {http1}", ratio, 1)
-    unary = [rows.rate(TRITON, "gRPC", *at) for at in BATCHES_PER_REPLICA.values()]
+    unary = [rows.rate(TRITON, "gRPC", *at) for at in CONCURRENCIES.values()]
     best = None if None in unary else max(rate or 0.0 for rate in unary)
     stream = _ratio(rows.rate(OURS, "gRPC stream", 8), best)
     yield Bar(f"{label}: gRPC stream, 8 connections / Triton's best unary rate", stream, 4)

@@ -44,7 +44,8 @@ from embedserve_store import LocalTables, ModelStore, publish
 
 TABLES, ROWS, DIM, USERS, IDS_MAX = 8, 100_000, 64, 25, 8
 SMALL_ROWS = 1000
-BATCHES_PER_REPLICA = 16
+IN_FLIGHT = 16
+"""Batches that callers have in flight when the rate is measured."""
 LOCAL_BYTES = 64 << 20
 ZIPF = 1.05
 """Exponent of the distribution of ids with a row cache."""
@@ -123,7 +124,7 @@ def time_one(server: Running, count: int, batches: Batches) -> np.ndarray:
 
 
 async def time_many(server: Running, seconds: float, batches: Batches) -> float:
-    """Returns batches/s with BATCHES_PER_REPLICA in flight."""
+    """Returns batches/s with IN_FLIGHT in flight."""
     requests = [features_of(*batches.make(seed)) for seed in range(batches.distinct)]
     end_s, done = perf_counter() + seconds, 0
 
@@ -134,7 +135,7 @@ async def time_many(server: Running, seconds: float, batches: Batches) -> float:
             done += 1
 
     async with AsyncGrpcEmbedClient(server.grpc) as client:
-        await asyncio.gather(*(ask(client, i) for i in range(BATCHES_PER_REPLICA)))
+        await asyncio.gather(*(ask(client, i) for i in range(IN_FLIGHT)))
     return done / seconds
 
 

@@ -30,7 +30,8 @@ GREETING = (
 """Settings without a header table: a header block then has the same meaning on every connection."""
 WINDOW = 65_535
 REFUSED, UNAVAILABLE = 8, 14
-BATCHES_PER_REPLICA = 8
+PENDING_MAX = 8
+"""Calls, or requests of a stream, that wait for their responses on a connection, at most."""
 
 
 @dataclass
@@ -252,7 +253,7 @@ async def call_in_turn(
             line = await GrpcConnection.open(site)
             continue
         line.end_late()
-        if len(line.calls) < BATCHES_PER_REPLICA:
+        if len(line.calls) < PENDING_MAX:
             line.ask(line.begin(kind, is_stream=False), site.random.choice(asks))
         await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
     await asyncio.gather(*leaving, *([line.finish()] if line else []))
@@ -271,7 +272,7 @@ async def stream_in_turn(
             line.end_late()
             if stream not in line.calls:
                 stream = line.begin(kind, is_stream=True)
-            if len(line.calls[stream].waiting) < BATCHES_PER_REPLICA:
+            if len(line.calls[stream].waiting) < PENDING_MAX:
                 line.ask(stream, site.random.choice(asks))
             await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
         line.end(stream)

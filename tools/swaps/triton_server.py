@@ -11,10 +11,8 @@ These choices let it serve as well as it can while the version changes:
   is done, and REST callers would wait for seconds.
 - The rows of a version are one file in its folder, which the script maps. No row is read or copied
   before it is needed, and versions share the page cache as embedserve's do. The rest of a load is
-      the
-  start of a process for each version, mostly its import of torch for the pooling kernel.
-      embedserve's
-  processes import torch once.
+  the start of a process for each version, mostly its import of torch for the pooling kernel.
+  embedserve's processes import torch once.
 """
 
 from __future__ import annotations
