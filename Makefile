@@ -161,7 +161,7 @@ $(VENV)/.installed-bench: $(INSTALLED)
 
 # Needs 30 GB of disk and some minutes.
 bench-large: install
-	$(BIN)/python -W ignore bench/large_table.py
+	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore bench/large_table.py
 
 # A store of 10 GB copied and restored, beside cp, and killed; needs 30 GB of disk. Through an S3
 # server: COPY="--gigabytes 3 --s3".

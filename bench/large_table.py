@@ -14,23 +14,21 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 from processes import memory_bytes
+from running_servers import command, running
 
 DIM = 128
 BLOCK_ROWS = 1 << 16
 PAGE_BYTES = 4096
 IDS_PER_REQUEST = 125_000
 SAMPLE_S = 0.2
-READY_S_MAX = 120
 DESCRIPTION = """tables:
   - name: large
     num_embeddings: {rows}
@@ -153,9 +151,11 @@ def _publish(checkpoint: Path, dtype: str, table_bytes: int, start_s: float) -> 
     Returns the seconds, the MB/s of float32 rows without its start, and the peak of private MB.
     """
     folder = checkpoint.parent
-    arguments = ["publish", checkpoint, folder / "tables.yaml", folder / dtype]
+    words = command("publish", checkpoint, folder / "tables.yaml", folder / dtype)
     start = time.perf_counter()
-    process = _start(*arguments, "--model", "large", "--dtype", dtype)
+    process = subprocess.Popen(
+        [*words, "--model", "large", "--dtype", dtype], stdout=subprocess.DEVNULL
+    )
     peak = 0
     while process.poll() is None:
         peak = max(peak, _memory(process.pid)[0])
@@ -176,53 +176,28 @@ def _serve(folder: Path, dtype: str, rows: int) -> dict[str, object]:
     Returns the seconds until each is ready, and the memory of each. The proportional set sizes add
     up to the table once.
     """
-    servers = []
-    try:
+    servers, ready_s = [], []
+    with ExitStack() as stack:
         for number in range(2):
-            port = 18_000 + 2 * number
-            start = time.perf_counter()
-            ports = ("--http-port", port, "--grpc-port", port + 1)
-            servers.append(_start("serve", folder / dtype, *ports))
-            _wait_until_ready(port, servers[-1])
-            seconds = time.perf_counter() - start
-            if number == 0:
-                ready_s = seconds
-            _read_every_page(port, rows)
-        memory = [_memory(server.pid) for server in servers]
-        return {
-            "seconds_to_ready": ready_s,
-            "second_seconds_to_ready": seconds,
-            "private_mb": [private / 1e6 for private, _ in memory],
-            "pss_mb": [pss / 1e6 for _, pss in memory],
-        }
-    finally:
-        for server in servers:
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=60)
+            start, log = time.perf_counter(), folder / f"server-{number}.log"
+            servers.append(stack.enter_context(running(folder / dtype, log, is_warm=False)))
+            ready_s.append(time.perf_counter() - start)
+            _read_every_page(servers[-1].http, rows)
+        memory = [_memory(server.process.pid) for server in servers]
+    return {
+        "seconds_to_ready": ready_s[0],
+        "second_seconds_to_ready": ready_s[1],
+        "private_mb": [private / 1e6 for private, _ in memory],
+        "pss_mb": [pss / 1e6 for _, pss in memory],
+    }
 
 
-def _start(*arguments: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-W", "ignore", "-m", "embedserve", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=sys.stderr)
-
-
-def _wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + READY_S_MAX
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.02)
-    raise SystemExit("the server did not become ready")
-
-
-def _read_every_page(port: int, rows: int) -> None:
+def _read_every_page(url: str, rows: int) -> None:
     """Requests one row in each 4 KiB page, with a million bytes of ids per request."""
     from embedserve_client import EmbedClient
 
     ids = np.arange(0, rows, PAGE_BYTES // (4 * DIM))
-    with EmbedClient(f"http://127.0.0.1:{port}") as client:
+    with EmbedClient(url) as client:
         for start in range(0, len(ids), IDS_PER_REQUEST):
             part = ids[start : start + IDS_PER_REQUEST]
             client.embed({"item": (part, np.array([len(part)]))})

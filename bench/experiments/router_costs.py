@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,6 +27,7 @@ import grpc
 import numpy as np
 import torch
 import uvloop
+from e2e.parts_cluster import Cluster
 from pooled import collection
 from processes import cpu_seconds
 from running_servers import Running, running
@@ -171,16 +171,12 @@ def measure(parts: int, rounds: int, count: int, small: int, row_cache: int, use
     batches = Batches(small, users, is_zipf=row_cache > 0)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        store, addresses = folder / "store", folder / "shards.json"
+        store = folder / "store"
         make_store(store, parts, small)
-        shards = [
-            stack.enter_context(
-                running(store, folder / f"shard-{part}.log", "--part", f"{part}/{parts}")
-            )
-            for part in range(parts)
-        ]
-        addresses.write_text(json.dumps({str(i): [one.grpc] for i, one in enumerate(shards)}))
-        router = ServeSettings(str(store), shards=f"file:{addresses}")
+        shards = Cluster(store, folder, parts, stack)
+        shards.start_shards()
+        pids = [one.process.pid for one in shards.shards.values()]
+        router = ServeSettings(str(store), shards=f"file:{shards.addresses}")
         routers = {"router": router}
         if small:
             routers["router with small tables"] = replace(router, local_bytes=LOCAL_BYTES)
@@ -199,9 +195,9 @@ def measure(parts: int, rounds: int, count: int, small: int, row_cache: int, use
         for _ in range(rounds):
             line = []
             for name, server in servers.items():
-                before_s = sum(cpu_seconds(one.process.pid) for one in shards)
+                before_s = sum(map(cpu_seconds, pids))
                 took = time_one(server, count, batches)
-                shards_s = sum(cpu_seconds(one.process.pid) for one in shards) - before_s
+                shards_s = sum(map(cpu_seconds, pids)) - before_s
                 rate = uvloop.run(time_many(server, 3, batches))
                 p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
                 line.append(

@@ -22,7 +22,6 @@ batch, and how many of them were hedges, retries, or because a replica was silen
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import tempfile
@@ -32,14 +31,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import load
 import numpy as np
-from e2e.parts_cluster import shard_metrics
+from e2e.parts_cluster import PARTS, Cluster, cluster, shard_metrics
 from experiments.router_costs import (
     DIM,
     TABLES,
@@ -49,12 +47,12 @@ from experiments.router_costs import (
     request_of,
 )
 from operations.overload import OVERLOAD, PEAK_CONNECTIONS, offer_grpc
-from running_servers import Running, free_port, running
+from running_servers import Running, running
 
 from embedserve_client import GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
 
-PARTS, REPLICAS, BATCHES = 2, 2, 16
+REPLICAS, BATCHES = 2, 16
 SETTLE_S = 2.0
 """Seconds for which a replica that was started again serves before the next one is lost."""
 LOST_PAUSE_S = 0.02
@@ -64,35 +62,6 @@ OVERLOAD_USERS = 500
 has connections, and rejects the others."""
 EMBED = "/embedserve.v1.EmbeddingService/Embed"
 EXTRA_CALLS = ("hedges", "retries", "hung")
-
-
-@dataclass
-class Shards:
-    """Replicas by (part, number), each on ports of its own."""
-
-    store: Path
-    folder: Path
-    stack: dict[tuple[int, int], ExitStack] = field(default_factory=dict)
-    running: dict[tuple[int, int], Running] = field(default_factory=dict)
-    ports: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-
-    def start(self, part: int, number: int) -> None:
-        """Starts a replica on the ports that it had before, and returns once it is ready."""
-        key = part, number
-        ports = self.ports.setdefault(key, (free_port(), free_port()))
-        log = self.folder / f"shard-{part}-{number}.log"
-        stack = self.stack[key] = ExitStack()
-        self.running[key] = stack.enter_context(
-            running(self.store, log, "--part", f"{part}/{PARTS}", ports_used=ports)
-        )
-
-    def stop(self, part: int, number: int) -> None:
-        """Ends a replica by SIGTERM."""
-        self.stack.pop((part, number)).close()
-
-    def close(self) -> None:
-        for stack in self.stack.values():
-            stack.close()
 
 
 @contextmanager
@@ -108,24 +77,29 @@ def in_thread(act: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
-def kill(shards: Shards, ended: threading.Event) -> None:
+def kill(shards: Cluster, ended: threading.Event) -> None:
     while not ended.is_set():
-        shards.running[0, 0].process.kill()
-        shards.stop(0, 0)
-        shards.start(0, 0)
+        replace(shards, 0, 0, signal.SIGKILL)
         ended.wait(SETTLE_S)
 
 
-def restart(shards: Shards, ended: threading.Event) -> None:
+def restart(shards: Cluster, ended: threading.Event) -> None:
     while not ended.is_set():
-        for key in list(shards.ports):
-            shards.stop(*key)
-            shards.start(*key)
+        for key in list(shards.shards):
+            replace(shards, *key, signal.SIGTERM)
             ended.wait(SETTLE_S)
 
 
-def stand_still(shards: Shards, ended: threading.Event) -> None:
-    pid = shards.running[0, 0].process.pid
+def replace(shards: Cluster, part: int, replica: int, number: signal.Signals) -> None:
+    """Ends a replica by a signal and starts it on its ports again; returns once it is ready."""
+    process = shards.shards[part, replica].process
+    process.send_signal(number)
+    process.wait()
+    shards.start_shard(part, replica)
+
+
+def stand_still(shards: Cluster, ended: threading.Event) -> None:
+    pid = shards.shards[0, 0].process.pid
     while not ended.is_set():
         os.kill(pid, signal.SIGSTOP)
         ended.wait(0.05)
@@ -133,14 +107,14 @@ def stand_still(shards: Shards, ended: threading.Event) -> None:
         ended.wait(0.2)
 
 
-def hang(shards: Shards, ended: threading.Event) -> None:
-    pid = shards.running[0, 0].process.pid
+def hang(shards: Cluster, ended: threading.Event) -> None:
+    pid = shards.shards[0, 0].process.pid
     os.kill(pid, signal.SIGSTOP)
     ended.wait()
     os.kill(pid, signal.SIGCONT)
 
 
-ACTS: dict[str, Callable[[Shards, threading.Event], None] | None] = {
+ACTS: dict[str, Callable[[Cluster, threading.Event], None] | None] = {
     "calm": None,
     "killed": kill,
     "hung": hang,
@@ -229,19 +203,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        store, addresses = folder / "store", folder / "shards.json"
+        store = folder / "store"
         make_store(store, PARTS)
-        shards = Shards(store, folder)
-        stack.callback(shards.close)
-        for part in range(PARTS):
-            for number in range(REPLICAS):
-                shards.start(part, number)
-        found = {
-            str(part): [shards.running[part, n].grpc for n in range(REPLICAS)]
-            for part in range(PARTS)
-        }
-        addresses.write_text(json.dumps(found))
-        routes = ("--shards", f"file:{addresses}")
+        shards = stack.enter_context(cluster(store, folder))
+        shards.start_shards(replicas=REPLICAS)
+        routes = ("--shards", f"file:{shards.addresses}")
         router = stack.enter_context(running(store, folder / "router.log", *routes))
         expected = answers_of(router)
         for scenario in options.scenarios:
