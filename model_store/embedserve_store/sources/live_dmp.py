@@ -62,9 +62,9 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
     """Yields a twin of the sharded collection in ``module`` that shares its tables.
 
     The twin computes outputs without side effects on training. A sharded collection learns the
-    order of its features from the first batch, so the twin starts without this state. Its ranks
-    exchange float32 values, also if those of the training round them for each other (qcomms). The
-    kernels' call counts are restored at the end.
+    order of its features from the first batch, and whether batch sizes vary by feature, so the twin
+    starts without this state. Its ranks exchange float32 values, also if those of the training
+    round them for each other (qcomms). The kernels' call counts are restored at the end.
     """
     collection = collection_of(module, prefix)
     twin = copy.copy(collection)
@@ -79,10 +79,9 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
         _input_dists=[],
         _feature_splits=[],
         _features_order=[],
+        _output_dists=list(_own_output_dists(collection)),
         post_lookup_tracker_fn=None,  # TorchRec's delta tracker records training
     )
-    if collection.qcomm_codecs_registry:
-        twin._output_dists = list(_output_dists_without_codecs(collection))
     counts = [
         (kernel, name, copy.deepcopy(getattr(kernel, name)))
         for lookup in collection._lookups  # a list, which modules() does not traverse
@@ -97,8 +96,8 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
             setattr(kernel, name, count)
 
 
-def _output_dists_without_codecs(collection: Any) -> Iterator[torch.nn.Module]:
-    """Yields a module for each sharding that exchanges the results of the ranks unrounded."""
+def _own_output_dists(collection: Any) -> Iterator[torch.nn.Module]:
+    """Yields a new module for each sharding that exchanges the results of the ranks unrounded."""
     by_type = getattr(collection, "_sharding_type_to_sharding", {})  # of an EmbeddingCollection
     for sharding in by_type.values() or collection._embedding_shardings:
         plain = copy.copy(sharding)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import trainer
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from pooled import collection
 from server.python import run_warm_python
 from torch import nn
@@ -285,6 +286,35 @@ def test_publishing_leaves_the_training_unchanged(
     check_pooled(read_expected(tmp_path / "e.safetensors"), dmp)
     for feature, values in look_up(apart).items():
         assert torch.equal(look_up(dmp)[feature], values)
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["after training", "before training"])
+def test_batch_sizes_of_training_may_vary_by_feature(tmp_path: Path, is_first: bool) -> None:
+    """TorchRec exchanges results in another way if they do, and learns that from the first batch.
+    The expected results have one batch size."""
+    tables = [
+        ("user", 30, 8, ["user"], PoolingType.SUM),
+        ("item", 20, 8, ["item"], PoolingType.SUM),
+    ]
+    model = nn.ModuleDict({"ebc": collection(tables)})
+    types = {"user": "row_wise", "item": "table_wise"}
+    dmp = trainer.shard_model(model, types, EmbOptimType.EXACT_SGD)
+
+    def look_up() -> torch.Tensor:
+        features = KeyedJaggedTensor(
+            keys=["user", "item"],
+            values=torch.arange(4),
+            lengths=torch.tensor([1, 1, 2]),
+            stride_per_key_per_rank=[[2], [1]],
+            inverse_indices=(["user", "item"], torch.tensor([[0, 1, 1], [0, 0, 0]])),
+        )
+        values: torch.Tensor = dmp.module["ebc"](features).wait().values()
+        return values
+
+    if not is_first:
+        look_up()
+    publish_sharded(dmp, tmp_path, model="m")
+    assert look_up().shape == (3, 16)
 
 
 def check_pooled(expected: Expected, dmp: DistributedModelParallel) -> None:
