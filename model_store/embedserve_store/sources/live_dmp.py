@@ -155,10 +155,8 @@ def save_tables(
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = module.state_dict()
-    tables = {one.key: state[one.key] for one in table_keys(state, prefix)}
     try:
-        save(tables, checkpoint_id=os.fspath(folder), process_group=group)
+        save(_state_of(module, prefix), checkpoint_id=os.fspath(folder), process_group=group)
     except CheckpointException as error:  # no Exception, so callers would not catch it
         failed, (cause, _) = next(iter(error.failures.items()))
         what = f"{folder}: rank {failed} cannot save its shards"
@@ -178,9 +176,9 @@ def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray
     import torch
     from torch import distributed
 
-    state = module.state_dict()
+    state = _state_of(module, prefix)
     found = {}
-    for one in sorted(table_keys(state, prefix), key=lambda key: key.name):
+    for one in sorted(table_keys(state), key=lambda key: key.name):
         sums = np.zeros(state[one.key].shape[0], np.uint64)
         for row, column, shard in own_shards(one.name, state[one.key]):
             own = sums[row : row + shard.shape[0]]
@@ -231,6 +229,14 @@ def _collective_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
+def _state_of(module: torch.nn.Module, prefix: str) -> dict[str, Any]:
+    """Returns the state dict of the collection, whose keys start with the path that ``_chosen``
+    returns. The keys in a state dict of a module around a DistributedModelParallel may differ."""
+    path, collection = _chosen(module, prefix)
+    state: dict[str, Any] = collection.state_dict(prefix=f"{path}." if path else "")
+    return state
+
+
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Returns the module inside a DistributedModelParallel.
 
@@ -246,10 +252,11 @@ def _chosen(module: torch.nn.Module, prefix: str) -> tuple[str, Any]:
     found = at_prefix(everywhere, prefix)
     if len(found) != 1:
         where = f" under {prefix!r}" if prefix else ""
-        paths = ", ".join(shown(found))
+        paths = ", ".join(shown(found or everywhere))
         raise InvalidModelError(
             f"{type(module).__name__} has {len(found) or 'no'} sharded EmbeddingBagCollections or "
-            f"EmbeddingCollections{where}" + (f", at {paths}: choose one with prefix" * bool(found))
+            f"EmbeddingCollections{where}"
+            + (f", {'' if found else 'but '}at {paths}: choose one with prefix" * bool(paths))
         )
     return found[0], everywhere[found[0]]
 

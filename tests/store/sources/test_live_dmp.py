@@ -83,8 +83,21 @@ def test_prefix_selects_a_collection_and_its_absence_is_an_error() -> None:
     assert describe_sharded(model, "a")[0] == (USER, ITEM)
     with pytest.raises(InvalidModelError, match=r"has 2 sharded .*, at a, b\.ec: choose one"):
         describe_sharded(model)
-    with pytest.raises(InvalidModelError, match=r"has no sharded .* under 'c'"):
+    with pytest.raises(
+        InvalidModelError, match=r"no sharded .* under 'c', but at a, b\.ec: choose"
+    ):
         describe_sharded(model, "c")
+
+
+def test_sharded_model_in_another_module_is_published(tmp_path: Path) -> None:
+    """The state dict of a module around a DistributedModelParallel does not name its wrappers."""
+    dmp = sharded(nn.ModuleDict({"ebc": bags(), "over": nn.Linear(4, 1)}))
+    outer = nn.ModuleDict({"inner": dmp})
+    write_expected(outer, tmp_path / "e.safetensors", rows="all")
+    assert set(read_expected(tmp_path / "e.safetensors").checksums) == {"user", "item"}
+    publish_sharded(outer, tmp_path, model="m", expected=tmp_path / "e.safetensors")
+    stored = LocalStore(tmp_path).load("m").tables.rows("user").view(np.float32)
+    assert np.array_equal(stored, dmp.state_dict()["ebc.embedding_bags.user.weight"].numpy())
 
 
 def test_model_without_sharded_tables_is_rejected() -> None:
