@@ -37,13 +37,14 @@ def collection_in(module: Any, prefix: str = "") -> Any:
 
     Raises:
         InvalidModelError: there is no collection, or several, or another module changes the
-            collection's ids.
+            collection's ids or shards its tables.
     """
     modules = module.named_modules() if hasattr(module, "named_modules") else ()
     everywhere = {path: inner for path, inner in modules if is_collection(inner)}
     found = at_prefix(everywhere, prefix)
     if len(found) == 1:
         check_ids_unchanged(module, found[0])
+        _check_whole(everywhere[found[0]])
         return everywhere[found[0]]
     name = type(module).__name__
     under = f" under {prefix!r}" if prefix else ""
@@ -58,6 +59,19 @@ def collection_in(module: Any, prefix: str = "") -> Any:
         f"expected one torchrec EmbeddingBagCollection or EmbeddingCollection{under}, found {name}"
         f"{hint}"
     )
+
+
+def _check_whole(collection: EmbeddingBagCollection | EmbeddingCollection) -> None:
+    """Raises InvalidModelError unless each table of ``collection`` is a whole, plain parameter."""
+    import torch
+
+    for name, table in _modules_of(collection).items():
+        if type(table.weight) is not torch.nn.Parameter or table.weight.dim() != 2:
+            raise InvalidModelError(
+                f"table {name!r}: its weight is a {type(table.weight).__name__} of shape "
+                f"{list(table.weight.shape)}, not a whole parameter, for example because FSDP "
+                "shards it: save the model with torch.distributed.checkpoint and publish that"
+            )
 
 
 def _other_collection(module: Any) -> str:
@@ -141,8 +155,12 @@ def table_of(config: Any) -> TableSpec:
 
 def weights_of(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict[str, TableRows]:
     """Returns the rows of every table, by table name."""
-    tables = collection.embedding_bags if is_pooled(collection) else collection.embeddings
-    return {name: TensorRows(table.weight) for name, table in tables.items()}
+    return {name: TensorRows(table.weight) for name, table in _modules_of(collection).items()}
+
+
+def _modules_of(collection: EmbeddingBagCollection | EmbeddingCollection) -> Any:
+    """Returns the modules of the tables, by table name."""
+    return collection.embedding_bags if is_pooled(collection) else collection.embeddings
 
 
 def checksums_of(

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from store.conftest import MakeEbc
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -23,6 +25,7 @@ from embedserve_store.format.manifest import FROM_TRAINING, Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources import live
 
 
@@ -122,6 +125,20 @@ def test_collection_with_generated_weights_is_rejected() -> None:
     model = FeatureProcessedEmbeddingBagCollection(inner, processor)
     with pytest.raises(InvalidModelError, match=r"inside a FeatureProcessed.*changes ids"):
         live.collection_in(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_tables_that_fsdp_shards_are_rejected(tmp_path: Path) -> None:
+    by_tensor, flat = (torch.nn.Sequential(one_table()) for _ in range(2))
+    fully_shard(by_tensor, mesh=init_device_mesh("cpu", (1,)))
+    flattened = FullyShardedDataParallel(flat, device_id=torch.device("cpu"))
+    for module, kind in ((by_tensor, "DTensor"), (flattened, "Tensor")):
+        message = f"table 't': its weight is a {kind} of shape .* save the model with torch.dist"
+        with pytest.raises(InvalidModelError, match=message):
+            write_expected(module, tmp_path / "e.safetensors")
+        with pytest.raises(InvalidModelError, match=message):
+            publish(module, tmp_path, model="m")
 
 
 def one_table(**settings: Any) -> EmbeddingBagCollection:
