@@ -55,7 +55,10 @@ def draft_description(
         tensors = {
             one.name: checkpoint.tensors[one.key] for one in found if one.key in checkpoint.tensors
         }
-        shown = shown_tables(good, tensors, expected)
+        try:
+            shown = shown_tables(good, tensors, expected)
+        except InvalidModelError as error:
+            raise InvalidModelError("; left out: ".join([str(error), *bad[:1]])) from error
         bad += [f"table {name!r}: no key of the expected answers" for name in shown.absent]
     lines = [line for table in shown.tables for line in _entry(table, shown)]
     lines.insert(0, "tables:" + "  # check: answers are in this order" * (not shown.is_ordered))

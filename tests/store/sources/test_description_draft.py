@@ -245,6 +245,9 @@ def test_expected_outputs_of_another_model_are_rejected() -> None:
         InvalidModelError, match=r"^expected: key 'item@item': no table of the check"
     ):
         draft_description(from_state_dict(state), expected=expected)
+    state["m.ebc.embedding_bags.item.weight"] = torch.ones(77, 8).double()
+    with pytest.raises(InvalidModelError, match=r"no table of .*; left out: .*'item': .* float64"):
+        draft_description(from_state_dict(state), expected=expected)
     for change, message in (
         ({"answers": expected.answers[:, :-1]}, r"answers is \[16, 47\], its bags and keys mean"),
         ({"keys": ("z", *expected.keys[1:])}, "key 'z' is of no feature, features are user, fri"),
