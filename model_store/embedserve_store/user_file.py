@@ -40,6 +40,8 @@ def parse_user_file(path: Path) -> tuple[str, Any]:
         raise StoreError(f"{path}: cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
         raise InvalidModelError(f"{path}: cannot be parsed: {reason}") from error
 
 

@@ -123,6 +123,22 @@ def test_merged_keys_may_be_overridden(tmp_path: Path, text: str, parsed: Any) -
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("t:\n\tx: 1", r"line 2: found character '\t' that cannot start any token"),
+        ("t:\n  - [a", "line 2: expected ',' or ']', but got '<stream end>'"),
+    ],
+    ids=["tab", "open list"],
+)
+def test_broken_yaml_is_rejected_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidModelError) as caught:
+        parse_user_file(path)
+    assert str(caught.value) == f"{path}: cannot be parsed: {message}"
+
+
+@pytest.mark.parametrize(
     ("value", "tag"),
     [
         ("!!timestamp x", "timestamp"),
