@@ -40,7 +40,11 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
     base = models.manifest(model, version)
     line = DeltaLine(models, base)
     if seq is not None:
-        _show_delta(line.manifest(seq)[0])
+        try:
+            delta, _ = line.manifest(seq)
+        except MissingFileError:
+            raise line.missing(seq, line.seqs()) from None
+        _show_delta(delta)
         return
     name = f"line {line.start.line} of {model}"
     after = f"version {base.version}" + (f" (seq {line.start.seq})" if line.start.seq else "")
@@ -61,7 +65,7 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
         table.add_row(*map(plain, _cells(delta, is_undone=number in undone)))
         before = number
     shown = "" if is_whole else f", the last {last}"
-    show(f"{name}: {_counted(len(seqs))} after {after}{shown}", table)
+    show(f"{name}: {_counted(len(seqs), 'delta')} after {after}{shown}", table)
 
 
 def verify_deltas(store: str, model: str, version: str | None, key: Path | None) -> None:
@@ -195,8 +199,8 @@ def _undone(deltas: Mapping[int, DeltaManifest]) -> set[int]:
     return {seq for seq, one in deltas.items() if one.reverts_to is None} - rest
 
 
-def _counted(deltas: int) -> str:
-    return "1 delta" if deltas == 1 else f"{deltas:,} deltas"
+def _counted(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _gap_cells(first: int, last: int) -> tuple[str, ...]:
@@ -217,7 +221,7 @@ def _show_delta(delta: DeltaManifest) -> None:
     step = "" if delta.step is None else f", after step {delta.step}"
     write(
         f"delta {delta.seq} of line {delta.line} of {delta.model}: rows as of {delta.as_of}{step}, "
-        f"{human_bytes(delta.nbytes)} in {len(delta.files)} files"
+        f"{human_bytes(delta.nbytes)} in {_counted(len(delta.files), 'file')}"
     )
     signed = "signed (deltas verify --key verifies it)" if delta.signature else "not signed"
     write(f"written by {delta.writer}, run {delta.token}, {signed}")
