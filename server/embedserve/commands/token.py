@@ -49,6 +49,10 @@ def _listed(names: str) -> list[str]:
 
 def _time(expires: str) -> str:
     days = re.fullmatch(r"(\d{1,6})d", expires)
-    if days is None:
-        return expires
-    return (datetime.now(UTC) + timedelta(days=int(days[1]))).isoformat(timespec="seconds")
+    if days is not None:
+        return (datetime.now(UTC) + timedelta(days=int(days[1]))).isoformat(timespec="seconds")
+    try:
+        datetime.fromisoformat(expires)
+    except ValueError:
+        raise ValueError("expires is not days such as 90d, or a time such as 2027-01-31") from None
+    return expires

@@ -34,6 +34,11 @@ def test_expiry_in_the_past_is_rejected(expires: str) -> None:
     assert result.stderr == f"embedserve: expires is {expires!r}, expected a time in the future\n"
 
 
+def test_message_about_an_invalid_expiry_names_both_notations() -> None:
+    message = "embedserve: expires is not days such as 90d, or a time such as 2027-01-31\n"
+    assert run("--expires", "90").stderr == message
+
+
 @pytest.mark.parametrize("option", ["--models=", "--models=,", "--roles=", "--expires="])
 def test_empty_restriction_is_rejected(option: str) -> None:
     """Guards against an unset variable in a script: the token would not be restricted."""
