@@ -72,6 +72,10 @@ class RequestBatch:
 def batch_of(features: Features, weights: Weights | None = None) -> RequestBatch:
     """Returns the batch of a mapping, a table or a KeyedJaggedTensor. Raises InvalidRequest with
     the reason if it is invalid."""
+    if weights is not None and not isinstance(weights, Mapping):
+        raise InvalidRequest(
+            f"weights: {short(weights)} is no mapping from features to weights", field="weights"
+        )
     if is_column(features):
         features = columns_of(features)
     if isinstance(features, Mapping):

@@ -66,6 +66,13 @@ def test_invalid_features_are_named_in_the_error(features: Any, message: str) ->
         batch_of(features)
 
 
+@pytest.mark.parametrize("weights", [[[2.0]], np.ones(1)], ids=["list", "array"])
+def test_weights_without_features_are_rejected(weights: Any) -> None:
+    message = r"^weights: .* is no mapping from features to weights$"
+    with pytest.raises(InvalidRequest, match=message):
+        batch_of({"user": [[1]]}, weights)
+
+
 @pytest.mark.parametrize(
     ("ids", "weights"),
     [
