@@ -34,6 +34,8 @@ def tls_context(url: str, ca: File | None, certificate: Files | None) -> ssl.SSL
     """
     if ca is None and certificate is None and not url.lower().startswith("https:"):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for file in filter(None, (ca, *(certificate or ()))):
+        _read(file)  # its OSError names the file, that of ssl does not
     context = ssl.create_default_context(cafile=ca)
     if certificate is not None:
         context.load_cert_chain(*certificate)

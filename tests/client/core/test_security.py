@@ -32,5 +32,7 @@ def test_given_certificate_authorities_are_trusted(url: str, tmp_path: Path) -> 
     root.write_bytes(Authority().root)
     for path in (str(root), root):
         assert tls_context(url, path, None).cert_store_stats()["x509_ca"] == 1
-    with pytest.raises(FileNotFoundError):
-        tls_context(url, str(tmp_path / "none.pem"), None)
+    none = str(tmp_path / "none.pem")
+    for files in ((none, None), (root, (root, none))):
+        with pytest.raises(FileNotFoundError, match=none):
+            tls_context(url, *files)
