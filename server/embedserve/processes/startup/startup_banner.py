@@ -58,13 +58,14 @@ def log_ready(
     base = f"{'https' if settings.tls_cert else 'http'}://{host}:{ports.http}"
     count = f"{settings.workers} workers, " if settings.workers > 1 else ""
     pages = base
+    page = "console" if settings.tokens else "docs"  # the console asks for a token
     if ports.management >= 0:
         behind = settings.management_host
         scheme = "https" if settings.tls_cert and not is_loopback(behind) else "http"
         pages = f"{scheme}://{bracketed(behind)}:{ports.management}"
     say(
         f"ready after {seconds:.1f} s: {count}REST {base}{_and_unix(settings.http_uds)} "
-        f"(docs at {pages}/docs), gRPC {host}:{ports.grpc}{_and_unix(settings.grpc_uds)}"
+        f"({page} at {pages}/{page}), gRPC {host}:{ports.grpc}{_and_unix(settings.grpc_uds)}"
     )
     if settings.part:  # only routers call a shard
         return

@@ -42,6 +42,21 @@ def test_banner_uses_the_singular_for_one_table(
     assert f": {shown}" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("tokens", "shown"),
+    [
+        ("", "(docs at http://127.0.0.1:8000/docs)"),
+        ("t", "(console at http://127.0.0.1:8000/console)"),
+    ],
+)
+def test_banner_names_a_page_that_opens_in_a_browser(
+    capsys: pytest.CaptureFixture[str], tokens: str, shown: str
+) -> None:
+    """With tokens it is the console, which asks for one."""
+    log_ready([model_info()], PORTS, 1.0, ServeSettings(store="", tokens=tokens))
+    assert shown in " ".join(capsys.readouterr().err.split())
+
+
 TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
 MANAGEMENT = {"management_port": 0, "management_host": "10.0.0.1"}
 DOUBTFUL: dict[str, tuple[dict[str, Any], list[str]]] = {
