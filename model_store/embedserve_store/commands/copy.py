@@ -51,6 +51,6 @@ def report(copied: CopiedModel, target: str) -> None:
     if copied.deltas:
         say(f"{copied.model}: copied deltas: {copied.deltas:,}")
     if copied.aliases:
-        say(f"{copied.model}: copied aliases: {listed(copied.aliases)}")
+        say(f"{copied.model}: copied changes of aliases: {listed(copied.aliases)}")
     if copied.left_out:
         say(f"{copied.model}: left out, as their version is not there: {listed(copied.left_out)}")

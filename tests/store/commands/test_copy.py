@@ -25,7 +25,7 @@ def test_copy_reports_copied_versions_notes_and_aliases(own_store: Path, tmp_pat
     assert run("copy", own_store, target, "shop@stable") == (0, first)
     second = (
         f"shop: copied versions to {target}: none\nshop: there already: 1\n"
-        "shop: copied aliases: stable\n"
+        "shop: copied changes of aliases: stable\n"
     )
     assert run("copy", own_store, target, "--aliases") == (0, second)
     assert run("verify", target, "shop", "stable")[0] == 0
