@@ -37,6 +37,7 @@ def requested():
             os.environ.update(environment)
             sys.argv[1:] = arguments
             return code
+        print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     sys.exit()
 
@@ -55,19 +56,31 @@ class CodeForker:
         self._process = process
 
     def run(self, code: str, *arguments: object, files: Sequence[str] = ()) -> int:
-        """Runs Python code in a fork, with the folder and the environment of this process.
+        """Runs Python code to its end like ``start``, and returns its exit status like ``wait``."""
+        self.start(code, *arguments, files=files)
+        return self.wait()
+
+    def start(self, code: str, *arguments: object, files: Sequence[str] = ()) -> int:
+        """Starts Python code in a fork, with the folder and the environment of this process.
+
+        Nothing else may be started before ``wait``.
 
         Args:
             files: paths of existing files for stdout and stderr; empty: both are pytest's stderr.
 
         Returns:
-            The exit status, negative if a signal ended the fork, as in subprocess.
+            The id of the forked process.
         """
         assert self._process.stdin
         assert self._process.stdout
         requested = code, [*map(str, arguments)], dict(os.environ), os.getcwd(), files
         self._process.stdin.write(f"{json.dumps(requested)}\n")
         self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def wait(self) -> int:
+        """Returns the exit status, negative if a signal ended the fork, as in subprocess."""
+        assert self._process.stdout
         return int(self._process.stdout.readline())
 
 

@@ -5,30 +5,33 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from code_forker import CodeForker, start_code_forker
 from e2e.demo_server import Demo
-from running_servers import ANSWER_S_MAX, Running, running
+from running_servers import ANSWER_S_MAX, Running, is_running, running
 
 RUN_S_MAX = 300
 LONG_TIMEOUT = ("--timeout-s", ANSWER_S_MAX)
 STEP_S = (3, 20)
 """Seconds of a step: one as usual, one in which even a busy machine responds."""
+DELAY_MS = 20
+"""Milliseconds that a server waits before each batch, so that few users leave the cores idle."""
+POLL_S = 0.1
 GARBAGE_MIN = 100
 """Malformed responses after which a load test ends."""
 COMPLETED = re.compile(r'^embedserve_requests_total\{.*outcome="(\w+)".*\} (\S+)$', re.MULTILINE)
 """Matches a count of /metrics. Parsing all lines would load a core of a test that polls."""
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"
-LOCUST = (sys.executable, "-W", "ignore", "-m", "locust")
 IMPORT_LOCUST = "import locust.main"
 RUN_LOCUST = f"""
 import runpy, signal
@@ -61,15 +64,27 @@ def forker() -> Iterator[CodeForker]:
 
 @pytest.fixture
 def locust(forker: CodeForker, tmp_path: Path) -> Locust:
-    """Returns a function that runs locust to its end."""
+    """Returns a function that runs locust to its end, or until ``is_done`` returns true.
+
+    The run may take up to RUN_S_MAX.
+    """
     output = tmp_path / "stdout", tmp_path / "stderr"
 
-    def run(scripts: str, host: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    def run(
+        scripts: str, host: str, *arguments: object, is_done: Callable[[], bool] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         for file in output:
             file.write_text("")
         words = locust_arguments(scripts, host, *arguments)
-        status = forker.run(RUN_LOCUST, *words, files=[*map(str, output)])
-        return subprocess.CompletedProcess(words, status, *[one.read_text() for one in output])
+        pid = forker.start(RUN_LOCUST, *words, files=[*map(str, output)])
+        if is_done:
+            while is_running(pid) and not is_done():
+                time.sleep(POLL_S)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        return subprocess.CompletedProcess(
+            words, forker.wait(), *[one.read_text() for one in output]
+        )
 
     return run
 
@@ -94,26 +109,6 @@ def completes(server: Running, expected_counts: dict[str, int]) -> Callable[[], 
     return is_done
 
 
-def locust_until(
-    is_done: Callable[[], bool], scripts: str, host: str, *arguments: object
-) -> subprocess.CompletedProcess[str]:
-    """Runs locust until ``is_done`` returns true. The run may take up to RUN_S_MAX."""
-    end = time.monotonic() + RUN_S_MAX
-    with subprocess.Popen(
-        [*LOCUST, *locust_arguments(scripts, host, *arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            while process.poll() is None and time.monotonic() < end and not is_done():
-                time.sleep(0.2)
-        finally:
-            process.terminate()
-        stdout, stderr = process.communicate(timeout=RUN_S_MAX)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
 def requests_and_failures(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]]:
     """Returns (requests, failures) by name."""
     rows = json.loads(done.stdout)
@@ -124,14 +119,14 @@ def requests_and_failures(done: subprocess.CompletedProcess[str]) -> dict[str, t
     ("script", "ways"), [("rest.py", ("JSON", "protobuf")), ("grpc_user.py", ("unary", "stream"))]
 )
 def test_requests_of_all_sizes_are_completed(
-    demo: Demo, script: str, ways: tuple[str, ...]
+    demo: Demo, locust: Locust, script: str, ways: tuple[str, ...]
 ) -> None:
     http = demo.server.http.removeprefix("http://")
     host = http if script == "rest.py" else demo.server.grpc
     load = ("-u", 4, "-r", 4, "--sizes", "1:8,50:1,500:1", *LONG_TIMEOUT)
     vocabularies = ("--vocabularies", demo.vocabularies)
     is_done = completes(demo.server, {"OK": 300})
-    done = locust_until(is_done, script, host, *load, *vocabularies)
+    done = locust(script, host, *load, *vocabularies, is_done=is_done)
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
     assert [line for line in warnings if "CPU usage" not in line] == []
@@ -141,14 +136,17 @@ def test_requests_of_all_sizes_are_completed(
     assert all(requests and not failures for requests, failures in rows.values())
 
 
-def test_rejected_requests_have_separate_statistics_rows(overloaded_server: Running) -> None:
+def test_rejected_requests_have_separate_statistics_rows(
+    overloaded_server: Running, locust: Locust
+) -> None:
     load = ("-u", 8, "-r", 8, "--sizes", "1:1", "--stream-depth", 4, *LONG_TIMEOUT)
     expected_counts = {"OK": 100, "RESOURCE_EXHAUSTED": 1}
     for script, host in (
         ("rest.py", overloaded_server.http),
         ("grpc_user.py", overloaded_server.grpc),
     ):
-        done = locust_until(completes(overloaded_server, expected_counts), script, host, *load)
+        is_done = completes(overloaded_server, expected_counts)
+        done = locust(script, host, *load, is_done=is_done)
         assert done.returncode == 1
         rows = requests_and_failures(done)
         rejected = {name: row for name, row in rows.items() if name.endswith(", refused")}
@@ -186,13 +184,13 @@ class GarbageHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def test_malformed_responses_are_counted_as_failures() -> None:
+def test_malformed_responses_are_counted_as_failures(locust: Locust) -> None:
     with GarbageServer(("127.0.0.1", 0), GarbageHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         host = f"http://127.0.0.1:{server.server_port}"
         load = ("-u", 1, "--sizes", "1:1", "--tags", "protobuf")
-        done = locust_until(lambda: server.lookups >= GARBAGE_MIN, "rest.py", host, *load)
+        done = locust("rest.py", host, *load, is_done=lambda: server.lookups >= GARBAGE_MIN)
         server.shutdown()
         thread.join()
     (requests, failures) = requests_and_failures(done)["protobuf, 1 example"]
@@ -200,18 +198,17 @@ def test_malformed_responses_are_counted_as_failures() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_load_steps_add_users_and_end(demo: Demo, locust: Locust) -> None:
-    for step_s in STEP_S:
-        shape = ("--step-users", 2, "--step-s", step_s, "--steps", 2, *LONG_TIMEOUT)
-        done = locust("rest.py,steps.py", demo.server.http, *shape, "--tags", "protobuf")
-        assert done.returncode == 0, done.stderr
-        step_lines = [
-            line.partition("step of ")[2] for line in done.stderr.splitlines() if "step of " in line
-        ]
-        assert [line.split(":")[0] for line in step_lines] == ["2 users", "4 users"]
-        rates = [float(line.split()[2]) for line in step_lines]
-        if all(rates):
-            break
+def test_load_steps_add_users_and_end(demo: Demo, locust: Locust, tmp_path: Path) -> None:
+    with running(demo.store, tmp_path / "log", "--delay-ms-max", DELAY_MS) as server:
+        for step_s in STEP_S:
+            shape = ("--step-users", 2, "--step-s", step_s, "--steps", 2, *LONG_TIMEOUT)
+            done = locust("rest.py,steps.py", server.http, *shape, "--tags", "protobuf")
+            assert done.returncode == 0, done.stderr
+            found = re.findall(r"step of (\d+) users: (\S+) requests/s", done.stderr)
+            assert [users for users, _ in found] == ["2", "4"]
+            rates = [float(rate) for _, rate in found]
+            if all(rates):
+                break
     assert all(rates)
     assert {name.split(",")[0] for name in requests_and_failures(done)} == {"protobuf"}
 
