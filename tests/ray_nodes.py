@@ -84,7 +84,7 @@ def ray_nodes() -> Iterator[RayNodes]:
             "RAY_event_stats": "0",
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_task_events_report_interval_ms": "0",
-            "RAY_health_check_period_ms": "1000",  # five failed checks mark a node as lost
+            "RAY_health_check_period_ms": "200",  # five failed checks mark a node as lost
             "RAY_agent_register_timeout_ms": str(STARTED_S_MAX * 1000),
             "RAY_worker_register_timeout_seconds": str(STARTED_S_MAX),
         }

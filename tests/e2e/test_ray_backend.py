@@ -26,7 +26,14 @@ from e2e.test_cluster_command import DIM, publish_rows
 from forkserver import PYTHON
 from processes import descendants
 from ray_nodes import RayNodes, ray_nodes
-from running_servers import command, free_port, is_running, running, started
+from running_servers import (
+    command,
+    free_port,
+    is_running,
+    run_warm_command,
+    running,
+    started,
+)
 
 from embedserve.commands.token import make_token
 from embedserve_client import GrpcEmbedClient
@@ -188,13 +195,8 @@ def test_shards_that_cannot_start_are_reported(nodes: RayNodes, tmp_path: Path) 
 
 def test_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path: Path) -> None:
     publish_rows(tmp_path / "store", "m", PARTS)
-    done = subprocess.run(
-        command("serve", tmp_path / "store", "--shards", "ray:nobody"),
-        env=nodes.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=WAIT_S_MAX,
+    done = run_warm_command(
+        "serve", tmp_path / "store", "--shards", "ray:nobody", environment=nodes.environment
     )
     assert done.returncode == 1
     assert "embedserve: Ray has no shards of the name 'nobody'" in done.stderr
@@ -225,44 +227,43 @@ def cluster(
         yield one
 
 
-def test_shards_in_ray_have_tls_and_tokens_of_their_configuration(
-    nodes: RayNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def write_configs(folder: Path, capfd: pytest.CaptureFixture[str]) -> tuple[Path, Path]:
+    """Writes the TLS files, tokens and settings of shards and routers.
+
+    Returns the files of the shards' settings and the routers' ones.
+    """
     authority = Authority()
-    store, log = tmp_path / "store", tmp_path / "log"
-    (tmp_path / "ca.pem").write_bytes(authority.root)
+    (folder / "ca.pem").write_bytes(authority.root)
     for name in ("shard", "router"):
-        authority.sign(name).write(tmp_path, name)
+        authority.sign(name).write(folder, name)
     make_token("router", None, "embed", None, None, None)
     line, token = capfd.readouterr()
-    (tmp_path / "tokens").write_text(line)
-    (tmp_path / "token").write_text(token)
-    shard, router = tmp_path / "shard.toml", tmp_path / "router.toml"
+    (folder / "tokens").write_text(line)
+    (folder / "token").write_text(token)
+    shard, router = folder / "shard.toml", folder / "router.toml"
     shard.write_text(
-        f'tls_cert = "{tmp_path}/shard.pem"\ntls_key = "{tmp_path}/shard.key"\n'
-        f'tls_client_ca = "{tmp_path}/ca.pem"\ntokens = "{tmp_path}/tokens"\n'
+        f'tls_cert = "{folder}/shard.pem"\ntls_key = "{folder}/shard.key"\n'
+        f'tls_client_ca = "{folder}/ca.pem"\ntokens = "{folder}/tokens"\n'
     )
     router.write_text(
-        f'shard_ca = "{tmp_path}/ca.pem"\nshard_token = "{tmp_path}/token"\n'
-        f'shard_cert = "{tmp_path}/router.pem"\nshard_key = "{tmp_path}/router.key"\n'
+        f'shard_ca = "{folder}/ca.pem"\nshard_token = "{folder}/token"\n'
+        f'shard_cert = "{folder}/router.pem"\nshard_key = "{folder}/router.key"\n'
     )
-    publish_rows(store, "m", PARTS)
-    configs = ("--shard-config", shard, "--router-config", router)
-    grpc = free_port()
-    with cluster(nodes, store, log, grpc, *configs) as one:
-        with GrpcEmbedClient(f"127.0.0.1:{grpc}") as client:
-            answer = np.asarray(client.embed({"user": [[3, 97]]}, timeout_s=60)["user"])
-            assert answer.tobytes() == np.full((1, DIM), 100, np.float32).tobytes()
-        ports = re.findall(r"part \d replica \d starts as .*:(\d+)$", one.log(), re.M)
-        assert len(ports) == PARTS * REPLICAS
-        context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
-        for port in ports:
-            with pytest.raises(httpx.TransportError):  # the certificate of a client is missing
-                httpx.get(f"https://127.0.0.1:{port}/models", verify=context)
-        context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
-        for port in ports:
-            found = httpx.get(f"https://127.0.0.1:{port}/models", verify=context)
-            assert found.status_code == 401
+    return shard, router
+
+
+def check_shards_authenticate(one: PlacedShards, folder: Path) -> None:
+    """Checks that each shard wants the certificate of a router, and its token."""
+    ports = re.findall(r"part \d replica \d starts as .*:(\d+)$", one.log(), re.M)
+    assert len(ports) == PARTS * REPLICAS
+    context = ssl.create_default_context(cafile=folder / "ca.pem")
+    for port in ports:
+        with pytest.raises(httpx.TransportError):  # the certificate of a client is missing
+            httpx.get(f"https://127.0.0.1:{port}/models", verify=context)
+    context.load_cert_chain(folder / "router.pem", folder / "router.key")
+    for port in ports:
+        found = httpx.get(f"https://127.0.0.1:{port}/models", verify=context)
+        assert found.status_code == 401
 
 
 def parent_of(pid: int) -> int:
@@ -298,15 +299,22 @@ def check_nodes_of(shards: dict[str, tuple[int, int]]) -> None:
 
 
 def test_killed_shards_actors_and_nodes_are_replaced_without_lost_batches(
-    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: RayNodes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Checks shards that have TLS and tokens of their configuration."""
     store, log, grpc = tmp_path / "store", tmp_path / "log", free_port()
     publish_rows(store, "m", PARTS)
+    shard_config, router_config = write_configs(tmp_path, capfd)
+    configs = ("--shard-config", shard_config, "--router-config", router_config)
     for name, value in nodes.environment.items():
         monkeypatch.setenv(name, value)
     with ExitStack() as stack:
-        one = stack.enter_context(cluster(nodes, store, log, grpc))
-        options = ("--shards", f"ray:{NAME}", *SLOW_CALL_OPTIONS)
+        one = stack.enter_context(cluster(nodes, store, log, grpc, *configs))
+        check_shards_authenticate(one, tmp_path)
+        options = ("--shards", f"ray:{NAME}", "--config", router_config, *SLOW_CALL_OPTIONS)
         clients_stack = stack.enter_context(ExitStack())
         router = clients_stack.enter_context(running(store, tmp_path / "router", *options))
         clients = [
