@@ -48,6 +48,7 @@ IMPORTED = (
     "numpy.ma",
     "pydantic.v1",
     "rich._emoji_codes",
+    "rich.progress",
     "rich.status",
     "typer._click.decorators",
     "uvloop",

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
 from embedserve_store.terminal.plain_console import plain_console
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
 
 if TYPE_CHECKING:  # these modules import numpy, which most commands do not need
+    from rich.progress import TaskID
+
     from embedserve_store import Progress as TableProgress
     from embedserve_store.transfer.receive import TransferProgress
 
@@ -41,6 +41,9 @@ class _Bars:
     empty line."""
 
     def __init__(self) -> None:
+        # Takes a quarter of the start of a command; most commands show no bar.
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
         self._progress = Progress(*columns, TimeRemainingColumn(), console=console)
         self._tasks: dict[str, TaskID] = {}
