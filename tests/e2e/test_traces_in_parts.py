@@ -5,25 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import httpx
 import pytest
-from e2e.parts_cluster import (
-    BOTH_PARTS,
-    PARTS,
-    Cluster,
-    cluster,
-    publish_next,
-    replicas,
-)
+from e2e.parts_cluster import BOTH_PARTS, PARTS, cluster, publish_next, replicas
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from running_servers import Running
 from server.collector import Collector, collecting
 from waits import wait_until
 
 CALLER = "00f067aa0ba902b7"
+TRACES = (1, 2)
+"""Ids of the traces of the tests that share the parts."""
 BODY = {"features": {"user": [BOTH_PARTS]}}
 TIMEOUT = ("--shard-timeout-ms", 2500)
 """Timeout option for a call that hangs, in ms.
@@ -32,28 +29,35 @@ It is long enough for another call on a busy machine, and half of the time after
 connection is lost."""
 
 
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with collecting() as one:
+@dataclass
+class TracedParts:
+    """Shards and a router that export their spans to ``collector``."""
+
+    shards: dict[tuple[int, int], Running]
+    router: Running
+    collector: Collector
+
+
+@contextmanager
+def traced_parts(
+    folder: Path, shards: Sequence[tuple[int, int]], *options: object
+) -> Iterator[TracedParts]:
+    """Starts shards, each by (part, number of the replica), and a router with ``options``."""
+    publish_next(folder / "store", 1)
+    with collecting() as collector, cluster(folder / "store", folder) as one:
+        traces = ("--otlp-endpoint", collector.url)
+        for part, replica in shards:
+            one.start_shard(part, replica, *traces)
+        one.write_addresses()
+        yield TracedParts(one.shards, one.start_router(*traces, *options), collector)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedParts]:
+    """Yields parts of one replica each, and a router with TIMEOUT."""
+    shards = [(part, 0) for part in range(PARTS)]
+    with traced_parts(tmp_path_factory.mktemp("traced"), shards, *TIMEOUT) as one:
         yield one
-
-
-@pytest.fixture
-def parts(tmp_path: Path) -> Iterator[Cluster]:
-    publish_next(tmp_path / "store", 1)
-    with cluster(tmp_path / "store", tmp_path) as one:
-        yield one
-
-
-def start(
-    parts: Cluster, collector: Collector, *shards: tuple[int, int], options: Sequence[object] = ()
-) -> Running:
-    """Starts shards, and a router with ``options``, that export their spans to ``collector``."""
-    traces = ("--otlp-endpoint", collector.url)
-    for part, replica in shards:
-        parts.start_shard(part, replica, *traces)
-    parts.write_addresses()
-    return parts.start_router(*traces, *options)
 
 
 def embed(router: Running, trace: int | None) -> int:
@@ -86,12 +90,11 @@ def attributes(span: Span) -> dict[str, object]:
     }
 
 
-def test_call_spans_link_the_spans_of_router_and_shards(
-    parts: Cluster, collector: Collector
-) -> None:
-    router = start(parts, collector, *((part, 0) for part in range(PARTS)))
-    assert embed(router, None) == 200
-    assert embed(router, 1) == 200
+def test_call_spans_link_the_spans_of_router_and_shards(parts: TracedParts) -> None:
+    collector = parts.collector
+    wait_until(lambda: replicas(parts.router) == [1, 1])
+    assert embed(parts.router, None) == 200
+    assert embed(parts.router, 1) == 200
     root = router_span(collector, 1)
     wait_until(lambda: len(spans_of(collector, 1, Span.SPAN_KIND_SERVER)) == 1 + PARTS)
     calls = spans_of(collector, 1, Span.SPAN_KIND_CLIENT)
@@ -109,16 +112,17 @@ def test_call_spans_link_the_spans_of_router_and_shards(
     assert {one.parent_span_id for one in shards} == {call.span_id for call in calls}
     assert {one.name for one in shards} == {"embed m@1"}
     # Neither the router nor a shard has recorded the request without a traceparent.
-    assert {span.trace_id.hex() for span in collector.spans} == {f"{1:032x}"}
+    traces = {f"{trace:032x}" for trace in TRACES}
+    assert {span.trace_id.hex() for span in list(collector.spans)} <= traces
 
 
-def test_failed_call_span_has_its_outcome(parts: Cluster, collector: Collector) -> None:
-    shards = ((part, 0) for part in range(PARTS))
-    router = start(parts, collector, *shards, options=TIMEOUT)
+def test_failed_call_span_has_its_outcome(parts: TracedParts) -> None:
+    collector = parts.collector
+    wait_until(lambda: replicas(parts.router) == [1, 1])
     hung = parts.shards[1, 0].process
     os.kill(hung.pid, signal.SIGSTOP)
     try:
-        assert embed(router, 2) == 504
+        assert embed(parts.router, 2) == 504
     finally:
         os.kill(hung.pid, signal.SIGCONT)
     root = router_span(collector, 2)
@@ -136,8 +140,13 @@ def test_failed_call_span_has_its_outcome(parts: Cluster, collector: Collector) 
     ]
 
 
-def test_hedge_of_a_slow_call_is_a_separate_span(parts: Cluster, collector: Collector) -> None:
-    router = start(parts, collector, (0, 0), (0, 1), (1, 0))
+def test_hedge_of_a_slow_call_is_a_separate_span(tmp_path: Path) -> None:
+    with traced_parts(tmp_path, [(0, 0), (0, 1), (1, 0)]) as parts:
+        check_hedge(parts)
+
+
+def check_hedge(parts: TracedParts) -> None:
+    router, collector = parts.router, parts.collector
     wait_until(lambda: replicas(router) == [2, 1])
     hung = parts.shards[0, 0]
 
