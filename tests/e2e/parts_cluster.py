@@ -78,8 +78,8 @@ class Cluster:
         options = ("--shards", f"file:{self.addresses}", *SLOW_CALL_OPTIONS, *arguments)
         return self.stack.enter_context(running(self.store, log, *options))
 
-    def begin_router(self, words: str) -> Callable[[], Running]:
-        """Starts a router that cannot be ready yet, and returns once its log contains ``words``.
+    def begin_router(self, *words: str) -> Callable[[], Running]:
+        """Starts a router that cannot be ready yet, and returns once its log has all ``words``.
 
         The returned function waits until the router is ready.
         """
@@ -88,7 +88,7 @@ class Cluster:
         starting.start()
         log = self.folder / "router.log"
         end = time.monotonic() + WAIT_S_MAX
-        while not (log.exists() and words in log.read_text()):
+        while not (log.exists() and all(one in log.read_text() for one in words)):
             assert time.monotonic() < end
             time.sleep(0.05)
         assert not started

@@ -212,8 +212,9 @@ def serving_versions(router: Running) -> list[int]:
     return [one["version"] for one in models]
 
 
-def test_router_waits_for_shards_with_its_fingerprint(tmp_path: Path) -> None:
-    """Checks shards of another store, with a version of the same name and number."""
+def test_router_waits_for_shards_with_its_fingerprint_at_known_addresses(tmp_path: Path) -> None:
+    """Checks a part whose shard starts later, at its known address, and another with a shard of
+    another store, which has a version of the same name and number."""
     store, other = tmp_path / "store", tmp_path / "other"
     publish_next(store, 1)
     publish(
@@ -224,28 +225,14 @@ def test_router_waits_for_shards_with_its_fingerprint(tmp_path: Path) -> None:
         hosts=PARTS,
     )
     with cluster(store, tmp_path) as one, cluster(other, tmp_path / "other") as other_cluster:
-        for part in range(PARTS):
-            other_cluster.start_shard(part)
-        one.shards = other_cluster.shards.copy()
+        strange = other_cluster.start_shard(1)
+        late = f"127.0.0.1:{one.ports_of(0)[1]}"
+        one.addresses.write_text(json.dumps({0: [late], 1: [strange.grpc]}))
+        wait_for_router = one.begin_router("cannot connect", "with fingerprint")
+        one.start_shard(0)
+        one.start_shard(1)
         one.write_addresses()
-        wait_for_router = one.begin_router("with fingerprint")
-        one.shards = {}
-        one.start_shards()
-        router = wait_for_router()
-        response = post_embed(router, user=[[3]])
-        assert response.json()["values"] == [[STEP + 3.0] * DIM]
-
-
-def test_router_may_start_before_its_shards(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    publish_next(store, 1)
-    with cluster(store, tmp_path) as one:
-        addresses = {part: [f"127.0.0.1:{one.ports_of(part)[1]}"] for part in range(PARTS)}
-        one.addresses.write_text(json.dumps(addresses))
-        wait_for_router = one.begin_router("cannot connect")
-        for part in range(PARTS):
-            one.start_shard(part)
-        response = post_embed(wait_for_router(), user=[[3, 97]])
+        response = post_embed(wait_for_router(), user=[BOTH_PARTS])
         assert response.json()["values"] == [[2 * STEP + 100.0] * DIM]
 
 
@@ -331,6 +318,13 @@ def test_shards_authenticate_their_router_by_certificate_and_token(tmp_path: Pat
         assert load.failed == load.wrong == []
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("settings") / "store"
+    publish_next(store, 1)
+    return store
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -357,9 +351,8 @@ def test_shards_authenticate_their_router_by_certificate_and_token(tmp_path: Pat
     ],
 )
 def test_invalid_settings_of_parts_are_rejected(
-    tmp_path: Path, arguments: tuple[str, ...], words: str
+    store: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    publish_next(tmp_path, 1)
-    done = run_warm_command("serve", tmp_path, "--http-port", 0, "--grpc-port", 0, *arguments)
+    done = run_warm_command("serve", store, "--http-port", 0, "--grpc-port", 0, *arguments)
     assert done.returncode != 0
     assert words in done.stderr
