@@ -149,24 +149,28 @@ def _search(
         )
         for table in tables
     }
-    # For tables that are copied to every rank the planner has nothing to choose.
-    copied = {t.name for t in tables if asked[t.name].sharding_types == ["data_parallel"]}
-    shards = {t.name: _one_copy_each(t, world_size) for t in tables if t.name in copied}
+    # The planner has nothing to choose for a table that is whole on each rank.
+    whole = ("data_parallel",) if world_size > 1 else ("table_wise", "row_wise", "data_parallel")
+    shards = {
+        table.name: _one_copy_each(table, types[0], world_size)
+        for table in tables
+        if len(types := asked[table.name].sharding_types) == 1 and types[0] in whole
+    }
     plan = Plan(world_size, shards, dict(constraints))
     memory_bytes = min(_memory(device_type, plan, device_memory_bytes), default=RANK_MEMORY_BYTES)
-    taken = max(plan.bytes_per_rank([t for t in tables if t.name in copied], device_type))
-    divided = [table for table in tables if table.name not in copied]
+    taken = max(plan.bytes_per_rank([t for t in tables if t.name in shards], device_type))
+    divided = [table for table in tables if table.name not in shards]
     if divided:
         found = _divided(divided, asked, world_size, device_type, memory_bytes - taken, costs)
         shards |= {table.name: _table_plan(found[table.name], table) for table in divided}
     return replace(plan, tables={table.name: shards[table.name] for table in tables})
 
 
-def _one_copy_each(table: TableSpec, world_size: int) -> TablePlan:
+def _one_copy_each(table: TableSpec, sharding_type: str, world_size: int) -> TablePlan:
     shards = (
         Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim) for rank in range(world_size)
     )
-    return TablePlan("data_parallel", tuple(shards))
+    return TablePlan(sharding_type, tuple(shards))
 
 
 def _divided(
@@ -230,7 +234,7 @@ def from_torchrec(
         is_copied = kind == "data_parallel"  # torchrec's plans have no shards for this type
         own = sharding[table.name]
         shards[table.name] = (
-            _one_copy_each(table, world_size) if is_copied else _table_plan(own, table)
+            _one_copy_each(table, kind, world_size) if is_copied else _table_plan(own, table)
         )
     types = {name: TableConstraints(sharding_types=(kind,)) for name, kind in kinds.items()}
     return _checked(Plan(world_size, shards, types), tables, None, None)

@@ -100,8 +100,8 @@ def test_unconstrained_table_gets_a_servable_plan(
 
 
 def test_planner_error_is_one_line() -> None:
-    with pytest.raises(InvalidModelError, match=r"world_size is 1: .*insufficient") as e:
-        make_plan((table("t", 1 << 53),), sharding="table_wise", world_size=1)
+    with pytest.raises(InvalidModelError, match=r"world_size is 2: .*insufficient") as e:
+        make_plan((table("t", 1 << 53),), sharding="table_wise", world_size=2)
     assert "\n" not in str(e.value)
 
 
