@@ -166,7 +166,7 @@ async def model(model: str, pipeline: PipelineDep) -> ModelMetadata:
 @router.get("/models/{model}/versions/{version}/config", summary="Get configuration of a version")
 async def configuration_of_version(model: str, version: str, pipeline: PipelineDep) -> ModelConfig:
     """Returns the tensors of a version, in the format of Triton's model configuration."""
-    return ModelConfig.model_validate(configuration(pipeline, model, version))
+    return ModelConfig.model_validate(configuration(served(pipeline, model, version)))
 
 
 @router.get("/models/{model}/config", summary="Get configuration of a model")

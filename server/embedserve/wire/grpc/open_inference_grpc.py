@@ -14,10 +14,11 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
 from embedserve.access.caller_quota import CallerQuota
-from embedserve.codec.open_inference import description
 from embedserve.errors import InvalidRequestError, UnknownModelError
 from embedserve.model_info import ModelInfo
 from embedserve.open_inference_service import (
+    configuration,
+    model_metadata,
     repository,
     served,
     served_versions,
@@ -92,7 +93,7 @@ class OpenInferenceMethods:
         info = served(self._pipeline, asked.name, asked.version)
         encoded = self._metadata.get(info)
         if encoded is None:
-            encoded = _written(description.model(info, []), pb.ModelMetadataResponse())
+            encoded = _written(model_metadata(info, []), pb.ModelMetadataResponse())
             self._metadata[info] = encoded
         numbers = [info.version] if asked.version else served_versions(self._pipeline, info)
         # Two encoded messages in sequence are one message with the fields of both.
@@ -104,7 +105,7 @@ class OpenInferenceMethods:
         info = served(self._pipeline, asked.name, asked.version)
         encoded = self._configurations.get(info)
         if encoded is None:
-            fields = {"config": description.configuration(info)}
+            fields = {"config": configuration(info)}
             encoded = self._configurations[info] = _written(fields, pb.ModelConfigResponse())
         return encoded
 

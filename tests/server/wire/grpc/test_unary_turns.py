@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
@@ -12,7 +13,8 @@ from server.fake_engine import FakeEngine
 from server.live import make_pipeline
 from server.wire.grpc.grpc_peer import GrpcPeer
 
-from embedserve.codec.open_inference import description
+from embedserve import open_inference_service
+from embedserve.wire.grpc import open_inference_grpc
 from embedserve.wire.grpc.calls import UNARY_WORK
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
@@ -83,13 +85,14 @@ async def test_model_descriptions_are_built_once_per_version(
     peer: GrpcPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = []
-    model = description.model
+    model_metadata = open_inference_service.model_metadata
 
-    def count(*arguments: object) -> object:
+    def count(*arguments: Any) -> object:
         described.append(arguments)
-        return model(*arguments)  # type: ignore[arg-type]
+        return model_metadata(*arguments)
 
-    monkeypatch.setattr(description, "model", count)
+    for module in (open_inference_service, open_inference_grpc):
+        monkeypatch.setattr(module, "model_metadata", count)
     for number, version in ((1, ""), (3, ""), (5, "7")):
         request = pb.ModelMetadataRequest(name="shop", version=version)
         peer.call(number, f"/{OPEN_INFERENCE}/ModelMetadata", framed(request.SerializeToString()))
