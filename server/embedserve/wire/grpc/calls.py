@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 
+from embedserve.access.caller_quota import CallerQuota
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
@@ -166,18 +167,20 @@ class GrpcUnaryCall(Handler):
 
     def __init__(
         self,
-        function: Callable[[bytes], bytes],
+        function: Callable[[CallerQuota | None, bytes], bytes],
         headers: GrpcHeaders,
         stream: Stream,
+        quota: CallerQuota | None,
     ) -> None:
         """
         Args:
-            function: takes the request message and returns the response message, or raises
-                EmbedServeError.
+            function: takes ``quota`` and the request message and returns the response message, or
+                raises EmbedServeError.
             headers: headers of the call.
             stream: stream of the call.
+            quota: quota of the caller; None without authentication.
         """
-        self._function = function
+        self._function = partial(function, quota)
         self._encoding = headers.encoding
         self._headers = headers.by_name
         self._stream = stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from embedserve.access.authenticator import Authenticator, headers_by_name
 from embedserve.access.caller_quota import CallerQuota
@@ -20,7 +21,7 @@ from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
-from embedserve.wire.grpc.grpc_framing import Deframer, GrpcHeaders, WireError, parse_timeout
+from embedserve.wire.grpc.grpc_framing import GrpcHeaders, WireError, parse_timeout
 from embedserve.wire.grpc.open_inference_grpc import UnaryFunction
 from embedserve.wire.grpc.statuses import error_block
 from embedserve.wire.http2.header_blocks import encode
@@ -32,14 +33,30 @@ from embedserve_proto import embedding_pb2, predictor_pb2
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 PREDICTOR_NAME = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
 SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
+PREDICT = f"/{PREDICTOR_NAME}/Predict".encode()
 
 ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
 
 
 MakeCall = Callable[[Stream], Handler]
-Method = Callable[[GrpcHeaders], MakeCall]
-"""Function from the headers of calls to the factory of their handlers."""
+
+
+class GrpcMethod(NamedTuple):
+    """A method whose caller is authenticated when a call begins.
+
+    Attributes:
+        make: factory of the handler of a call, called with its headers, its stream and the quota of
+            its caller.
+        authenticator: authenticator of callers; None: everybody may call.
+        roles: allowed roles; a caller needs one.
+        charge: whether a call counts against the caller's rate.
+    """
+
+    make: Callable[[GrpcHeaders, Stream, CallerQuota | None], Handler]
+    authenticator: Authenticator | None = None
+    roles: frozenset[str] = CALLERS
+    charge: bool = True
 
 
 def embed_methods(codecs: Codecs) -> tuple[tuple[str, str, Codec, bool], ...]:
@@ -89,17 +106,23 @@ class GrpcService:
         self.health = health.HealthStatuses(
             (*SERVICES, health.SERVICE_NAME), lambda: models.is_ready
         )
-        self._names = (*SERVICES, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
         self._codecs = pipeline.codecs
         self.models = {"ListModels": self._list_models, "GetModel": self._get_model}
         infer = self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
-        self._methods: dict[bytes, Method] = {
-            _path(health.SERVICE_NAME, "Watch"): self._watch,
-            _path(PREDICTOR_NAME, "Predict"): self._predict,
+        self._lookups: dict[bytes, Codec] = {}  # of the unary methods
+        self._methods = {
+            _path(health.SERVICE_NAME, "Watch"): GrpcMethod(
+                lambda headers, stream, _: health.Watch(self.health, headers, stream)
+            )
         }
         for service, name, codec, is_stream in embed_methods(pipeline.codecs):
-            embed = self._embed_stream if is_stream else self._embed
-            self._methods[_path(service, name)] = partial(embed, codec)
+            path = _path(service, name)
+            if not is_stream:
+                self._lookups[path] = codec
+                continue
+            make = partial(self._embed_stream, codec)
+            # The messages of a stream count against the caller's rate.
+            self._methods[path] = GrpcMethod(make, pipeline.authenticator, EMBEDDERS, charge=False)
         self._add(health.SERVICE_NAME, {"Check": self.health.check}, None)
         infer_name = open_inference_grpc.SERVICE_NAME
         self._add(infer_name, infer.health, None)
@@ -108,9 +131,13 @@ class GrpcService:
             self._add(SERVICE_NAME, self.models, authenticator)
         if has_management:
             self._add(infer_name, infer.management, authenticator)
+            names = (*SERVICES, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
+            reflect = GrpcMethod(
+                lambda headers, stream, _: reflection.ServerReflection(names, headers, stream),
+                authenticator,
+            )
             for name in reflection.SERVICE_NAMES:
-                path = _path(name, "ServerReflectionInfo")
-                self._methods[path] = partial(self._reflection, authenticator)
+                self._methods[_path(name, "ServerReflectionInfo")] = reflect
 
     def _add(
         self,
@@ -122,28 +149,30 @@ class GrpcService:
         """Adds unary methods for callers with one of ``roles``; for all without
         ``authenticator``."""
         for name, function in functions.items():
-            self._methods[_path(service, name)] = partial(
-                self._unary, function, authenticator, roles
-            )
+            make = partial(GrpcUnaryCall, function)
+            self._methods[_path(service, name)] = GrpcMethod(make, authenticator, roles)
 
     def resolve(self, request: HttpRequest) -> MakeCall:
         """Returns the handler factory for calls with the headers of ``request``."""
-        encoding = b"identity"
-        timeout_s = None
         try:
             check_once(request.headers, ONCE_METADATA)
-            for name, value in request.headers:
-                if name == b"grpc-encoding":
-                    encoding = value
-                elif name == b"grpc-timeout":
-                    timeout_s = parse_timeout(value)
+            by_name = headers_by_name(request.headers)
+            timeout = by_name.get(b"grpc-timeout")
+            timeout_s = None if timeout is None else parse_timeout(timeout)
+            headers = GrpcHeaders(by_name.get(b"grpc-encoding", b"identity"), timeout_s, by_name)
+            codec = self._lookups.get(request.target)
+            if request.target == PREDICT:
+                codec = self._codecs.predict_from(by_name.get(MIN_SEQ_HEADER))
+            if codec is not None:
+                options = self._options(codec, headers)
+                return partial(GrpcEmbedCall, options, self._pipeline, headers)
             method = self._methods.get(request.target)
             if method is None:
                 shown = request.target.decode("latin-1")
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
-            return method(GrpcHeaders(encoding, timeout_s, headers_by_name(request.headers)))
         except EmbedServeError as error:
             return self.rejecting(error, request.headers)
+        return partial(self._begin, method, headers)
 
     def rejecting(self, error: EmbedServeError, headers: Headers) -> MakeCall:
         """Returns a handler factory that ends each call with ``error``; calls are counted and
@@ -168,79 +197,24 @@ class GrpcService:
         has_id = REQUEST_ID in headers.by_name
         return RequestOptions("", codec, codec, headers.timeout_s, self._metrics, has_id)
 
-    def _embed(self, codec: Codec, headers: GrpcHeaders) -> MakeCall:
-        options = self._options(codec, headers)
-        return partial(GrpcEmbedCall, options, self._pipeline, headers)
+    def _embed_stream(
+        self, codec: Codec, headers: GrpcHeaders, stream: Stream, quota: CallerQuota | None
+    ) -> Handler:
+        return EmbedStream(self._options(codec, headers), self._pipeline, headers, stream)
 
-    def _predict(self, headers: GrpcHeaders) -> MakeCall:
-        return self._embed(self._codecs.predict_from(headers.by_name.get(MIN_SEQ_HEADER)), headers)
-
-    def _embed_stream(self, codec: Codec, headers: GrpcHeaders) -> MakeCall:
-        check_encoding(headers.encoding)
-        options, pipeline = self._options(codec, headers), self._pipeline
-        return self._admitting(
-            lambda stream, _: EmbedStream(options, pipeline, headers, stream),
-            pipeline.authenticator,
-            EMBEDDERS,
-            headers,
-            charge=False,  # its messages count against the caller's rate
-        )
-
-    def _watch(self, headers: GrpcHeaders) -> MakeCall:
-        check_encoding(headers.encoding)
-        return lambda stream: health.Watch(self.health, headers, stream)
-
-    def _reflection(self, authenticator: Authenticator | None, headers: GrpcHeaders) -> MakeCall:
-        check_encoding(headers.encoding)
-        return self._admitting(
-            lambda stream, _: reflection.ServerReflection(self._names, headers, stream),
-            authenticator,
-            CALLERS,
-            headers,
-        )
-
-    def _unary(
-        self,
-        function: UnaryFunction,
-        authenticator: Authenticator | None,
-        roles: frozenset[str],
-        headers: GrpcHeaders,
-    ) -> MakeCall:
-        return self._admitting(
-            lambda stream, quota: GrpcUnaryCall(partial(function, quota), headers, stream),
-            authenticator,
-            roles,
-            headers,
-        )
-
-    def _admitting(
-        self,
-        make: Callable[[Stream, CallerQuota | None], Handler],
-        authenticator: Authenticator | None,
-        roles: frozenset[str],
-        headers: GrpcHeaders,
-        *,
-        charge: bool = True,
-    ) -> MakeCall:
-        """Returns a handler factory for callers with one of ``roles``; for all without
-        ``authenticator``. It rejects other callers, which are counted and logged.
-
-        Args:
-            make: called with the stream and the caller's quota.
-            charge: whether the call counts against the caller's rate.
-        """
-
-        def make_or_reject(stream: Stream) -> Handler:
-            if authenticator is None:
-                return make(stream, None)
-            authorization, client = headers.by_name.get(b"authorization"), stream.connection
-            try:
-                quota = authenticator.check(authorization, client.certificate, roles, charge=charge)
-            except EmbedServeError as error:
-                return self.rejecting(error, [*headers.by_name.items()])(stream)
-            return make(stream, quota)
-
-        return make_or_reject
+    def _begin(self, method: GrpcMethod, headers: GrpcHeaders, stream: Stream) -> Handler:
+        """Returns the handler of a call. Rejects a caller that may not make it, and an unsupported
+        encoding; such calls are counted and logged."""
+        authenticator, roles, quota = method.authenticator, method.roles, None
+        try:
+            if authenticator is not None:
+                authorization, client = headers.by_name.get(b"authorization"), stream.connection
+                quota = authenticator.check(
+                    authorization, client.certificate, roles, charge=method.charge
+                )
+            return method.make(headers, stream, quota)
+        except EmbedServeError as error:
+            return self.rejecting(error, [*headers.by_name.items()])(stream)
 
     def _list_models(self, quota: CallerQuota | None, message: bytes) -> bytes:
         models = self._pipeline.models
@@ -262,8 +236,3 @@ def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:
 
 def _path(service: str, method: str) -> bytes:
     return f"/{service}/{method}".encode()
-
-
-def check_encoding(encoding: bytes) -> None:
-    """Raises WireError (UNIMPLEMENTED) if ``encoding`` is not supported."""
-    Deframer(0, encoding)
