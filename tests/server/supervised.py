@@ -37,7 +37,6 @@ from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes import applier_supervision, supervisor
-from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.delta_versions import DeltaVersions
@@ -49,7 +48,7 @@ ANSWER_S = 1.0
 
 
 def serve(
-    channel: WorkerChannel,
+    channel: socket.socket,
     counters: WorkerCounters,
     ports: Ports,
     settings: ServeSettings,
@@ -122,7 +121,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         if Path(f"{failure}.asked").exists():
             print("answered" if answers(ports.http) else "waited", flush=True)
 
-    def worker_main(index: int, channel: WorkerChannel) -> int:
+    def worker_main(index: int, channel: socket.socket) -> int:
         print("started", index, flush=True)
         if failure.exists():
             from embedserve.processes.worker import report_failure

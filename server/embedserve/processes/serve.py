@@ -73,7 +73,6 @@ from embedserve_store import ModelVersion, StoreError
 if TYPE_CHECKING:
     from embedserve.deltas.status import SharedDeltaState
     from embedserve.pipeline import RequestPipeline
-    from embedserve.processes.channel import WorkerChannel
     from embedserve.processes.next_version import AnyEngine
     from embedserve.processes.rollout.version_manager import VersionManager
     from embedserve_store.deltas.signing import TrustedKeys
@@ -369,7 +368,7 @@ def _worker_main(
     slots: SharedCounters,
     room: CounterRoom,
     index: int,
-    channel: WorkerChannel,
+    channel: socket.socket,
 ) -> int:
     """Serves as worker ``index``, in its forked process; returns the exit code."""
     from embedserve.processes import worker

@@ -14,10 +14,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.applier_supervision import ApplierSupervision
-from embedserve.processes.channel import SupervisorChannel, WorkerChannel
+from embedserve.processes.channel import SupervisorChannel
 from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
@@ -41,7 +42,7 @@ PREPARING_HANG_S = 60.0
 """Seconds without a heartbeat, at least, before a worker that loads a version counts as hung.
 Compiling a large model blocks its event loop."""
 
-WorkerMain = Callable[[int, WorkerChannel], int]
+WorkerMain = Callable[[int, socket.socket], int]
 """Serves as the worker with that number, with its end of the channel, until it is stopped. Returns
 the exit code of its process."""
 
@@ -219,10 +220,7 @@ class Supervisor:
         self._coordinator.on_worker_fork()
         worker.reason, worker.logs_ready = "", False
         try:
-            worker.pid, ours = fork(
-                lambda channel: self._worker_main(worker.index, WorkerChannel(channel)),
-                self._close_inherited,
-            )
+            worker.pid, ours = fork(partial(self._worker_main, worker.index), self._close_inherited)
             worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
         except OSError as error:
             if not self._were_ready:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 
 from embedserve.config import ServeSettings
@@ -20,6 +21,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
+    START,
     Report,
     StartReport,
     WorkerStage,
@@ -38,17 +40,24 @@ FLUSH_S = 0.5
 workers report its counts at most this late."""
 
 
-def wait_for_start(channel: WorkerChannel, version_manager: VersionManager) -> bool:
+def wait_for_start(channel: socket.socket, version_manager: VersionManager) -> bool:
     """Reports that this worker is warm and what it would serve, and waits for START. Returns False
     if the supervisor is gone instead."""
     names = version_manager.status().names
-    channel.send(report_to_bytes(StartReport(WorkerStage.WARM, names)))
-    return channel.wait_for_message() is not None
+    with contextlib.suppress(OSError):
+        channel.sendall(_line(StartReport(WorkerStage.WARM, names)))
+        return bool(channel.recv(len(START) + 1, socket.MSG_WAITALL))
+    return False
 
 
-def report_failure(channel: WorkerChannel, error: Exception) -> None:
+def report_failure(channel: socket.socket, error: Exception) -> None:
     """Reports to the supervisor why this worker cannot serve."""
-    channel.send(report_to_bytes(StartReport(WorkerStage.FAILED, reason=str(error))))
+    with contextlib.suppress(OSError):  # the supervisor is gone
+        channel.sendall(_line(StartReport(WorkerStage.FAILED, reason=str(error))))
+
+
+def _line(report: Report | StartReport) -> bytes:
+    return report_to_bytes(report) + b"\n"
 
 
 async def run_worker(
@@ -58,7 +67,7 @@ async def run_worker(
     ports: Ports,
     log_ready: Callable[[], None],
     counters: WorkerCounters,
-    channel: WorkerChannel,
+    channel: socket.socket,
 ) -> None:
     """Serves until SIGTERM, or until the supervisor is gone, then drains.
 
@@ -74,10 +83,11 @@ async def run_worker(
     is_logged = asyncio.Event()
     # The supervisor may not be the only sender: systemd and Ctrl-C signal the whole process group.
     # At a second signal of its own the supervisor kills the workers.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
 
-    def send(report: Report) -> None:
-        channel.send(report_to_bytes(report))
+    def send(report: Report | StartReport) -> None:
+        transport.write(_line(report))
 
     await version_manager.start()
     agent = RolloutAgent(settings, version_manager, send, stop)
@@ -98,16 +108,20 @@ async def run_worker(
         logger.error("the supervisor is gone: this worker stops, too")
         stop.set()
 
-    channel.attach(on_message, on_end)
-    async with heartbeat(pipeline.metrics, counters):
-        await _either(may_listen, stop)
-        if not may_listen.is_set():
-            return
-        bound = ports.bind()
-        bound.listen(with_grpc=settings.grpc_server == "native")
-        channel.send(report_to_bytes(StartReport(WorkerStage.LISTENING)))
-        await _either(may_accept, stop)
-        await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
+    # A copy, which is closed at the end: report_failure may write to the channel then.
+    transport, _ = await loop.create_unix_connection(
+        lambda: WorkerChannel(on_message, on_end), sock=channel.dup()
+    )
+    with contextlib.closing(transport):
+        async with heartbeat(pipeline.metrics, counters):
+            await _either(may_listen, stop)
+            if not may_listen.is_set():
+                return
+            bound = ports.bind()
+            bound.listen(with_grpc=settings.grpc_server == "native")
+            send(StartReport(WorkerStage.LISTENING))
+            await _either(may_accept, stop)
+            await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
 
 
 async def _either(*events: asyncio.Event) -> None:

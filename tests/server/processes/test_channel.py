@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import uvloop
 from server.python import run_python
-from server.waiting import WAIT_S_MAX
+from server.waiting import WAIT_S_MAX, until
 
-from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerChannel
+from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 
 SERVED = """
 import os, signal, sys, time
@@ -30,17 +30,19 @@ from embedserve.processes.supervisor import Supervisor
 names, pause_s = [f"m{number}@canary" for number in range(int(sys.argv[1]))], float(sys.argv[2])
 
 def worker_main(index, channel):
+    lines = channel.makefile("rwb", buffering=0)
+
     def receive():
-        return desired_from_bytes(channel.wait_for_message())
+        return desired_from_bytes(lines.readline())
 
     serving = {name: NameStatus(1) for name in names}
-    channel.send(report_to_bytes(StartReport(WorkerStage.WARM, serving)))
-    assert channel.wait_for_message() == START
+    lines.write(report_to_bytes(StartReport(WorkerStage.WARM, serving)) + b"\\n")
+    assert lines.readline() == START + b"\\n"
     time.sleep(pause_s)  # a worker that loads a version does not read for so long
     desired = receive()
     found = (desired.may_listen, desired.may_accept, desired.watches_store)
     assert found == (True, False, True), desired
-    channel.send(report_to_bytes(StartReport(WorkerStage.LISTENING)))
+    lines.write(report_to_bytes(StartReport(WorkerStage.LISTENING)) + b"\\n")
     while not desired.may_accept:
         desired = receive()
     assert {name: one.alias_settings for name, one in desired.names.items()} == dict.fromkeys(
@@ -79,15 +81,14 @@ def test_worker_notices_the_end_of_a_supervisor_with_unread_messages(
 
     async def end_unread() -> None:
         supervisors, ours = socket.socketpair()
-        with ours:
-            channel, ended, received = WorkerChannel(ours), asyncio.Event(), list[bytes]()
-            channel.attach(received.append, ended.set)
-            channel.send(b"nobody reads this")
-            supervisors.send(b"last\n")
-            supervisors.close()
-            async with asyncio.timeout(WAIT_S_MAX):
-                await ended.wait()
-            assert received == [b"last"]
+        ended, received = asyncio.Event(), list[bytes]()
+        transport = await attached(ours, received.append, ended.set)
+        transport.write(b"nobody reads this")
+        supervisors.send(b"last\n")
+        supervisors.close()
+        async with asyncio.timeout(WAIT_S_MAX):
+            await ended.wait()
+        assert received == [b"last"]
 
     run(end_unread())
 
@@ -95,21 +96,46 @@ def test_worker_notices_the_end_of_a_supervisor_with_unread_messages(
 async def test_many_messages_of_a_worker_all_arrive_in_order() -> None:
     """Covers the first poll of a server that follows hundreds of aliases."""
     ours, supervisors = socket.socketpair()
-    with ours, supervisors:
-        supervisors.setblocking(False)
-        channel = WorkerChannel(ours)
-        channel.attach(lambda line: None, lambda: None)
+    with supervisors, selectors.DefaultSelector() as selector:
+        ended = asyncio.Event()
+        transport = await attached(ours, lambda line: None, ended.set)
         sent = [b"%d" % number * 1000 for number in range(1000)]
         for line in sent:
-            channel.send(line)
+            transport.write(line + b"\n")
         received: list[bytes] = []
-        theirs = LineSocket(supervisors)
+        theirs = SupervisorChannel(supervisors, selector, lambda: None)
         async with asyncio.timeout(WAIT_S_MAX):
             while len(received) < len(sent):
                 received += theirs.receive() or []
                 await asyncio.sleep(0)
         assert received == sent
-        asyncio.get_running_loop().remove_reader(ours)
+        supervisors.shutdown(socket.SHUT_RDWR)
+        await ended.wait()
+
+
+async def test_error_of_a_message_does_not_end_the_channel() -> None:
+    """Checks that later messages arrive."""
+    loop, faults, ended = asyncio.get_running_loop(), list[object](), asyncio.Event()
+    loop.set_exception_handler(lambda _, context: faults.append(context["exception"]))
+    received: list[int] = []
+    supervisors, ours = socket.socketpair()
+    with supervisors:
+        await attached(ours, lambda line: received.append(int(line)), ended.set)
+        for line in (b"1\n", b"no number\n", b"2\n"):
+            supervisors.send(line)
+        await until(lambda: received == [1, 2])
+    assert [type(fault) for fault in faults] == [ValueError]
+    await ended.wait()
+
+
+async def attached(
+    sock: socket.socket, on_message: Callable[[bytes], None], on_end: Callable[[], None]
+) -> asyncio.WriteTransport:
+    """Returns the transport of a worker's channel over ``sock``."""
+    transport, _ = await asyncio.get_running_loop().create_unix_connection(
+        lambda: WorkerChannel(on_message, on_end), sock=sock
+    )
+    return transport
 
 
 def test_only_the_newest_state_is_queued_for_a_worker_that_does_not_read() -> None:
@@ -121,22 +147,21 @@ def test_only_the_newest_state_is_queued_for_a_worker_that_does_not_read() -> No
         sent = [b"%d" % number * (1 << 20) for number in range(5)]
         for line in sent:
             channel.send(line)
-        workers.setblocking(False)
         received: list[bytes] = []
-        theirs = LineSocket(workers)
+        theirs = SupervisorChannel(workers, selector, lambda: None)
         while received != [sent[0], sent[-1]]:
             for key, events in selector.select(0):
                 key.data(events)
             received += theirs.receive() or []
 
 
-def test_line_socket_notices_that_the_other_end_is_closed() -> None:
+def test_supervisor_notices_that_the_other_end_is_closed() -> None:
     ours, workers = socket.socketpair()
-    ours.send(b"last\n")
-    ours.close()
-    with workers:
-        theirs = LineSocket(workers)
-        assert theirs.receive() == [b"last"]
-        assert theirs.receive() is None
-        theirs.queue(b"nobody reads this")
-        assert theirs.flush()
+    workers.send(b"last\n")
+    workers.close()
+    with ours, selectors.DefaultSelector() as selector:
+        channel = SupervisorChannel(ours, selector, lambda: None)
+        assert channel.receive() == [b"last"]
+        assert channel.receive() is None
+        channel.send(b"nobody reads this")
+        assert selector.get_key(ours).events == selectors.EVENT_READ

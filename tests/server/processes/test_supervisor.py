@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,6 @@ from server.processes.supervised_server import WAIT_S_MAX, supervised
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters
-from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.supervisor import Supervisor
 
@@ -153,7 +153,7 @@ class InterruptedCoordinator(RolloutCoordinator):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def wait_for_signal(index: int, channel: WorkerChannel) -> int:
+def wait_for_signal(index: int, channel: socket.socket) -> int:
     signal.pause()
     return 0
 

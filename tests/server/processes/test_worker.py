@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import socket
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
+import pytest
+import uvloop
 from server.fake_engine import FakeEngine
 from server.pipelines import make_pipeline
 from server.waiting import WAIT_S_MAX, until
@@ -14,7 +20,7 @@ from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes.channel import LineSocket, WorkerChannel
+from embedserve.processes.channel import SupervisorChannel
 from embedserve.processes.rollout.messages import (
     Desired,
     Report,
@@ -25,7 +31,7 @@ from embedserve.processes.rollout.messages import (
 )
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.startup.ports import Ports, claim_ports
-from embedserve.processes.worker import run_worker
+from embedserve.processes.worker import report_failure, run_worker
 
 LISTENS = StartReport(WorkerStage.LISTENING)
 
@@ -34,21 +40,13 @@ class SupervisedWorker:
     """A worker in this process, and the supervisor's end of its channel."""
 
     def __init__(self, executor: ThreadPoolExecutor, ports: Ports) -> None:
-        self._ours, self._supervisors = socket.socketpair()
-        self._supervisors.setblocking(False)
-        self._lines = LineSocket(self._supervisors)
-        counters = WorkerCounters(SharedCounters(1, cells_per_worker(1, COLUMNS_MIN)), 0)
-        pipeline = make_pipeline(FakeEngine(), executor=executor, counters=counters)
-        manager = VersionManager(pipeline, {}, {}, None, None, None)  # type: ignore[arg-type]
-        channel = WorkerChannel(self._ours)
-        settings = ServeSettings(store="", workers=2, follow="none")
-        self.running = asyncio.create_task(
-            run_worker(pipeline, manager, settings, ports, lambda: None, counters, channel)
-        )
+        self._ours, supervisors = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._channel = SupervisorChannel(supervisors, self._selector, lambda: None)
+        self.running = asyncio.create_task(running(self._ours, executor, ports))
 
     def send(self, desired: Desired) -> None:
-        self._lines.queue(desired_to_bytes(desired))
-        self._lines.flush()
+        self._channel.send(desired_to_bytes(desired))
 
     async def receive(self) -> list[Report | StartReport]:
         """Returns the reports that the worker sends within 0.2 s."""
@@ -59,14 +57,26 @@ class SupervisedWorker:
         await until(lambda: report in self._received())
 
     def _received(self) -> list[Report | StartReport]:
-        return [report_from_bytes(line) for line in self._lines.receive() or ()]
+        return [report_from_bytes(line) for line in self._channel.receive() or ()]
 
     async def end(self) -> None:
         """Closes the supervisor's end, as if the supervisor had ended."""
-        self._supervisors.close()
+        self._channel.end()
+        self._selector.close()
         async with asyncio.timeout(WAIT_S_MAX):
             await self.running
         self._ours.close()
+
+
+def running(
+    channel: socket.socket, executor: ThreadPoolExecutor, ports: Ports
+) -> Coroutine[Any, Any, None]:
+    """Returns the coroutine of a worker."""
+    counters = WorkerCounters(SharedCounters(1, cells_per_worker(1, COLUMNS_MIN)), 0)
+    pipeline = make_pipeline(FakeEngine(), executor=executor, counters=counters)
+    manager = VersionManager(pipeline, {}, {}, None, None, None)  # type: ignore[arg-type]
+    settings = ServeSettings(store="", workers=2, follow="none")
+    return run_worker(pipeline, manager, settings, ports, lambda: None, counters, channel)
 
 
 def accepts(port: int) -> bool:
@@ -96,3 +106,17 @@ async def test_worker_ends_if_stopped_before_it_listens(executor: ThreadPoolExec
     assert LISTENS not in await worker.receive()
     await worker.end()
     ports.close()
+
+
+def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolExecutor) -> None:
+    def bind() -> NoReturn:
+        raise OSError("in use")
+
+    ours, supervisors = socket.socketpair()
+    with ours, supervisors:
+        supervisors.send(desired_to_bytes(Desired(may_listen=True)) + b"\n")
+        with pytest.raises(OSError, match="in use") as failed:
+            uvloop.run(running(ours, executor, cast("Ports", SimpleNamespace(bind=bind))))
+        report_failure(ours, failed.value)
+        *_, line = supervisors.recv(1000).splitlines()
+    assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason="in use")
