@@ -19,7 +19,6 @@ from typer.main import get_group
 
 from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS
-from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import DeltaStatus
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.shard_metrics import PartStats
@@ -80,7 +79,7 @@ def families_with_samples() -> list[Metric]:
     version. It calls a shard, too."""
     model = ruled_info()
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
-    deltas = replace(shared_state(status), notify=SharedFlag())
+    deltas = shared_state(status, has_broker=True)
     shards = FakeParts([(0, PartStats())], {("ruled", model.version): [2]})
     plan = over_two_ranks(model.tables)
     served = in_parts(replace(model, plan=plan, deltas=deltas), shards, parts=1)

@@ -30,7 +30,7 @@ from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import BatchView, RowsReader
-from embedserve.deltas.status import FOLLOWING, DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import FOLLOWING, SharedDeltaState
 from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve_store import (
@@ -147,7 +147,7 @@ class Served:
         self.engine = compiled_once.restore(self.live.version, device, live=self.live)
         upload = None if self.engine.spare_rows is None else self.engine.spare_rows.upload
         self.reader = self.engine.rows_reader = RowsReader(self.live, 0, self.engine.plan, upload)
-        self._status = DeltaStatus(self.line.start)
+        self._shared = SharedDeltaState(self.live)
         self.start_applier()
         self.info = ModelInfo(
             manifest=self.engine.manifest,
@@ -162,13 +162,13 @@ class Served:
 
     def start_applier(self) -> None:
         """Starts an applier that knows only the newest rows, as after a killed one."""
-        followed = SharedDeltaState(self.live, self._status)
-        self._follower = DeltaFollower("m", self.line, followed, MEMORY)
+        self._follower = DeltaFollower("m", self.line, self._shared, MEMORY)
 
     def follow(self) -> None:
         while self._follower.poll_once() or self._follower.poll_once():
             pass  # the next poll finds deltas after an undo
-        assert self._status.read().state == FOLLOWING, self._status.read().reason
+        status = self._shared.status.read()
+        assert status.state == FOLLOWING, status.reason
 
     def look_up(self) -> int:
         """Looks up all ids, compares their values, and returns the seq."""

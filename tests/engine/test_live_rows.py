@@ -34,7 +34,7 @@ from embedserve.deltas.live_rows import IDLE, LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens
-from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.engine.compile import KINDS
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
@@ -127,7 +127,7 @@ def with_goldens(
     The goldens of the last delta are torchrec's results for the compacted version.
     """
     live = replay(store, model)
-    followed = SharedDeltaState(live, DeltaStatus(live.start))
+    followed = SharedDeltaState(live)
     manifest = live.version.manifest
     bags = sample_bags(replace(manifest, is_weighted=weighted), {})
     reference = restore(compacted(store, model), devices, is_eager=True)

@@ -10,6 +10,7 @@ from typing import cast
 
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.version_memory import VersionMemory
 from embedserve.model_info import ModelInfo
 from embedserve_store import ModelVersion
 from embedserve_store.format.tables_file import TablesFile, header_bytes
@@ -26,9 +27,13 @@ def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
         tables = TablesFile.open(path, info.tables)
         live = LiveRows(ModelVersion(path, info.manifest, info.plan, tables, {}), 1 << 20, 1)
     live.commit(2, seq)
-    return replace(info, deltas=SharedDeltaState(live, DeltaStatus(live.start)))
+    return replace(info, deltas=SharedDeltaState(live))
 
 
-def shared_state(status: DeltaStatus) -> SharedDeltaState:
-    """Returns a followed model whose rows no lookup reads."""
-    return SharedDeltaState(cast("LiveRows", SimpleNamespace(uploaded=None)), status)
+def shared_state(status: DeltaStatus, *, has_broker: bool = False) -> SharedDeltaState:
+    """Returns a followed model with ``status``, whose rows no lookup reads."""
+    start = status.read().applied.position(status.line)
+    live = SimpleNamespace(uploaded=None, start=start, memory=VersionMemory.create())
+    shared = SharedDeltaState(cast("LiveRows", live), has_broker=has_broker)
+    shared.status = status
+    return shared

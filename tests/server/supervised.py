@@ -32,7 +32,8 @@ from typing import NoReturn, cast
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import SharedDeltaState
+from embedserve.deltas.version_memory import VersionMemory
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
@@ -134,7 +135,15 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     applier_supervision.HANG_S_MIN = hang_s
     supervisor.KILL_AFTER_S = min(supervisor.KILL_AFTER_S, drain_s)
     mode = Path(f"{failure}.deltas")
-    status = DeltaStatus(LinePosition(1, 0, "0" * 64))
+
+    live = SimpleNamespace(
+        clear_cell=lambda worker: None,
+        version=SimpleNamespace(at_seq=None, manifest=SimpleNamespace(version=1)),
+        start=LinePosition(1, 0, "0" * 64),
+        memory=VersionMemory.create(),
+    )
+    shared = SharedDeltaState(cast("LiveRows", live))
+    status = shared.status
 
     def applier_main(supervisor: socket.socket) -> int:
         print("applier", os.getpid(), status.read().state, flush=True)
@@ -147,9 +156,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         supervisor.recv(1)
         return 0
 
-    version = SimpleNamespace(at_seq=None, manifest=SimpleNamespace(version=1))
-    live = cast("LiveRows", SimpleNamespace(clear_cell=lambda worker: None, version=version))
-    followed = {"m": SharedDeltaState(live, status)} if mode.exists() else {}
+    followed = {"m": shared} if mode.exists() else {}
     try:
         Supervisor(
             worker_main,

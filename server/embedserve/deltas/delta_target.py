@@ -12,9 +12,7 @@ import orjson
 from embedserve.config import ServeSettings
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import memory_bytes
-from embedserve.deltas.shared_flag import SharedFlag
-from embedserve.deltas.shared_goldens import SharedGoldens
-from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
@@ -127,14 +125,7 @@ def _shared_state(
         settings.delta_new_ids_percent,
     )
     return SharedDeltaState(
-        live,
-        DeltaStatus(live.start, memory),
-        SharedFlag(memory),
-        SharedGoldens(memory),
-        SharedFlag(memory),
-        memory,
-        SharedFlag(memory) if settings.delta_notify else None,
-        bool(settings.delta_key),
+        live, has_broker=bool(settings.delta_notify), are_signed=bool(settings.delta_key)
     )
 
 

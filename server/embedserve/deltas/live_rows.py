@@ -67,6 +67,7 @@ class LiveRows:
     Attributes:
         version: the version, with spare rows behind its tables. Its plan has each row on one rank,
             the same in all tables of a group.
+        memory: the memory itself; other processes can open it while this one has it.
         start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
         undo: number of deltas whose former rows are kept, as far as the memory allows.
@@ -104,7 +105,7 @@ class LiveRows:
         Raises:
             StoreError: the version's deltas cannot be served.
         """
-        memory = memory or VersionMemory.create()
+        self.memory = memory = memory or VersionMemory.create()
         manifest = version.manifest
         groups = manifest.table_groups
         self.memory_max, self.undo = memory_max, undo

@@ -40,12 +40,8 @@ class CheckedGoldens:
 class SharedGoldens:
     """Goldens of the last delta that a model has applied, or is about to."""
 
-    def __init__(self, memory: VersionMemory | None = None) -> None:
-        """
-        Args:
-            memory: as in LiveRows.
-        """
-        self._record = SharedRecord((memory or VersionMemory.create()).take(ROOM))
+    def __init__(self, memory: VersionMemory) -> None:
+        self._record = SharedRecord(memory.take(ROOM))
 
     def write(self, checked: CheckedGoldens) -> None:
         """Replaces the goldens. Called before the delta is committed, by one process at a time."""

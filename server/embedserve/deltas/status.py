@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
-from embedserve.deltas.version_memory import SharedRecord, VersionMemory
+from embedserve.deltas.version_memory import SharedFlag, SharedRecord, VersionMemory
 from embedserve_store.format.delta_manifest import LinePosition
 
 CATCHING_UP, FOLLOWING, STALLED = "catching up", "following", "stalled"
@@ -187,29 +186,33 @@ class DeltaStatus:
         return max(record.read() for record in self._records)
 
 
-@dataclass(frozen=True)
 class SharedDeltaState:
     """Changed rows, status and goldens of a version, in memory that its processes share.
 
     Attributes:
+        live: the changed rows. The other parts follow them in their memory.
         hold: request of an administrator that no further delta is applied. Any worker sets it, and
             the applier reads it at each poll.
         caught_up: whether a version that is prepared beside the served one may serve. Set by the
             applier.
-        memory: the memory itself; other processes can open it while this one has it.
         notify: whether the broker that notifies the applier is connected, which sets it; None
             without a broker.
-        are_signed: whether deltas need a signature.
     """
 
-    live: LiveRows
-    status: DeltaStatus
-    hold: SharedFlag = field(default_factory=SharedFlag)
-    goldens: SharedGoldens = field(default_factory=SharedGoldens)
-    caught_up: SharedFlag = field(default_factory=SharedFlag)
-    memory: VersionMemory = field(default_factory=VersionMemory.create)
-    notify: SharedFlag | None = None
-    are_signed: bool = False
+    def __init__(
+        self, live: LiveRows, *, has_broker: bool = False, are_signed: bool = False
+    ) -> None:
+        """
+        Args:
+            are_signed: whether deltas need a signature.
+        """
+        memory = live.memory
+        self.live = live
+        self.status = DeltaStatus(live.start, memory)
+        self.hold, self.caught_up = SharedFlag(memory), SharedFlag(memory)
+        self.goldens = SharedGoldens(memory)
+        self.notify = SharedFlag(memory) if has_broker else None
+        self._are_signed = are_signed
 
     def read(self) -> DeltaState:
         """Returns the status, with the last delta that lookups of this process read. On a GPU that
@@ -234,7 +237,7 @@ class SharedDeltaState:
     def describe(self) -> dict[str, Any]:
         """Returns status, connection and need of signatures as JSON values, as /models has them."""
         described = self.status.describe(self.read())
-        if self.are_signed:
+        if self._are_signed:
             described["signatures"] = "required"
         if self.notify is not None:
             described["notify"] = "connected" if self.notify.is_set else "disconnected"

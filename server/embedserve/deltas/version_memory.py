@@ -133,6 +133,21 @@ class SharedRecord:
         return record if zlib.crc32(record) == checksum else b""
 
 
+class SharedFlag:
+    """Byte in a part of the memory, so that no lock is needed. It outlives each process but the
+    supervisor."""
+
+    def __init__(self, memory: VersionMemory) -> None:
+        self._part = memory.take(1)
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self._part[0])
+
+    def set(self, is_set: bool) -> None:
+        self._part[0] = is_set
+
+
 def _file_in_memory() -> int:
     """Returns the descriptor of an empty file, which nobody may execute where the kernel knows how
     to forbid it: some hosts allow no others."""

@@ -20,9 +20,7 @@ from embedserve.deltas.merge_changes import TableRows
 from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
-from embedserve.deltas.shared_flag import SharedFlag
-from embedserve.deltas.shared_goldens import SharedGoldens
-from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import SharedDeltaState
 from embedserve_store import DeltaWriter, ModelStore, publish
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
@@ -84,15 +82,15 @@ class Followed:
         self.live = LiveRows(version, 1 << 20, 2, undo=5)
         self.published = version.tables.rows("t").view(np.float32)[:, 0].copy()
         self._reader = RowsReader(self.live, 0, version.plan)
-        self.status = DeltaStatus(self.line.start)
-        self.hold = SharedFlag()
-        self.goldens = SharedGoldens()
-        self.notify = SharedFlag()
+        self.shared = SharedDeltaState(self.live, has_broker=True)
+        self.status, self.hold = self.shared.status, self.shared.hold
+        self.goldens = self.shared.goldens
+        assert self.shared.notify is not None
+        self.notify = self.shared.notify
         self.follower = self.started()
 
     def started(self, check_on_device: CheckRows | None = None) -> DeltaFollower:
-        model = SharedDeltaState(self.live, self.status, self.hold, self.goldens)
-        made = DeltaFollower("m", self.line, model, 1 << 20, check_on_device)
+        made = DeltaFollower("m", self.line, self.shared, 1 << 20, check_on_device)
         self.rows = Rows(self.live)
         made._rows = self.rows
         return made

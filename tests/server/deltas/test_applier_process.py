@@ -23,7 +23,6 @@ from embedserve.deltas.applier_process import (
     run_applier,
 )
 from embedserve.deltas.delta_target import DeltaTarget
-from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.open_store import open_folder
 from embedserve_store import DeltaLine
 from embedserve_store.deltas.notify.channel import Topic
@@ -51,10 +50,7 @@ class ApplierProcess:
             settings = ServeSettings(
                 store=str(store), deltas="follow", delta_poll_s=poll_s, delta_notify=notify
             )
-            model = SharedDeltaState(
-                followed.live, followed.status, followed.hold, notify=followed.notify
-            )
-            versions = {DeltaTarget("m", "", "", 0): model}
+            versions = {DeltaTarget("m", "", "", 0): followed.shared}
             run_applier(settings, versions, open_folder, theirs, keys=keys)
         theirs.close()
         self.supervisor.settimeout(WAIT_S_MAX)

@@ -27,8 +27,8 @@ from embedserve.deltas.delta_target import (
 from embedserve.deltas.followed_lines import FollowedLines
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import SharedDeltaState
+from embedserve.deltas.version_memory import SharedFlag, VersionMemory
 from embedserve.processes.open_store import open_folder
 from embedserve_store import compact_deltas, publish, undo_deltas
 from embedserve_store.deltas.notify.channel import Topic
@@ -53,7 +53,7 @@ class DeltaRollout:
         """Creates the memory of a version, like the supervisor."""
         version = self.training.models.load("m", number)
         made = self.models[number] = make_shared_state(self.settings, version, generation)
-        return DeltaTarget("m", str(version.path), made.memory.path, generation)
+        return DeltaTarget("m", str(version.path), made.live.memory.path, generation)
 
     def started(self) -> FollowedLines:
         """Returns an applier that has inherited no state."""
@@ -341,7 +341,7 @@ def test_broker_connection_state_is_shared_with_workers(rollout: DeltaRollout) -
     (one,) = rollout.lines._lines.values()
     rollout.lines.set_notified(True)
     assert one.shared.notify is None  # without the setting
-    one.shared = replace(one.shared, notify=SharedFlag())
+    one.shared.notify = SharedFlag(VersionMemory.create())
     for is_connected in (True, False):
         rollout.lines.set_notified(is_connected)
         assert one.shared.describe()["notify"] == ("connected" if is_connected else "disconnected")

@@ -25,6 +25,7 @@ from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens, SharedGoldens
+from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store import Bags, undo_deltas
 from embedserve_store.errors import GoldensError
 from embedserve_store.format.delta_goldens import BYTES_MAX, EXAMPLES_MAX, IDS_MAX, DeltaGoldens
@@ -162,7 +163,7 @@ def checked_goldens(seq: int, examples: int = 2, ids: int = 3, columns: int = 4)
 
 
 def test_shared_goldens_round_trip() -> None:
-    shared = SharedGoldens()
+    shared = SharedGoldens(VersionMemory.create())
     assert shared.read() is None
     largest = (BYTES_MAX - 12 * IDS_MAX - 4 * EXAMPLES_MAX) // 4 // EXAMPLES_MAX
     for one in (
@@ -183,9 +184,9 @@ def test_shared_goldens_round_trip() -> None:
 
 
 def test_partially_written_goldens_are_not_read() -> None:
-    shared = SharedGoldens()
+    shared = SharedGoldens(VersionMemory.create())
     shared.write(checked_goldens(1))
-    other = SharedGoldens()
+    other = SharedGoldens(VersionMemory.create())
     other.write(checked_goldens(3, examples=3))
     part = shared._record._part
     for size in range(4, 100, 3):

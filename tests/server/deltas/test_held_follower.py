@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from server.deltas.followed import Followed
 
-from embedserve.deltas.shared_flag import SharedFlag
+from embedserve.deltas.version_memory import SharedFlag, VersionMemory
 from embedserve_store import undo_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import ChangedRows
@@ -47,7 +47,7 @@ def read_nothing(delta: DeltaManifest) -> None:
 
 
 def test_hold_flag_is_shared_with_forked_processes() -> None:
-    hold = SharedFlag()
+    hold = SharedFlag(VersionMemory.create())
     assert not hold.is_set
     for is_set in (True, True, False):
         if not (child := os.fork()):

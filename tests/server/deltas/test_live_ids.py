@@ -27,7 +27,7 @@ from embedserve.deltas.live_ids import LiveIds
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store import (
     DeltaWriter,
@@ -76,11 +76,12 @@ class Model:
         self.line = BoundedLine(self.models, version.manifest)
         self.live = LiveRows(version, 1 << 20, 1, undo, new_ids_percent=percent)
         self.reader = RowsReader(self.live, 0, self.live.version.plan)
-        self.status = DeltaStatus(self.line.start)
+        self.shared = SharedDeltaState(self.live)
+        self.status = self.shared.status
         self.follower = self.started()
 
     def started(self) -> DeltaFollower:
-        return DeltaFollower("m", self.line, SharedDeltaState(self.live, self.status), 1 << 20)
+        return DeltaFollower("m", self.line, self.shared, 1 << 20)
 
     def push(self, values: Mapping[str, Mapping[Any, float]], removed: Mapping[str, Any]) -> int:
         rows = {

@@ -29,7 +29,7 @@ from embedserve.config import ServeSettings
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
-from embedserve.deltas.status import DeltaStatus, SharedDeltaState
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes import model_loading
 from embedserve.processes.model_loading import make_resident_and_verify
 from embedserve_store import ModelVersion, StoreError
@@ -128,7 +128,7 @@ def test_server_makes_followed_versions_resident_in_place(
     live: LiveRows, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ServeSettings(store="store", deltas="follow", tables="resident")
-    followed = {"shop": SharedDeltaState(live, DeltaStatus(live.start))}
+    followed = {"shop": SharedDeltaState(live)}
     monkeypatch.setattr(model_loading, "available_bytes", lambda: version.manifest.nbytes)
     versions = make_resident_and_verify(settings, {"shop": live.version}, followed)
     assert versions == {"shop": live.version}

@@ -14,7 +14,6 @@ from server.fake_deltas import shared_state
 from embedserve.deltas import status as module
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_writer import RowsWriter
-from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations, SharedDeltaState
 from embedserve.deltas.version_memory import SharedRecord
 from embedserve.metrics.model_metrics import delta_samples
@@ -145,10 +144,10 @@ def test_time_and_age_of_the_last_poll_are_reported() -> None:
 def test_broker_state_is_reported_only_with_notifications() -> None:
     status = DeltaStatus(START)
     assert "notify" not in shared_state(status).describe()
-    notify = SharedFlag()
-    notified = replace(shared_state(status), notify=notify)
+    notified = shared_state(status, has_broker=True)
     assert notified.describe() == status.describe() | {"notify": "disconnected"}
-    notify.set(True)
+    assert notified.notify is not None
+    notified.notify.set(True)
     assert notified.describe()["notify"] == "connected"
     samples = {name: value for name, _, value in delta_samples([], notified)}
     assert samples["embedserve_delta_notify_connected"] == 1
@@ -160,8 +159,8 @@ def test_status_shows_the_delta_that_is_on_the_device(
     live: LiveRows, version: ModelVersion
 ) -> None:
     writer, device = RowsWriter(live), FakeDevice(live, 0, version.plan)
-    status = DeltaStatus(live.start)
-    shared = SharedDeltaState(device.live, status)
+    shared = SharedDeltaState(device.live)
+    status = shared.status
 
     def apply(seq: int) -> None:
         writer.apply(seq, [rows_of(SPECS[0], 1, value=seq)])
@@ -211,7 +210,7 @@ def test_failed_upload_of_a_delta_that_is_undone_is_forgotten(
     live: LiveRows, version: ModelVersion
 ) -> None:
     writer, device = RowsWriter(live), FakeDevice(live, 0, version.plan)
-    status = DeltaStatus(live.start)
+    shared = SharedDeltaState(device.live)
 
     def fail(view: int) -> None:
         raise RuntimeError
@@ -226,4 +225,4 @@ def test_failed_upload_of_a_delta_that_is_undone_is_forgotten(
     live.commit(*before)
     device.reader.advance()
     assert (device.live.upload_since, device.live.upload_error) == (0, "")
-    assert SharedDeltaState(device.live, status).read() == status.read()
+    assert shared.read() == shared.status.read()

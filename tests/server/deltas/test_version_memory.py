@@ -36,7 +36,9 @@ SETTINGS = ServeSettings("store", delta_memory=64 << 10, workers=2, delta_undo=3
 
 def opened_state(folder: Path, made: SharedDeltaState) -> SharedDeltaState:
     """Returns the state that another process finds in the memory of ``made``."""
-    return open_shared_state(SETTINGS, version_of(folder), made.memory.path, made.memory.generation)
+    return open_shared_state(
+        SETTINGS, version_of(folder), made.live.memory.path, made.live.memory.generation
+    )
 
 
 def count_mappings() -> int:
@@ -104,7 +106,7 @@ def test_memory_created_with_other_settings_is_rejected(tmp_path: Path) -> None:
     made = make_shared_state(SETTINGS, version_of(tmp_path), 1)
     others = replace(SETTINGS, delta_memory=640 << 10)
     with pytest.raises(StoreError, match=r"memory for changed rows has \d+ bytes, \d+ are expec"):
-        open_shared_state(others, version_of(tmp_path), made.memory.path, 1)
+        open_shared_state(others, version_of(tmp_path), made.live.memory.path, 1)
 
 
 def test_memory_is_created_on_kernels_without_the_noexec_seal(

@@ -37,11 +37,10 @@ class DeltaVersions:
         self.served = served
         self.on_change: Callable[[], None] = lambda: None
         self._settings = settings
-        self._generations = dict.fromkeys(served, 0)
         at_seqs = {(name, _number(one)): one.live.version.at_seq for name, one in served.items()}
         self._at_seqs = {key: seq for key, seq in at_seqs.items() if seq is not None}
         self._next: SharedDeltaState | None = None
-        self._next_name, self._next_generation = "", 0
+        self._next_name = ""
         self._is_switching = False
         self._stalled_s: float | None = None
 
@@ -53,12 +52,9 @@ class DeltaVersions:
 
     def targets(self) -> dict[DeltaTarget, SharedDeltaState]:
         """Returns the versions that the applier is to follow."""
-        found = {
-            self._described(name, self._generations[name], model): model
-            for name, model in self.served.items()
-        }
+        found = {self._described(name, model): model for name, model in self.served.items()}
         if self._next is not None:
-            version = self._described(self._next_name, self._next_generation, self._next)
+            version = self._described(self._next_name, self._next)
             found[replace(version, is_next=True, is_switching=self._is_switching)] = self._next
         return found
 
@@ -98,10 +94,10 @@ class DeltaVersions:
         opened = open_folder(version.path)
         check_room(self._settings, opened, available_bytes())
         made = make_shared_state(self._settings, opened, version.generation)
-        self._next, self._next_name, self._next_generation = made, name, version.generation
+        self._next, self._next_name = made, name
         self._is_switching, self._stalled_s = False, None
         self.on_change()
-        return replace(version, memory=made.memory.path)
+        return replace(version, memory=made.live.memory.path)
 
     def request_switch(self) -> bool:
         """Returns whether the next version, which all workers have prepared, may serve: it has the
@@ -143,7 +139,6 @@ class DeltaVersions:
         if (former := self.served.get(name)) is not None:
             self._at_seqs.pop((name, _number(former)), None)
         model = self.served[name] = self._next
-        self._generations[name] = self._next_generation
         self._next = None
         self.on_change()
         return model.live.version
@@ -157,14 +152,13 @@ class DeltaVersions:
     def remove(self, name: str) -> None:
         """Follows ``name`` no longer."""
         if self.served.pop(name, None) is not None:
-            del self._generations[name]
             self._at_seqs = {key: seq for key, seq in self._at_seqs.items() if key[0] != name}
             self.on_change()
 
-    def _described(self, name: str, generation: int, model: SharedDeltaState) -> DeltaTarget:
-        path = str(model.live.version.path)
+    def _described(self, name: str, model: SharedDeltaState) -> DeltaTarget:
+        path, memory = str(model.live.version.path), model.live.memory
         at_seq = self._at_seqs.get((name, _number(model)))
-        return DeltaTarget(name, path, model.memory.path, generation, at_seq)
+        return DeltaTarget(name, path, memory.path, memory.generation, at_seq)
 
 
 def _number(model: SharedDeltaState) -> int:

@@ -171,7 +171,7 @@ class VersionManager:
         if number is None:
             return NameStatus(0)
         deltas = self._models.model(name).deltas
-        generation = 0 if deltas is None else deltas.memory.generation
+        generation = 0 if deltas is None else deltas.live.memory.generation
         return NameStatus(number, rows_generation=generation)
 
     def apply(self, desired: Desired) -> None:

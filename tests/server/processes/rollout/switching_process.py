@@ -130,7 +130,8 @@ class SwitchingProcess:
         mark_warming()
         deltas: Any = None
         if target.memory:
-            deltas = SimpleNamespace(memory=SimpleNamespace(generation=target.generation))
+            memory = SimpleNamespace(generation=target.generation)
+            deltas = SimpleNamespace(live=SimpleNamespace(memory=memory))
         return version, engine, replace(engine.model, served_name=name, deltas=deltas)
 
     def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:

@@ -132,7 +132,7 @@ def test_version_that_fails_to_open_is_retried_unless_failure_is_final(
 def test_rollout_switches_once_the_version_has_its_deltas(server: Server) -> None:
     server.report_store(2)
     assert (server.target.version, server.target.phase) == (2, TargetPhase.PREPARE)
-    assert server.target.memory == server.next.memory.path
+    assert server.target.memory == server.next.live.memory.path
     assert [(one.is_next, one.is_switching) for one in server.delta_versions.targets()] == [
         (False, False),
         (True, False),
@@ -319,7 +319,6 @@ def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
     started.set_at_seq("m", 1, 4)
     started.remove("m")
     started.served["m"] = made
-    started._generations["m"] = 1
     assert [one.at_seq for one in started.targets()] == [None]
 
 
