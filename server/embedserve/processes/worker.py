@@ -87,7 +87,8 @@ async def run_worker(
     loop.add_signal_handler(signal.SIGTERM, stop.set)
 
     def send(report: Report | StartReport) -> None:
-        transport.write(_line(report))
+        if not transport.is_closing():  # else the supervisor is gone, and this worker drains
+            transport.write(_line(report))
 
     await version_manager.start()
     agent = RolloutAgent(settings, version_manager, send, stop)

@@ -26,6 +26,7 @@ from embedserve.processes.rollout.messages import (
     Report,
     StartReport,
     WorkerStage,
+    WorkerStatus,
     desired_to_bytes,
     report_from_bytes,
 )
@@ -43,7 +44,8 @@ class SupervisedWorker:
         self._ours, supervisors = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._channel = SupervisorChannel(supervisors, self._selector, lambda: None)
-        self.running = asyncio.create_task(running(self._ours, executor, ports))
+        self.manager, work = made(self._ours, executor, ports)
+        self.running = asyncio.create_task(work)
 
     def send(self, desired: Desired) -> None:
         self._channel.send(desired_to_bytes(desired))
@@ -68,15 +70,16 @@ class SupervisedWorker:
         self._ours.close()
 
 
-def running(
+def made(
     channel: socket.socket, executor: ThreadPoolExecutor, ports: Ports
-) -> Coroutine[Any, Any, None]:
-    """Returns the coroutine of a worker."""
+) -> tuple[VersionManager, Coroutine[Any, Any, None]]:
+    """Returns the version manager of a worker, and its coroutine."""
     counters = WorkerCounters(SharedCounters(1, cells_per_worker(1, COLUMNS_MIN)), 0)
     pipeline = make_pipeline(FakeEngine(), executor=executor, counters=counters)
     manager = VersionManager(pipeline, {}, {}, None, None, None)  # type: ignore[arg-type]
     settings = ServeSettings(store="", workers=2, follow="none")
-    return run_worker(pipeline, manager, settings, ports, lambda: None, counters, channel)
+    work = run_worker(pipeline, manager, settings, ports, lambda: None, counters, channel)
+    return manager, work
 
 
 def accepts(port: int) -> bool:
@@ -108,6 +111,21 @@ async def test_worker_ends_if_stopped_before_it_listens(executor: ThreadPoolExec
     ports.close()
 
 
+def test_reports_are_dropped_once_the_supervisor_is_gone(executor: ThreadPoolExecutor) -> None:
+    """Runs on uvloop, whose closed transports raise an error."""
+
+    async def report_after_end() -> None:
+        ports = claim_ports("127.0.0.1", 0, 0).share()
+        worker = SupervisedWorker(executor, ports)
+        worker.send(Desired())
+        assert LISTENS not in await worker.receive()
+        await worker.end()
+        worker.manager.report(WorkerStatus())
+        ports.close()
+
+    uvloop.run(report_after_end())
+
+
 def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolExecutor) -> None:
     def bind() -> NoReturn:
         raise OSError("in use")
@@ -116,7 +134,7 @@ def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolE
     with ours, supervisors:
         supervisors.send(desired_to_bytes(Desired(may_listen=True)) + b"\n")
         with pytest.raises(OSError, match="in use") as failed:
-            uvloop.run(running(ours, executor, cast("Ports", SimpleNamespace(bind=bind))))
+            uvloop.run(made(ours, executor, cast("Ports", SimpleNamespace(bind=bind)))[1])
         report_failure(ours, failed.value)
         *_, line = supervisors.recv(1000).splitlines()
     assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason="in use")
