@@ -37,9 +37,11 @@ class Bags:
 
     def of(self, feature: int) -> Bags:
         """Returns the bags of the feature at index ``feature`` alone."""
-        span = self.span(feature)
-        weights = None if self.weights is None else self.weights[span]
-        return Bags(self.ids[span], self.lengths[feature][None], weights)
+        return self.take(self.span(feature), self.lengths[feature][None])
+
+    def take(self, at: Any, lengths: NDArray[np.int32]) -> Bags:
+        """Returns bags of ``lengths`` [F, B] with the ids at ``at``, an index of ``ids``."""
+        return Bags(self.ids[at], lengths, None if self.weights is None else self.weights[at])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.manifest import KeyColumns, Manifest
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
-from embedserve_store.goldens.parity import is_near
+from embedserve_store.goldens.parity import blocks, is_near
 from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources.expected_tables import POOLINGS, fitting, outputs_of
@@ -50,6 +50,7 @@ def coverage_of(
     """
     _check_checksums(expected, manifest)
     bags = _in_order(expected, manifest)
+    answers = _by_key(expected.answers, bags, manifest)
     rows: dict[str, NDArray[np.int64]] = {}
     unchecked: dict[int, str] = {}
     for feature, lengths in enumerate(bags.lengths):
@@ -58,7 +59,7 @@ def coverage_of(
             unchecked[feature] = f"feature {name!r} has no id"
         elif manifest.is_pooled and lengths.max() < 2:
             unchecked[feature] = f"feature {name!r} has no bag of two ids, so that a sum is a mean"
-        elif manifest.is_pooled and _is_sum_a_mean(feature, expected, bags, manifest, source):
+        elif manifest.is_pooled and _is_sum_a_mean(feature, answers, bags, manifest, source):
             unchecked[feature] = (
                 f"feature {name!r} has rows of which a sum is a mean, such as zeros"
             )
@@ -68,7 +69,7 @@ def coverage_of(
         if manifest.is_pooled and columns.feature not in unchecked
     }
     clauses = [*unchecked.values()]
-    if manifest.is_weighted and not _have_weights_effect(expected, bags, manifest, source):
+    if manifest.is_weighted and not _have_weights_effect(answers, bags, manifest, source):
         clauses.append("the answers are the same without weights")
     for columns in manifest.columns:
         found = bags.ids[bags.span(columns.feature)]
@@ -95,7 +96,7 @@ def _check_checksums(expected: Expected, manifest: Manifest) -> None:
 
 def _is_sum_a_mean(
     feature: int,
-    expected: Expected,
+    answers: Mapping[str, NDArray[np.float32]],
     bags: Bags,
     manifest: Manifest,
     source: Mapping[str, TableRows],
@@ -103,24 +104,22 @@ def _is_sum_a_mean(
     """Returns whether each table of ``feature`` gives the same outputs with the other pooling."""
     own = bags.of(feature)
     return all(
-        len([*fitting(_block(expected.answers, one, bags, manifest), own, [one.table], source)])
-        == len(POOLINGS)
+        len([*fitting(answers[one.key], own, [one.table], source)]) == len(POOLINGS)
         for one in manifest.columns
         if one.feature == feature
     )
 
 
 def _have_weights_effect(
-    expected: Expected, bags: Bags, manifest: Manifest, source: Mapping[str, TableRows]
+    answers: Mapping[str, NDArray[np.float32]],
+    bags: Bags,
+    manifest: Manifest,
+    source: Mapping[str, TableRows],
 ) -> bool:
     """Returns whether any output would change if the weights were left out."""
     plain = replace(bags, weights=None)
     return not all(
-        is_near(
-            _block(expected.answers, one, bags, manifest),
-            _outputs(plain, one, source),
-            source[one.table.name].dtype,
-        )
+        is_near(answers[one.key], _outputs(plain, one, source), source[one.table.name].dtype)
         for one in manifest.columns
     )
 
@@ -180,13 +179,9 @@ def _in_order(expected: Expected, manifest: Manifest) -> Bags:
         raise InvalidModelError(f"expected: {has}, the description {takes} (is_weighted)")
     position = {feature: i for i, feature in enumerate(expected.features)}
     order = [position[feature] for feature in manifest.features]
-    pieces = [bags.span(i) for i in order]
-    weights = bags.weights
-    return Bags(
-        np.concatenate([bags.ids[piece] for piece in pieces]),
-        np.ascontiguousarray(bags.lengths[order]),
-        None if weights is None else np.concatenate([weights[piece] for piece in pieces]),
-    )
+    places = np.arange(len(bags.ids))
+    at = np.concatenate([places[bags.span(i)] for i in order])
+    return bags.take(at, np.ascontiguousarray(bags.lengths[order]))
 
 
 def _check_keys(expected: Expected, manifest: Manifest) -> None:
@@ -223,8 +218,9 @@ def _check_answers(
             f"expected: answers is {list(expected.answers.shape)}, its bags and the description "
             f"mean {list(shape)}"
         )
+    given = _by_key(expected.answers, bags, manifest)
     for columns in manifest.columns:
-        found, table = _block(expected.answers, columns, bags, manifest), columns.table
+        found, table = given[columns.key], columns.table
         answers = _outputs(bags, columns, rows)
         if not is_near(found, answers, rows[table.name].dtype):
             off = float(np.abs(found - answers).max())
@@ -237,16 +233,11 @@ def _check_answers(
             )
 
 
-def _block(
-    answers: NDArray[np.float32], columns: KeyColumns, bags: Bags, manifest: Manifest
-) -> NDArray[np.float32]:
-    """Returns the slice of ``answers`` that belongs to one key."""
-    if manifest.is_pooled:
-        return answers[:, columns.start : columns.end]
-    totals = bags.lengths.sum(axis=1)
-    before = manifest.columns[: manifest.columns.index(columns)]
-    start = sum(int(totals[one.feature]) for one in before)
-    return answers[start : start + int(totals[columns.feature])]
+def _by_key(
+    answers: NDArray[np.float32], bags: Bags, manifest: Manifest
+) -> dict[str, NDArray[np.float32]]:
+    """Returns the part of ``answers`` of each key, in the manifest's order."""
+    return {key: answers[place] for key, place in blocks(manifest, bags)}
 
 
 def _outputs(bags: Bags, columns: KeyColumns, rows: Mapping[str, TableRows]) -> NDArray[np.float32]:
@@ -282,10 +273,9 @@ def _with_callers_ids(
     is_kept = kept[bag_of]
     if ids.size and not is_kept.any():
         raise InvalidModelError("expected: each of its bags has a row that no id of a caller means")
-    weights = None if bags.weights is None else bags.weights[is_kept]
     by_feature = kept.reshape(bags.lengths.shape)
     lengths = np.where(by_feature, bags.lengths, 0).astype(np.int32)
-    return Bags(ids[is_kept], lengths, weights), by_feature
+    return replace(bags, ids=ids).take(is_kept, lengths), by_feature
 
 
 def _ids_of(
@@ -315,13 +305,13 @@ def _answers_of(
         for one in manifest.columns:
             result[~kept[one.feature], one.start : one.end] = 0
         return result
-    blocks = [
-        _block(answers, one, bags, manifest)[
-            np.repeat(kept[one.feature], bags.lengths[one.feature])
+    own = _by_key(answers, bags, manifest)
+    return np.concatenate(
+        [
+            own[one.key][np.repeat(kept[one.feature], bags.lengths[one.feature])]
+            for one in manifest.columns
         ]
-        for one in manifest.columns
-    ]
-    return np.concatenate(blocks)
+    )
 
 
 def _first_examples(
@@ -341,8 +331,7 @@ def _first_examples(
     if count == examples:
         return bags, answers
     is_first = np.repeat(np.tile(np.arange(examples) < count, len(bags.lengths)), bags.lengths.flat)
-    weights = None if bags.weights is None else bags.weights[is_first]
-    first = Bags(bags.ids[is_first], bags.lengths[:, :count], weights)
+    first = bags.take(is_first, bags.lengths[:, :count])
     if bags.ids.size and not first.ids.size:
         raise InvalidModelError(
             f"expected: its first {count} examples have no ids that callers have, and goldens are "
@@ -351,8 +340,7 @@ def _first_examples(
         )
     if manifest.is_pooled:
         return first, answers[:count]
-    blocks = [
-        _block(answers, one, bags, manifest)[: int(first.lengths[one.feature].sum())]
-        for one in manifest.columns
-    ]
-    return first, np.concatenate(blocks)
+    own = _by_key(answers, bags, manifest)
+    counts = first.lengths.sum(axis=1)
+    kept = [own[one.key][: counts[one.feature]] for one in manifest.columns]
+    return first, np.concatenate(kept)
