@@ -9,7 +9,8 @@ import hashlib
 from pathlib import Path
 
 from embedserve_store.errors import StoreError, reading
-from embedserve_store.format.manifest_checksum import check_seal, check_sha256
+from embedserve_store.format.manifest import parse_manifest
+from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.safetensors_file import encode_header
 from embedserve_store.format.tables_file import Progress, header_bytes
 from embedserve_store.ids.id_map import check_id_maps, tensors_of
@@ -28,7 +29,7 @@ def verify(version: ModelVersion, progress: Progress | None = None) -> None:
         StoreError: a file or table has changed since it was published.
     """
     manifest_path, ids_path = version.path / MANIFEST, version.path / IDS
-    check_seal(read_file(manifest_path), str(manifest_path))
+    parse_manifest(read_file(manifest_path), str(manifest_path))
     check_small_files(version.path, version.manifest)
     if version.id_maps:
         entries = {name: len(one) for name, one in version.id_maps.items()}
