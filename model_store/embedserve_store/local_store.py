@@ -33,7 +33,7 @@ from embedserve_store.writing.version_lock import VersionLock, lock_shared
 
 
 class LocalStore:
-    """Folder of published models: STORE/MODEL/VERSION/.
+    """Folder of published models: STORE/MODEL/VERSION/. ModelStore describes the methods.
 
     Args:
         selection: rows of the versions that ``load`` opens.
@@ -44,11 +44,7 @@ class LocalStore:
         self._selection = selection
 
     def models(self) -> list[str]:
-        """Returns the sorted names of the models that have a version.
-
-        Raises:
-            StoreError: the store cannot be read, or is the folder of a model.
-        """
+        """Returns the names of the models; raises StoreError also for the folder of a model."""
         names = sorted(name for name in _listed(self.path, "store") if NAME_PATTERN.fullmatch(name))
         models = [name for name in names if (self.path / name).is_dir() and self.versions(name)]
         if not models and self._is_folder_of_model():
@@ -62,13 +58,7 @@ class LocalStore:
         return any((self.path / str(number) / "manifest.json").is_file() for number in numbers)
 
     def versions(self, model: str) -> list[int]:
-        """Returns the published versions of ``model``, ascending.
-
-        Other entries of the model's folder are ignored.
-
-        Raises:
-            StoreError: the store or the model does not exist or cannot be read.
-        """
+        """Returns the versions of ``model``. Other entries of its folder are ignored."""
         _listed(self.path, "store")
         check_model_name(model, str(self.path))
         folder = self.path / model
@@ -78,32 +68,21 @@ class LocalStore:
         return [number for number in version_numbers(folder) if (folder / str(number)).is_dir()]
 
     def load(self, model: str, version: int | None = None) -> ModelVersion:
-        """Opens a version of ``model``, by default the highest.
-
-        The version is locked against removal (version_lock.py) until nothing refers to it.
-
-        Raises:
-            StoreError: the version does not exist. Or one of its files is missing, damaged, of
-                another format version, or contradicts another file. Or it does not have the parts
-                that the store was opened with. Rows are not read: see verification.py.
-        """
+        """Opens a version of ``model``, by default the highest."""
         chosen = self._find(model, version)
         return _load(self.path / model / str(chosen), model, chosen, self._selection)
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
-        """Reads the manifest of a version, by default the highest; raises StoreError."""
+        """Reads the manifest of a version, by default the highest."""
         chosen = self._find(model, version)
         return _read_manifest(self.path / model / str(chosen) / "manifest.json", model, chosen)
 
     def stored(self, model: str, version: int | None = None) -> StoredVersion:
-        """Returns a version, by default the highest, as files to transfer; raises StoreError."""
+        """Returns a version, by default the highest, as files to transfer."""
         return version_in_folder(self.path / model / str(self._find(model, version)))
 
     def files_beside(self, model: str, what: str) -> list[str]:
-        """Returns the paths NAME/FILE in the folder ``what``, which lies beside the versions.
-
-        ``what`` is for example the folder of the aliases of ``model``. Raises StoreError.
-        """
+        """Returns the paths NAME/FILE in the folder ``what`` beside the versions."""
         folder = self.path / model / what
         if not folder.is_dir():
             self.versions(model)  # raises if the store or the model does not exist
@@ -116,8 +95,7 @@ class LocalStore:
         ]
 
     def names_beside(self, model: str, path: str) -> Iterator[str]:
-        """Yields the names of the files in the folder at ``path``, which lies beside the versions;
-        none if there is no folder. One name at a time is in memory. Raises StoreError."""
+        """Yields the names of the files in a folder beside the versions, one at a time."""
         folder = self.path / model / path
         try:
             with os.scandir(folder) as entries:
@@ -128,8 +106,7 @@ class LocalStore:
             raise unreadable(folder, f"the folder {path} cannot be read", error) from error
 
     def modified_s(self, path: str) -> float | None:
-        """Returns when the file at ``path`` was written, in seconds since the Unix epoch; None if
-        it is unknown. Raises MissingFileError."""
+        """Returns when the file at ``path`` was written, in seconds since the Unix epoch."""
         file = self.path / path
         try:
             return file.stat().st_mtime

@@ -81,7 +81,12 @@ class ModelStore:
         return self._store.models()
 
     def versions(self, model: str) -> list[int]:
-        """Returns the published versions of ``model``, ascending."""
+        """Returns the published versions of ``model``, ascending.
+
+        Raises:
+            StoreError: the name is not that of a model. Or there is no such model in a folder;
+                behind a URL it has no versions.
+        """
         return self._store.versions(model)
 
     def manifest(self, model: str, version: int | str | None = None) -> Manifest:
@@ -103,7 +108,8 @@ class ModelStore:
         return self._store.stored(model, self._number(model, version))
 
     def files_beside(self, model: str, what: str) -> list[str]:
-        """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""
+        """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``, such
+        as that of its aliases; none if there is no such folder."""
         return self._store.files_beside(model, what)
 
     def folders_beside(self, model: str, what: str) -> list[str]:
@@ -112,8 +118,8 @@ class ModelStore:
 
     def names_beside(self, model: str, path: str) -> Iterator[str]:
         """Yields the names of the files in a folder such as deltas/7 beside the versions, in any
-        order. A folder may have millions: they are not all held in memory, if the store lists
-        folders or pages."""
+        order; none if there is no folder. A folder may have millions: they are not all held in
+        memory, if the store lists folders or pages."""
         return self._store.names_beside(model, path)
 
     def read(self, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
@@ -138,7 +144,7 @@ class ModelStore:
 
     def modified_s(self, path: str) -> float | None:
         """Returns when the file at ``path`` in the store was written, in seconds since the Unix
-        epoch; None if the store does not say so."""
+        epoch; None if the store does not say so. Raises MissingFileError."""
         return self._store.modified_s(path)
 
     def aliases(self, model: str) -> dict[str, Alias]:
@@ -208,8 +214,8 @@ class ModelStore:
         Raises:
             StoreError: the version does not exist. Or one of its files is missing, damaged, of
                 another format version, or contradicts another file. Or the cache cannot be written,
-                or the version does not have the part that the store was opened with. Rows are not
-                read: see verification.py.
+                or differs from the copy there, or the version does not have the part that the store
+                was opened with. Rows are not read: see verification.py.
         """
         alias = self.alias_named(model, version)
         if alias is not None:

@@ -59,7 +59,7 @@ def default_cache() -> Path:
 
 
 class RemoteStore:
-    """A store at URL/MODEL/VERSION/ with the methods of LocalStore.
+    """A store at URL/MODEL/VERSION/. ModelStore describes the methods.
 
     Loading a version pulls it if it is not in the cache. Processes may share a cache. Each version
     is pulled by one process, and appears whole after every byte has been checked. Each URL has its
@@ -86,22 +86,12 @@ class RemoteStore:
         self._local = LocalStore(Path(cache) / name, selection)
 
     def models(self) -> list[str]:
-        """Returns the names of the models that have a version, as LocalStore does.
-
-        Raises:
-            StoreError: there is nothing under the URL.
-            UnreachableError: the store cannot be listed.
-        """
+        """Returns the names of the models; raises StoreError if nothing is under the URL."""
         names = sorted(name for name in self._remote.folders() if NAME_PATTERN.fullmatch(name))
         return [name for name in names if self.versions(name)]
 
     def versions(self, model: str) -> list[int]:
-        """Returns the published versions of ``model``, ascending; empty if there is no such model.
-
-        Raises:
-            StoreError: the name is not a valid model name.
-            UnreachableError: the store cannot be listed.
-        """
+        """Returns the versions of ``model``; empty if there is no such model."""
         return [number for number, files in self._folders(model).items() if MANIFEST in files]
 
     def next_version(self, model: str) -> int:
@@ -109,15 +99,10 @@ class RemoteStore:
         return max(self._folders(model), default=0) + 1
 
     def load(self, model: str, version: int | None = None) -> ModelVersion:
-        """Loads a version of ``model``: ``version``, or the highest if it is None.
+        """Pulls a version of ``model``, by default the highest, if needed, and opens it.
 
         If the store cannot be reached, a version requested by number is loaded from the cache, with
         a warning. The highest version cannot be determined then.
-
-        Raises:
-            StoreError: the version does not exist, is damaged, or differs from the copy in the
-                cache; or the cache cannot be written.
-            UnreachableError: the store cannot be reached.
         """
         try:
             wanted = self.stored(model, version)
@@ -176,16 +161,11 @@ class RemoteStore:
             logger.info("%s: removed from the cache: newer versions were pulled", folder)
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
-        """Returns a version's manifest as LocalStore does, and pulls nothing."""
+        """Reads the manifest of a version, by default the highest, and pulls nothing."""
         return self.stored(model, version).manifest
 
     def stored(self, model: str, version: int | None = None) -> StoredVersion:
-        """Returns a version, by default the highest, as files to transfer. Reads its manifest.
-
-        Raises:
-            StoreError: the version does not exist or is damaged.
-            UnreachableError: the store cannot be reached.
-        """
+        """Returns a version, by default the highest, as files to transfer. Reads its manifest."""
         folders = self._folders(model)
         published = [number for number, files in folders.items() if MANIFEST in files]
         where = f"{self._remote.url}/{model}"
@@ -208,17 +188,17 @@ class RemoteStore:
         )
 
     def files_beside(self, model: str, what: str) -> list[str]:
-        """Returns the paths of the files in ``what`` beside the versions, as LocalStore does."""
+        """Returns the paths of the files in the folder ``what`` beside the versions."""
         check_model_name(model, self._remote.url)
         return list(self._remote.sizes(f"{model}/{what}"))
 
     def names_beside(self, model: str, path: str) -> Iterator[str]:
-        """Yields the names of the files in a folder beside the versions, as LocalStore does."""
+        """Yields the names of the files in a folder beside the versions, page by page."""
         check_model_name(model, self._remote.url)
         return self._remote.names(f"{model}/{path}")
 
     def modified_s(self, path: str) -> float | None:
-        """Returns when the file at ``path`` was written, as LocalStore does."""
+        """Returns when the file at ``path`` was written; None if the store does not say so."""
         return self._remote.modified_s(path)
 
     def folders(self, path: str) -> list[str]:
@@ -235,7 +215,7 @@ class RemoteStore:
         return list(self._remote.sizes(path))
 
     def read(self, path: str, bytes_max: int) -> bytes:
-        """Reads the file at ``path``, as LocalStore does."""
+        """Reads the file at ``path``, of up to ``bytes_max`` bytes."""
         return self._remote.read(path, bytes_max)
 
     def _cached(self, model: str, number: int) -> Path:
