@@ -191,12 +191,18 @@ def _key_of(table: TableSpec, found: Sequence[TableKey], prefix: str) -> TableKe
     return matches[0]
 
 
-def check_lookups_unchanged(table: TableKey, keys: Iterable[str], has_vocabulary: bool) -> None:
-    """Raises InvalidModelError if another module changes the ids or weights of lookups.
+def check_lookups_unchanged(table: TableKey, keys: Collection[str], has_vocabulary: bool) -> None:
+    """Raises InvalidModelError if another module changes the ids or weights of lookups, or if rows
+    are stored by id.
 
     Args:
         keys: all keys of the checkpoint.
     """
+    if f"{table.key}_id" in keys:
+        raise InvalidModelError(
+            f"table {table.name!r}: {table.key}_id has the ids of its rows, as of a virtual table: "
+            "only a table of numbered rows can be published"
+        )
     parent, _, collection = table.prefix.rpartition(".")
     for module in _CHANGES_LOOKUPS.get(collection, ()):
         path = f"{parent}.{module}" if parent else module

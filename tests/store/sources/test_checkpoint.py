@@ -229,6 +229,15 @@ def test_tables_with_rows_pruned_in_training_are_rejected(collection: str, modul
         find_tables(from_state_dict(state), [table])
 
 
+def test_rows_by_id_of_a_virtual_table_are_rejected() -> None:
+    """TorchRec stores the ids beside the rows, which are in any order."""
+    state = {KEY: WEIGHT, f"{KEY}_id": torch.arange(10)[:, None]}
+    with pytest.raises(
+        InvalidModelError, match=rf"^table 'user': {KEY}_id has the ids of its rows"
+    ):
+        find_tables(from_state_dict(state), [USER])
+
+
 def test_feature_processors_of_other_modules_are_ignored() -> None:
     state = {
         "a._embedding_bag_collection.embedding_bags.user.weight": WEIGHT,
