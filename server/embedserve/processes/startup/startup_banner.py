@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shlex
+from collections import Counter
 from dataclasses import fields
 from difflib import get_close_matches
 
@@ -44,8 +45,8 @@ def log_ready(
             parts = model.plan.hosts.parts
             say(f"{title}: {len(model.tables)} tables in the shards of {parts} parts{local}")
             continue
-        plans = ((table.name, model.plan.tables[table.name]) for table in model.tables)
-        shown = ", ".join(f"{name} {plan.sharding_type}" for name, plan in plans)
+        kinds = Counter(model.plan.tables[table.name].sharding_type for table in model.tables)
+        shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         ranks = len(model.bytes_per_rank)
         copies = f"{model.replicas} replicas of " if model.replicas > 1 else ""
         tables = "1 table" if len(model.tables) == 1 else f"{len(model.tables)} tables"

@@ -33,7 +33,10 @@ def test_banner_shows_the_number_of_replicas(
 
 @pytest.mark.parametrize(
     ("features", "shown"),
-    [({"a": (3, 4)}, "1 table over 1 cpu rank ("), ({"a": (3, 4), "b": (3, 4)}, "2 tables over")],
+    [
+        ({"a": (3, 4)}, "1 table over 1 cpu rank (1 table_wise), "),
+        ({"a": (3, 4), "b": (3, 4)}, "2 tables over 1 cpu rank (2 table_wise), "),
+    ],
 )
 def test_banner_uses_the_singular_for_one_table(
     capsys: pytest.CaptureFixture[str], features: dict[str, tuple[int, int]], shown: str
