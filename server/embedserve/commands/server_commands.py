@@ -157,8 +157,7 @@ def admin(
     key: Key = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Load or unload a version on a running server, make it check its store now, or hold the deltas
-    that it follows."""
+    """Load or unload a version on a running server, poll its store now, or hold its deltas."""
     from embedserve.commands.admin import ask_server, parse_action
     from embedserve.commands.running_server import server_at
 
