@@ -58,13 +58,13 @@ export function showUnknown(models, between) {
     const totals = new Map(between.now.of(UNKNOWN, where).map(({ labels, value }) => [labels.feature, value]));
     return [...unknown].map(([feature, rate]) => {
       const row = [feature, titleOf(model), number(rate), number(totals.get(feature))];
-      if (hasShare) row.push(`${number((100 * rate) / (ids.get(feature) || 1))} %`);
+      if (hasShare) row.splice(3, 0, `${number((100 * rate) / (ids.get(feature) || 1))} %`);
       return row;
     });
   });
   byId("unknown-section").hidden = !rows.length;
   const headings = ["feature", "model", ["a second", "number"], ["in all", "number"]];
-  if (hasShare) headings.push(["of its ids", "number"]);
+  if (hasShare) headings.splice(3, 0, ["of its ids", "number"]);
   fill("unknown", table("Ids without a row, by feature", headings, rows));
 }
 
