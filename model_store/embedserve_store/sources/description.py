@@ -117,7 +117,9 @@ def _table(data: Any, where: str) -> TableSpec:
 def _rule(data: Any, rows: int, where: str) -> IdRule:
     name = data.get("rule") if isinstance(data, dict) else None
     if name not in RULES:
-        raise InvalidModelError(f"{where}: found {data!r:.60}, expected a rule: {', '.join(RULES)}")
+        raise InvalidModelError(
+            f"{where}: found {data!r:.60}, expected rule: NAME, one of {', '.join(RULES)}"
+        )
     required = ("rule", "vocabulary") if name == "map" else ("rule",)
     _check_keys(data, _IDS_KEYS[name], required, f"{where} by {name}")
     if name == "modulo":

@@ -68,9 +68,9 @@ def test_yaml_and_json_describe_tables(tmp_path: Path) -> None:
         ({"sharding": 3}, r"sharding is 3, expected str"),
         (
             {"ids": "modulo"},
-            r"tables\[0\]: ids: found 'modulo', expected a rule: rows, modulo, map",
+            r"tables\[0\]: ids: found 'modulo', expected rule: NAME, one of rows, modulo, map",
         ),
-        ({"ids": {"rule": "hash"}}, r"ids: found \{'rule': 'hash'\}, expected a rule"),
+        ({"ids": {"rule": "hash"}}, r"ids: found \{'rule': 'hash'\}, expected rule: NAME, one"),
         ({"ids": {"rule": "rows", "modulus": 3}}, r"ids by rows: unknown key 'modulus', known are"),
         ({"ids": {"rule": "modulo", "unknown": "skip"}}, r"ids by modulo: unknown key 'unknown'"),
         ({"ids": {"rule": "modulo", "modulus": "3"}}, r"ids: modulus is '3', expected int"),
