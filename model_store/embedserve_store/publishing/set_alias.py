@@ -166,7 +166,8 @@ def roll_back(
     past, at_seqs = _past(models, model, name)
     if to is None and len(past) == 1:
         raise StoreError(
-            f"{models.where}/{model}: {name} was no other version than {past[0]} before: say which"
+            f"{models.where}/{model}: {name} was no other version than {past[0]} before: say which "
+            "(--to)"
         )
     if to is None:
         number, at_seq = past[-2], at_seqs[past[-2]]
