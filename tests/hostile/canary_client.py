@@ -24,7 +24,9 @@ from hostile.peer import WAIT_S_MAX, Peer
 
 from embedserve_proto import embedding_pb2 as pb
 
-PAUSE_S = 0.005
+PAUSE_S, SAMPLES = 0.005, 4
+"""Seconds between two readings of the server's memory during a test, and readings per round. A
+stalled server shows as well with a round every 20 ms; short peaks of memory would not."""
 REST_S = 20.0
 """Pause between two rounds while no test runs. The server closes connections after 75 idle s."""
 ROUND_S_MAX = 150.0
@@ -142,7 +144,7 @@ def _run(
     channel: Connection[Seen, str],
 ) -> None:
     """Runs rounds until the channel closes. Replies to a request after a round that began later."""
-    seen, requested, pause_s = Seen(), "", REST_S
+    seen, requested, pauses_s = Seen(), "", [REST_S]
     tls = ssl.create_default_context(cafile=root) if root else None
     for health_s, embed_s, failure in _rounds(http_port, grpc_port, pid, rows, tls):
         seen.rounds += 1
@@ -156,11 +158,14 @@ def _run(
                 # Both connections are open at this point; they are reopened after other rounds.
                 seen.sockets = open_sockets(pid)
             channel.send(seen)
-            pause_s = PAUSE_S if requested == BEGIN else REST_S
+            pauses_s = [PAUSE_S] * SAMPLES if requested == BEGIN else [REST_S]
             requested = ""
         try:
-            if channel.poll(pause_s):
-                requested = channel.recv()
+            for pause_s in pauses_s:
+                if channel.poll(pause_s):
+                    requested = channel.recv()
+                    break
+                seen.anonymous_kib_max = max(seen.anonymous_kib_max, anonymous_kib(pid))
         except EOFError:
             return
         if requested == BEGIN:
