@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from forkserver import PYTHON, run_warm
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from embedserve_store import publish
+from embedserve_store import TableSpec, publish
 
 RESTORE_WITHIN = """
 import re, resource, sys
@@ -40,20 +40,14 @@ def test_restore_does_not_copy_tables_on_any_number_of_ranks(
 
     All of it may add less than 400 MiB. A compiled lookup takes some 80 MB.
     """
-    torch_tables = [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=64,
-            feature_names=[name],
-            pooling=PoolingType.SUM,
-        )
-        for name, rows in {"rows": 1 << 20, "whole": 1 << 20, "copied": 1 << 12}.items()
-    ]
+    counts = {"rows": 1 << 20, "whole": 1 << 20, "copied": 1 << 12}
     publish(
-        EmbeddingBagCollection(tables=torch_tables),
+        {f"embedding_bags.{name}.weight": torch.zeros(count, 64) for name, count in counts.items()},
         tmp_path,
         model="large",
+        tables=[
+            TableSpec(name, count, 64, (name,), "sum", "float32") for name, count in counts.items()
+        ],
         sharding={"rows": "row_wise", "whole": "table_wise", "copied": "data_parallel"},
         world_size=2,
     )
