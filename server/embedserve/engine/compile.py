@@ -331,7 +331,12 @@ def _scripted(lookup: TensorLookup | RowLookup, is_weighted: bool) -> Compiled:
     module = torch.fx.GraphModule(lookup, graph).eval()
     kernels = kernels_of(lookup)
     with stood_in_for(kernels) as stand_ins:
-        run = with_inputs(torch.jit.freeze(torch.jit.script(module)), stand_ins)
+        run = with_inputs(_frozen(module), stand_ins)
     if run is not None:
         return _compiled(SCRIPTED, run, lookup, is_weighted)
-    return Compiled(torch.jit.freeze(torch.jit.script(module)), SCRIPTED)
+    return Compiled(_frozen(module), SCRIPTED)
+
+
+def _frozen(module: nn.Module) -> Any:
+    """Scripts and freezes ``module``, which has no convolution or linear layer to fold."""
+    return torch.jit.freeze(torch.jit.script(module), optimize_numerics=False)
