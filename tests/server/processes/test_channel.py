@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from server.python import run_python
+from server.python import run_warm_python
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
@@ -64,12 +64,12 @@ Supervisor(worker_main, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
 
 
 def test_worker_gets_alias_settings_before_it_accepts_connections() -> None:
-    done = run_python("-c", SERVED, "3", "0")
+    done = run_warm_python("-c", SERVED, "3", "0")
     assert (done.stdout, done.stderr) == ("all\n", "")
 
 
 def test_message_larger_than_the_channel_buffer_arrives_complete() -> None:
-    done = run_python("-c", SERVED, "3000", "0.5")
+    done = run_warm_python("-c", SERVED, "3000", "0.5")
     assert (done.stdout, done.stderr) == ("all\n", "")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from server.fake_engine import FakeEngine
 from server.live import live_server
-from server.python import run_python
+from server.python import run_warm_python
 
 SERVE = """
 import os
@@ -30,7 +30,7 @@ serve.serve(ServeSettings(sys.argv[1], http_port=0, grpc_port=0))
 
 
 def test_server_can_wait_for_children_even_if_sigchld_was_ignored(tmp_path: Path) -> None:
-    done = run_python("-c", SERVE, str(tmp_path))
+    done = run_warm_python("-c", SERVE, str(tmp_path))
     assert done.stdout == "7\n", done.stderr
 
 

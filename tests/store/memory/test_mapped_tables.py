@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mapped import map_tables, mapped_kb
+from server.python import run_warm_python
 
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.memory.mapped_tables import (
@@ -57,12 +55,7 @@ try:
 except StoreError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_warm_python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     assert "changed in place since it was opened" in done.stdout
 

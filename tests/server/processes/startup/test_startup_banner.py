@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from server.fake_models import model_info
-from server.python import run_python
+from server.python import run_warm_python
 
 from embedserve.config import ServeSettings
 from embedserve.processes.startup.ports import Ports
@@ -99,7 +99,7 @@ def test_doubtful_settings_are_logged_once_per_start(tmp_path: Path) -> None:
     options = ["--host", "0.0.0.0", "--http-port", "0", "--grpc-port", "0", "--workers", "2"]
     arguments = ["embedserve", "serve", str(tmp_path), *options]
     code = f"import sys; from embedserve.__main__ import main; sys.argv = {arguments}; main()"
-    done = run_python("-c", code)
+    done = run_warm_python("-c", code)
     assert done.returncode == 1
     assert done.stderr.count("without tokens and without TLS") == 1
 

@@ -3,7 +3,7 @@ state."""
 
 from __future__ import annotations
 
-from server.python import run_python, run_warm_python
+from server.python import run_warm_python
 
 STOPPED = """
 import os, signal, socket
@@ -71,10 +71,10 @@ def test_startup_server_reports_loading_models_while_it_ends() -> None:
 
 def test_startup_server_that_was_killed_is_logged() -> None:
     line = "health checks failed while the models loaded: the startup server was ended by SIGKILL\n"
-    done = run_python("-c", KILLED)
+    done = run_warm_python("-c", KILLED)
     assert (done.returncode, done.stderr) == (0, line)
 
 
 def test_hung_startup_server_is_killed_and_waiting_connections_are_kept() -> None:
-    done = run_python("-c", STOPPED)
+    done = run_warm_python("-c", STOPPED)
     assert (done.stdout, done.stderr) == ("ended\n127.0.0.1\n", "")
