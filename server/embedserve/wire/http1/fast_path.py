@@ -10,7 +10,6 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from embedserve.access.authenticator import Authenticator
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
@@ -74,42 +73,27 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             return
         self._template, self._head = template, data[:body_start]
         context = self._context = RequestContext(options, start_s, self.pipeline, self)
-        missing = length - (len(data) - body_start)
+        end = body_start + length
+        missing = end - len(data)
         if missing < 0:
-            self.hold(data[missing:])
+            self.hold(data[end:])
             if self._context is not context:
                 return  # the connection was aborted, because it holds most memory
         authenticator = self.pipeline.authenticator
         if authenticator is not None:
             gap = template.authorization
             authorization = None if gap is None else data[gap].strip(BLANKS)
-            if missing > 0:
-                if not self._admit_early(authenticator, context, authorization):
-                    return
-            elif not authenticator.admit(context, authorization):
+            self.is_last = missing > 0  # if rejected: its body would not be read
+            if not authenticator.admit(context, authorization):
                 return
-        if missing == 0:
-            self.pipeline.submit(context, data[body_start:])
-        elif missing > 0:
+            self.is_last = False
+        if missing > 0:
             # Not rejected while a queue is full: the connection would have to end.
             self._missing_bytes = missing
             self._body.append(data[body_start:])
             self._server.record_growth(len(data))
         else:
-            self.pipeline.submit(context, data[body_start:missing])
-
-    def _admit_early(
-        self, authenticator: Authenticator, context: RequestContext, authorization: bytes | None
-    ) -> bool:
-        """Authenticates a request before its body arrives. Returns False if it is rejected.
-
-        The response to a rejected request is the last, because its body is not read.
-        """
-        is_last, self.is_last = self.is_last, True
-        if not authenticator.admit(context, authorization):
-            return False
-        self.is_last = is_last
-        return True
+            self.pipeline.submit(context, data[body_start:end])
 
     def _read_more(self, data: bytes) -> None:
         if len(data) > self._missing_bytes:
