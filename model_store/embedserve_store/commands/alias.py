@@ -16,11 +16,7 @@ ALIKE = 0.7
 
 
 def show_aliases(store: str, model: str, name: str, cache: Path | None) -> None:
-    """Prints the aliases of ``model``, or the history of one alias, newest change first.
-
-    Raises:
-        StoreError: there is no such model, or the store cannot be read.
-    """
+    """Prints the aliases of ``model``, or the history of one alias, newest change first."""
     with opened(store, cache) as models:
         if name:
             _show(f"alias {name} of {model}", models.alias_history(model, name))
@@ -44,8 +40,7 @@ def change_alias(
     those of set_alias.
 
     Raises:
-        StoreError: as set_alias; or the alias is new, resembles another, and ``may_be_new`` is
-            False.
+        StoreError: the alias is new, resembles another, and ``may_be_new`` is False.
     """
     models = ModelStore(store)
     before = models.aliases(model)
@@ -75,11 +70,7 @@ def change_alias(
 
 
 def roll_back_alias(store: str, model: str, name: str, to: str | None, why: str) -> None:
-    """Moves an alias back, removes the aliases with a share or a shadow, and reports both.
-
-    Raises:
-        StoreError: as roll_back.
-    """
+    """Moves an alias back, removes the aliases with a share or a shadow, and reports both."""
     done = roll_back(store, model, name, to=to, why=why)
     for one in done.removed:
         was = f"it was version {one.version}{settings_of(one)}"

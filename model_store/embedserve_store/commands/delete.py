@@ -7,6 +7,6 @@ from embedserve_store.terminal.console import say
 
 
 def delete(store: str, model: str, version: int) -> None:
-    """Removes the version, and raises StoreError as remove_version does."""
+    """Removes the version."""
     remove_version(store, model, version)
     say(f"{model}: removed version {version}")

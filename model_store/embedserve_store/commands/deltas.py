@@ -31,10 +31,6 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
         last: number of deltas to print; 0 for all.
 
     Deltas that are missing within the line are named.
-
-    Raises:
-        StoreError: there is no such version or delta, or a delta is damaged.
-        UnreachableError: the store cannot be read.
     """
     models = ModelStore(store)
     base = models.manifest(model, version)
@@ -111,11 +107,7 @@ def undo(
     key: Path | None,
     notify: str | None,
 ) -> None:
-    """Appends a delta that reverts to the state after delta ``to``.
-
-    Raises:
-        StoreError: as undo_deltas raises it.
-    """
+    """Appends a delta that reverts to the state after delta ``to``."""
     made = undo_deltas(
         store, model, to=to, why=why, version=version, is_alone=is_alone, key=key, notify=notify
     )
@@ -127,11 +119,7 @@ def undo(
 
 
 def prune(store: str, model: str, keep_hours: float, is_trial: bool) -> None:
-    """Removes deltas that no version needs and that are older than ``keep_hours``.
-
-    Raises:
-        StoreError: as prune_deltas raises it.
-    """
+    """Removes deltas that no version needs and that are older than ``keep_hours``."""
     pruned = prune_deltas(store, model, keep_s=3600 * keep_hours, is_trial=is_trial)
     done = "would remove" if is_trial else "removed"
     for one in pruned:
@@ -151,11 +139,7 @@ def compact(
     cache: Path | None,
     key: Path | None,
 ) -> None:
-    """Publishes a version and the deltas after it, up to ``seq``, as the next version.
-
-    Raises:
-        StoreError: as compact_deltas raises it.
-    """
+    """Publishes a version and the deltas after it, up to ``seq``, as the next version."""
     with table_progress() as progress, transfer_progress() as uploading:
         made = compact_deltas(
             store,

@@ -12,11 +12,7 @@ from embedserve_store.terminal.stores import opened
 
 
 def history(store: str, model: str, last: int, as_json: bool, cache: Path | None) -> None:
-    """Prints the ``last`` changes, the latest first; as JSON an object in each line.
-
-    Raises:
-        StoreError: the store cannot be read, or an event is damaged.
-    """
+    """Prints the ``last`` changes, the latest first; as JSON an object in each line."""
     with opened(store, cache) as models:
         events = models.history(model, last)
     if as_json:

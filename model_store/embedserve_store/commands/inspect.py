@@ -20,9 +20,6 @@ def inspect(path: str, model: str, version: str) -> None:
     """Prints the models of a store, the versions of a model or, with both, one version.
 
     Reads no rows and pulls nothing. Lists of a remote store show names and numbers alone.
-
-    Raises:
-        StoreError: there is no such store, model or version, or the inspected version is damaged.
     """
     store = ModelStore(path)
     if not model:

@@ -7,6 +7,6 @@ from embedserve_store.terminal.console import say
 
 
 def note(store: str, model: str, version: str, text: str) -> None:
-    """Adds the note, and raises StoreError as add_note does."""
+    """Adds the note."""
     added = add_note(store, model, version, text)
     say(f"{model}: note {added.number} of version {added.version}")

@@ -23,11 +23,7 @@ def publish_checkpoint(
     checkpoint: Path, description: Path, store: str, model: str, **options: Unpack[PublishOptions]
 ) -> None:
     """Publishes a version, and reports what was published and which checkpoint entries were
-    skipped.
-
-    Raises:
-        StoreError: the checkpoint, the description or the store cannot be used.
-    """
+    skipped."""
     hush_torch()
     with table_progress() as progress, transfer_progress() as uploading:
         options["progress"], options["upload_progress"] = progress, uploading

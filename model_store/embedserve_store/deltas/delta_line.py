@@ -74,6 +74,8 @@ def stored_seqs(models: ModelStore, model: str, line: int) -> NDArray[np.int64]:
 class DeltaLine:
     """The line of deltas that continues a published version.
 
+    Methods that read several deltas raise StoreError as ``manifest``, ``rows`` and ``ids`` do.
+
     Attributes:
         start: position of the version's rows.
     """
@@ -149,20 +151,12 @@ class DeltaLine:
 
     def kept(self, last: int) -> Iterator[DeltaManifest]:
         """Yields the deltas after the version whose rows are in the state after delta ``last``,
-        newest first, as the function ``kept``.
-
-        Raises:
-            StoreError: as ``manifest``.
-        """
+        newest first, as the function ``kept``."""
         return kept(last, self.start.seq, lambda seq: self.manifest(seq)[0])
 
     def between(self, one: int, other: int) -> Iterator[DeltaManifest]:
         """Yields the deltas whose rows are in the state after one of two deltas alone, newest
-        first; no delta before the last that both states have is read.
-
-        Raises:
-            StoreError: as ``manifest``.
-        """
+        first; no delta before the last that both states have is read."""
         states = self.kept(one), self.kept(other)
         ones, others = (next(state, None) for state in states)
         while (a := ones.seq if ones else 0) != (b := others.seq if others else 0):
@@ -180,9 +174,6 @@ class DeltaLine:
         table, unique and ascending.
 
         One file at a time is in memory, and of the others the row numbers alone.
-
-        Raises:
-            StoreError: as ``manifest`` and ``rows``.
         """
         numbers: dict[str, RowNumbers] = {}
         for delta in self.between(one, other):
@@ -201,9 +192,6 @@ class DeltaLine:
         Args:
             numbers: row numbers by table, unique and ascending.
             published: rows of the version.
-
-        Raises:
-            StoreError: as ``manifest`` and ``rows``.
         """
         values = {name: published.rows(name)[found] for name, found in numbers.items()}
         missing = {name: np.ones(len(found), bool) for name, found in numbers.items()}
@@ -297,21 +285,13 @@ class DeltaLine:
 
     def ids_at(self, seq: int) -> dict[str, ChangedIds]:
         """Returns the ids that differ between the version and the state after delta ``seq``, by
-        table.
-
-        Raises:
-            StoreError: as ``manifest`` and ``ids``.
-        """
+        table."""
         deltas = [replace(delta, goldens=None) for delta in self.kept(seq) if delta.ids]
         return joined_ids(self.ids(delta) for delta in reversed(deltas))
 
     def ids_between(self, one: int, other: int) -> dict[str, ChangedIds]:
         """Returns the ids that may differ between the states after two deltas, with their rows
-        after delta ``other``, by table.
-
-        Raises:
-            StoreError: as ``manifest`` and ``ids``.
-        """
+        after delta ``other``, by table."""
         touched = joined_ids(self.ids(delta) for delta in self.between(one, other) if delta.ids)
         if not touched:
             return {}
