@@ -1,6 +1,7 @@
 """Errors of the model store: mistakes of the person who publishes or serves a model.
 
-Each message is one line for that person. It names the file or table, and the reason.
+Each message is one line for that person. It names the file or table, and the reason. In the whole
+package a parameter ``where`` is what a message begins with: the name of a file, table or version.
 """
 
 import errno

@@ -61,11 +61,8 @@ class TrustedKeys:
         self._keys, self._path = keys, os.fspath(path)
 
     def check(self, manifest: bytes, where: str) -> None:
-        """Raises StoreError unless one of the keys has signed ``manifest``, the bytes of the file.
-
-        Args:
-            where: name of the file, with which the message begins.
-        """
+        """Raises StoreError unless one of the keys has signed ``manifest``, the bytes of the
+        file."""
         parts = split_signature(manifest)
         if parts is None:
             raise StoreError(f"{where}: has no signature of a key in {self._path}")

@@ -92,9 +92,6 @@ def parse_file_name(path: str) -> tuple[str, int] | None:
 def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> Alias:
     """Parses change ``number`` of an alias from ``text``.
 
-    Args:
-        where: name of the file in errors.
-
     Raises:
         StoreError: the file is damaged, or belongs to another model, alias or number.
     """

@@ -135,7 +135,6 @@ def decode_ids(
 
     Args:
         tables: the tables of the version, by name; each table of ``file`` is one of them.
-        where: name of the file in errors.
 
     Raises:
         StoreError: the bytes differ from ``file``. Or a row is outside its table. Or ids are not
@@ -192,7 +191,6 @@ def check_same_ids(changes: Mapping[str, ChangedIds], base: Manifest, where: str
 
     Args:
         changes: changes of a delta, by table.
-        where: name of the delta in errors.
     """
     for group in base.table_groups:
         first, *others = (changes.get(table.name, no_ids(table)) for table in group)

@@ -44,9 +44,6 @@ class Coverage:
     def from_source(cls, source: dict[str, Any], where: str) -> Self | None:
         """Returns the coverage in Manifest.source; None if it has none.
 
-        Args:
-            where: name of the file in errors.
-
         Raises:
             StoreError: a field is missing or has another type.
         """

@@ -94,7 +94,6 @@ def decode(
 
     Args:
         tables: the tables of the version, by name; each table of ``file`` is one of them.
-        where: name of the file in errors.
 
     Raises:
         StoreError: the bytes differ from ``file``. Or a row number is outside its table or not

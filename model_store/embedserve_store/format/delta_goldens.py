@@ -74,11 +74,8 @@ class DeltaGoldens:
         return encoded | {"dtype": self.dtype}
 
     def check(self, base: Manifest, where: str) -> None:
-        """Raises StoreError unless the goldens are within the limits and fit the version ``base``.
-
-        Args:
-            where: name of the manifest in errors.
-        """
+        """Raises StoreError unless the goldens are within the limits and fit the version
+        ``base``."""
         where = f"{where}: goldens"
         self._check_size(where)
         _check_shape(self.lengths, (len(base.features), self.examples), "lengths", where)
@@ -122,9 +119,6 @@ class DeltaGoldens:
 
 def parse_goldens(data: Any, where: str) -> DeltaGoldens:
     """Parses the field GOLDENS of a manifest; ``check`` compares it with a version.
-
-    Args:
-        where: name of the manifest in errors.
 
     Raises:
         StoreError: a field is missing or malformed.

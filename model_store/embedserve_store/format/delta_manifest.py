@@ -245,9 +245,6 @@ def parse_file_seq(name: str) -> int | None:
 def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> DeltaManifest:
     """Parses the manifest of delta ``seq`` of a line.
 
-    Args:
-        where: name of the file in errors.
-
     Raises:
         StoreError: the manifest is damaged, exceeds a limit, or belongs elsewhere.
     """

@@ -50,9 +50,6 @@ class Event:
 def parse_event(text: bytes, where: str) -> Event:
     """Parses the event in ``text``.
 
-    Args:
-        where: name of the file in errors.
-
     Raises:
         StoreError: the file is damaged.
     """

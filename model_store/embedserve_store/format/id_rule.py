@@ -65,8 +65,7 @@ class IdRule:
         """Returns the rule in ``data`` (parsed JSON).
 
         Raises:
-            StoreError: a key is unknown, missing or of a wrong type. The message begins with
-                ``where``.
+            StoreError: a key is unknown, missing or of a wrong type.
         """
         if not isinstance(data, Mapping):
             raise StoreError(f"{where}: expected a JSON object")
@@ -88,10 +87,7 @@ class IdRule:
         return result
 
     def check(self, num_embeddings: int, where: str) -> None:
-        """Raises StoreError unless the rule is valid for a table of ``num_embeddings`` rows.
-
-        The message begins with ``where``.
-        """
+        """Raises StoreError unless the rule is valid for a table of ``num_embeddings`` rows."""
         self._check_types(where)
         _check_choice("rule", self.rule, RULES, where)
         _check_choice("id_type", self.id_type, ID_TYPES, where)

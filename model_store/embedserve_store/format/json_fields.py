@@ -19,7 +19,7 @@ def parse_json(text: bytes, where: str) -> Any:
 def typed(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
     """Returns ``data[key]``, and raises StoreError unless it is of type ``kind``.
 
-    The message begins with ``where``. A bool is not accepted as an int.
+    A bool is not accepted as an int.
     """
     value = data.get(key)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -187,9 +187,6 @@ class Manifest:
     def from_json(cls, data: Any, where: str) -> Manifest:
         """Returns the manifest in ``data`` (parsed JSON).
 
-        Args:
-            where: name of the file in errors.
-
         Raises:
             StoreError: a field is missing, has the wrong type or contradicts another field, or
                 this code does not read the format version.
@@ -255,9 +252,6 @@ def _check_parts(manifest: Manifest, where: str) -> None:
 
 def parse_manifest(text: bytes, where: str) -> Manifest:
     """Returns the manifest in the bytes of manifest.json, after checking its seal.
-
-    Args:
-        where: name of the file in errors.
 
     Raises:
         StoreError: the text is not JSON, is not a manifest, or has changed since it was published.

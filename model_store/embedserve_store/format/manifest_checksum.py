@@ -40,8 +40,7 @@ def parse_sealed(text: bytes, where: str, format_version: int) -> dict[str, Any]
     """Returns the JSON object in ``text``, after a check of its format version and its seal.
 
     Raises:
-        StoreError: the text is damaged, or of another format version. The message begins with
-            ``where``.
+        StoreError: the text is damaged, or of another format version.
     """
     data = parse_json(text, where)
     found = data.get("format_version") if isinstance(data, dict) else None
@@ -66,7 +65,6 @@ def check_seal(text: bytes, where: str) -> None:
 
     Args:
         text: bytes of the file, known to be a JSON object.
-        where: name of the file, with which the message begins.
     """
     if not is_sealed(text):
         return

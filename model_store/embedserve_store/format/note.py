@@ -57,9 +57,6 @@ def parse_file_name(path: str) -> tuple[int, int] | None:
 def parse_note(text: bytes, model: str, version: int, number: int, where: str) -> Note:
     """Parses note ``number`` of a version from ``text``.
 
-    Args:
-        where: name of the file in errors.
-
     Raises:
         StoreError: the file is damaged, or belongs to another model, version or number.
     """

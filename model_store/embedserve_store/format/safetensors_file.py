@@ -65,9 +65,6 @@ def encode_header(tensors: Tensors) -> bytes:
 def content_of(data: bytes, tensors: Tensors, where: str) -> NDArray[np.uint8]:
     """Returns the bytes of ``tensors`` in a whole file, as a view of ``data``.
 
-    Args:
-        where: name of the file in errors.
-
     Raises:
         StoreError: the file does not have exactly these tensors.
     """

@@ -77,7 +77,7 @@ class TableSpec:
         """Returns the table in ``data`` (parsed JSON).
 
         Raises:
-            StoreError: a field is missing or wrong. The message begins with ``where``.
+            StoreError: a field is missing or wrong.
         """
         if not isinstance(data, dict):
             raise StoreError(f"{where}: expected a JSON object")
@@ -160,17 +160,13 @@ def answer_keys(tables: tuple[TableSpec, ...]) -> tuple[str, ...]:
 
 
 def check_model_name(model: str, where: str) -> None:
-    """Raises StoreError unless ``model`` can be the name of a model. The message begins with
-    ``where``."""
+    """Raises StoreError unless ``model`` can be the name of a model."""
     if not NAME_PATTERN.fullmatch(model):
         raise StoreError(f"{where}: {model!r} is not the name of a model")
 
 
 def check_table(table: TableSpec, where: str) -> None:
-    """Raises StoreError unless ``table`` can be stored and served.
-
-    The message begins with ``where``.
-    """
+    """Raises StoreError unless ``table`` can be stored and served."""
     if not NAME_PATTERN.fullmatch(table.name):
         raise StoreError(
             f"{where}: table name {table.name!r}: use letters, digits, '_' and '-', "

@@ -15,11 +15,7 @@ TEXT_MAX = 1000
 
 
 def check_texts(where: str = "", **texts: str) -> None:
-    """Raises StoreError for a text that is longer than TEXT_MAX, and names the text.
-
-    Args:
-        where: name of the file that has the texts, for the error. Default: none.
-    """
+    """Raises StoreError for a text that is longer than TEXT_MAX, and names the text."""
     for what, text in texts.items():
         if len(text) > TEXT_MAX:
             prefix = f"{where}: " if where else ""

@@ -28,7 +28,6 @@ def check_rows(
 
     Args:
         rows_of: returns rows as they are after the delta.
-        where: name of the delta in errors.
 
     Returns:
         Bounds in the shape of ``goldens.answers``, for ``check_results``.

@@ -64,7 +64,6 @@ def check_answers(
 
     Args:
         numbers: row numbers of the bags' ids, int64 [n].
-        where: name of the version in errors.
         as_float16: whether values of int8 and int4 rows may be rounded to float16 before they are
             added up. FBGEMM's CUDA kernels do so (vecn.cuh: one multiply-add in half precision).
             Values of other rows may not be rounded.
@@ -99,7 +98,6 @@ def check_published(
     no rows.
 
     Args:
-        where: name of the version in errors.
         rounding: how much the results may differ beyond the order of additions.
 
     Returns:

@@ -105,7 +105,7 @@ def build_index(ids: NDArray[np.int64], rows: NDArray[np.int64], where: str) -> 
 
     Raises:
         InvalidModelError: an id occurs twice, a row is negative, or entries or rows exceed
-            ENTRIES_MAX. The message begins with ``where``.
+            ENTRIES_MAX.
     """
     if len(ids) > ENTRIES_MAX or (rows.size and not 0 <= rows.min() <= rows.max() <= ENTRIES_MAX):
         raise InvalidModelError(f"{where}: maps of ids hold rows from 0 to {ENTRIES_MAX}")

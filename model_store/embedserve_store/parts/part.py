@@ -64,11 +64,7 @@ RowSelection = Part | LocalTables | None
 
 def check_selection(plan: Plan, selection: Part | LocalTables, where: str) -> None:
     """Raises NoSuchPartError unless a version with ``plan`` has the parts that ``selection``
-    selects from.
-
-    Args:
-        where: name of the version in errors.
-    """
+    selects from."""
     if plan.hosts is None:
         raise NoSuchPartError(
             f"{where}: was published without --hosts, so it has no parts: publish it with --hosts"

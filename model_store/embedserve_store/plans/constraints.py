@@ -64,7 +64,7 @@ class TableConstraints:
         """Returns the constraints in ``data`` (parsed JSON or YAML).
 
         Raises:
-            StoreError: a field is unknown, or a value is wrong. The message begins with ``where``.
+            StoreError: a field is unknown, or a value is wrong.
         """
         if not isinstance(data, Mapping):
             raise StoreError(f"{where}: expected the fields of ParameterConstraints")
@@ -81,10 +81,7 @@ class TableConstraints:
         return cls(**values)
 
     def check(self, table: TableSpec, where: str) -> None:
-        """Raises StoreError unless ``table`` can be planned under these constraints.
-
-        The message begins with ``where``.
-        """
+        """Raises StoreError unless ``table`` can be planned under these constraints."""
         for kind in self.sharding_types or ():
             if reason := why_not(kind, table):
                 raise StoreError(f"{where}: {reason}")
@@ -97,10 +94,7 @@ class TableConstraints:
                 )
 
     def check_on_gpu(self, where: str) -> None:
-        """Raises StoreError if the constraints would keep the rows out of GPU memory.
-
-        The message begins with ``where``.
-        """
+        """Raises StoreError if the constraints would keep the rows out of GPU memory."""
         if self.compute_kernels and QUANT not in self.compute_kernels:
             raise StoreError(
                 f"{where}: compute_kernels is {', '.join(self.compute_kernels)}, but on CUDA "

@@ -62,8 +62,7 @@ class HostPlan:
         """Returns the host plan in ``data`` (parsed JSON).
 
         Raises:
-            StoreError: a field is missing or has the wrong type. The message begins with
-                ``where``.
+            StoreError: a field is missing or has the wrong type.
         """
         if not isinstance(data, dict) or not isinstance(data.get("rows"), dict):
             raise StoreError(f"{where}: expected parts, and rows by table")
@@ -79,7 +78,7 @@ class HostPlan:
         """Raises StoreError unless the parts cover each of ``tables`` once.
 
         Tables that share features must have the same boundaries, as far as their rows reach, and
-        each part must have a row. The message begins with ``where``.
+        each part must have a row.
         """
         names = {table.name for table in tables}
         for name in sorted(self.rows.keys() ^ names):

@@ -174,9 +174,6 @@ class Plan:
     def from_json(cls, data: Any, where: str) -> Plan:
         """Returns the plan in ``data`` (parsed JSON).
 
-        Args:
-            where: name of the file in errors.
-
         Raises:
             StoreError: the plan is malformed, or this code does not read its format version.
         """

@@ -53,8 +53,7 @@ def from_torchrec(
     """Converts torchrec's constraints of ``table`` to TableConstraints.
 
     Raises:
-        StoreError: a field is wrong, or serving cannot honour it. The message begins with
-            ``where``.
+        StoreError: a field is wrong, or serving cannot honour it.
     """
     values = {one.name: getattr(constraints, one.name) for one in fields(constraints)}
     if getattr(values.get("output_dtype"), "value", None) == "FP32":

@@ -102,10 +102,7 @@ class Rectangle:
 
 
 def check_tiling(rectangles: Sequence[Rectangle], shape: tuple[int, int], where: str) -> None:
-    """Raises StoreError unless the rectangles cover every value of ``shape`` exactly once.
-
-    The message starts with ``where``.
-    """
+    """Raises StoreError unless the rectangles cover every value of ``shape`` exactly once."""
     rows, columns = shape
     starts: dict[int, list[Rectangle]] = {}
     for part in rectangles:
@@ -149,7 +146,6 @@ class FileRows:
         Args:
             rectangles: rectangles that tile ``shape``.
             dtype: torch's name of the values' dtype.
-            where: start of error messages.
 
         Raises:
             StoreError: the rectangles are too many or do not tile the table, or a file ends early.

@@ -30,9 +30,6 @@ def split(
 
     The keys of nested dicts are joined by dots.
 
-    Args:
-        where: start of error messages.
-
     Raises:
         StoreError: two entries have the same key, or dicts are nested too deeply or in too many
             places.

@@ -60,9 +60,6 @@ class Archive:
     def __init__(self, file: SourceFile, start: int, length: int, where: str) -> None:
         """Reads the archive's index and content.
 
-        Args:
-            where: start of error messages.
-
         Raises:
             StoreError: the archive cannot be read, torch.save did not write it, or it holds code.
         """

@@ -67,11 +67,7 @@ def _with_header(
 
 
 class FileCheck:
-    """Checks one file. Receives its bytes in order; ``problem`` compares the checksums.
-
-    Args:
-        where: name of the file in messages.
-    """
+    """Checks one file. Receives its bytes in order; ``problem`` compares the checksums."""
 
     def __init__(self, layout: FileLayout, where: str) -> None:
         self._layout = layout
