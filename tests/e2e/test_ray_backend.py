@@ -169,7 +169,7 @@ def test_killed_process_leaves_nothing_and_its_name_is_free_again(
     with placed_shards(nodes, tmp_path, "shard") as one:
         wait_until((tmp_path / "shards.json").exists, one.log)
         (tmp_path / "other").mkdir()
-        with placed_shards(nodes, tmp_path / "other", "shard") as other:
+        with placed_shards(nodes, tmp_path / "other", "shard", "shard") as other:  # two parts
             assert other.process.wait(WAIT_S_MAX) == 1
             assert "embedserve: Ray has shards of the name 'shop' already" in other.log()
         one.process.kill()

@@ -123,6 +123,7 @@ class Placement:
 
     def run(self) -> None:
         """Places the shards, watches and stops them."""
+        self._check_name()
         if not self._reserve():
             return
         self._start()
@@ -151,6 +152,14 @@ class Placement:
         for group in self._groups:
             ray.util.remove_placement_group(group)
 
+    def _check_name(self) -> None:
+        """Raises ValueError if Ray has shards of the name, also of another number of parts."""
+        import ray
+
+        name = self._settings.name
+        if any(one.startswith(f"{name}/") for one in ray.util.list_named_actors()):
+            raise ValueError(f"Ray has shards of the name {name!r} already")
+
     def _reserve(self) -> bool:
         """Reserves nodes for all replicas. Returns False if it was stopped before."""
         import ray
@@ -178,11 +187,7 @@ class Placement:
         for part in range(len(settings.commands)):
             for replica in range(settings.replicas):
                 shard = ShardName(settings.name, part, len(settings.commands), replica)
-                try:
-                    self._actors[shard] = self._create(shard)
-                except ValueError as error:
-                    words = f"Ray has shards of the name {settings.name!r} already"
-                    raise ValueError(words) from error
+                self._actors[shard] = self._create(shard)
         self._watch.adopt(self._actors)
 
     def _create(self, shard: ShardName) -> Any:
