@@ -15,6 +15,7 @@ from embedserve.shard_client.reply import (
     UNAVAILABLE,
     Reply,
     lost,
+    status_name,
 )
 
 
@@ -79,7 +80,7 @@ def test_replica_that_stops_serving_the_version_leaves() -> None:
     assert bench.part.stats.replicas == {KEY: 1}
     bench.time.advance(1)
     bench.connections["a"].lists[0].answer(Reply(UNAVAILABLE, "draining"))
-    assert bench.part.reasons(KEY) == {("a", 1): "ListModels failed with status 14: draining"}
+    assert bench.part.reasons(KEY) == {("a", 1): "ListModels failed with UNAVAILABLE: draining"}
 
 
 def test_replica_that_fails_to_list_models_leaves() -> None:
@@ -144,7 +145,7 @@ def test_replica_that_rejects_the_credentials_is_reconnected(status: int) -> Non
     bench.look_up()
     first.lists[0].answer(Reply(status, "unknown token"))
     assert bench.part.stats.replicas == {KEY: 0}
-    reason = f"ListModels failed with status {status}: unknown token"
+    reason = f"ListModels failed with {status_name(status)}: unknown token"
     assert bench.part.reasons(KEY) == {("a", 1): reason}
     assert first.is_finished
     first.calls[0].answer()
@@ -223,7 +224,7 @@ def test_rejected_new_credentials_keep_old_connections_and_are_retried(
         first.list(model())
     assert [record.message for record in caplog.records] == [
         "part 1 of 4: a:1 has not accepted the new credentials yet, connections keep the earlier "
-        "ones: ListModels failed with status 16: unknown token"
+        "ones: ListModels failed with UNAUTHENTICATED: unknown token"
     ]
     bench.connections["a"].ready()
     bench.connections["a"].list(model())

@@ -37,6 +37,7 @@ from embedserve.shard_client.reply import (
     UNAVAILABLE,
     UNKNOWN,
     Reply,
+    status_name,
 )
 
 T = TypeVar("T")
@@ -159,7 +160,7 @@ class BatchFanout:
             except WrongAnswerError as error:
                 reply = Reply(UNKNOWN, f"the response {error}")
         served = self._version.served[lookup.part]
-        what = f"status {reply.status}: {reply.message}"
+        what = f"{status_name(reply.status)}: {reply.message}"
         self._version.log.log(logging.ERROR, f"{served} fails", what)
         return _error_of(reply, served)
 

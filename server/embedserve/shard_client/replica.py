@@ -18,6 +18,7 @@ from embedserve.shard_client.reply import (
     RESOURCE_EXHAUSTED,
     UNAUTHENTICATED,
     Reply,
+    status_name,
 )
 from embedserve.shard_client.shard_connection import Address, ShardConnection
 from embedserve.shard_client.timer_queue import CallLater
@@ -196,7 +197,7 @@ class PartReplica:
         if reply.is_lost or reply.status in (RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED):
             return  # on_end follows, or the shard is overloaded and serves what it served before
         if reply.status != OK:
-            self.reason = f"ListModels failed with status {reply.status}: {reply.message}"
+            self.reason = f"ListModels failed with {status_name(reply.status)}: {reply.message}"
             if reply.status in (UNAUTHENTICATED, PERMISSION_DENIED):
                 assert self.connection is not None
                 self.connection.finish(self.reason)  # the next one has the present credentials
