@@ -226,6 +226,7 @@ def enter_tokens(page: Page, port: int) -> None:
     page.value("document.querySelector('#ask-form').requestSubmit()")
     page.until("!document.querySelector('#access').hidden")  # the figures stay visible
     assert "PERMISSION_DENIED" in page.text("#access")
+    assert "Figures need the role admin, lookups the role embed." in page.text("#access")
     page.value("document.querySelector('#token').focus()")
     page.write("es_both")
     page.press("Enter")
