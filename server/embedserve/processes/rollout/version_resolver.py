@@ -61,9 +61,10 @@ class VersionResolver:
     def _find_entry(self, name: str) -> StoreEntry | None:
         try:
             entry = self._read_entry(name)
-        except UnknownAliasError as error:
-            self._log_fault(name, str(error))
-            return StoreEntry(0)  # the current version stays, without a share
+        except UnknownAliasError:
+            # The error lists the versions there are, so each publication would log it again.
+            self._log_fault(name, "its alias does not exist: its version stays, without a share")
+            return StoreEntry(0)
         except (StoreError, OSError) as error:
             self._log_fault(name, str(error))
             return None
