@@ -70,6 +70,8 @@ def cli_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.filename and error.strerror:
             message = f"{error.filename}: {error.strerror}"
         if any(fault in message for fault in LOADER_FAULTS):
+            if message.startswith(LOADER_FAULTS[0]) and error.__cause__:
+                message = str(error.__cause__)  # why; torch names the library alone
             message = f"{message.splitlines()[0]}: {INSTALL}"
         typer.echo(f"embedserve: {sanitize(message)}", err=True)
         is_unreachable = isinstance(error, UnreachableError)

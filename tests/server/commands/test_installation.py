@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from code_forker import start_code_forker
 from documents import ROOT
@@ -129,6 +130,16 @@ def test_import_failures_of_packages_are_reported_in_one_line(
     assert line.startswith("embedserve: ")
     assert expected in line
     assert line.endswith(INSTALL)
+
+
+def test_reason_of_a_library_that_torch_cannot_load_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = tmp_path / "fbgemm.so"
+    library.write_bytes(b"\x7fELF" + bytes(60))
+    with pytest.raises(typer.Exit), cli_errors():
+        torch.ops.load_library(library)
+    assert f"embedserve: {library}: wrong ELF class" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
