@@ -14,6 +14,7 @@ from compiled_once import CompiledOnce
 from engine.conftest import Publish
 from reference import (
     assert_same,
+    check_concurrent_lookups,
     check_vectors,
     dequantized_int8,
     expected,
@@ -85,6 +86,17 @@ def test_float32_equals_embedding_bag(
     assert engine.lookup_kind in (TRACED, SCRIPTED)
     assert engine.plan == version.plan
     check_vectors(engine.lookup, version, source_rows(ebc))
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_concurrent_lookups_equal_sequential_lookups(
+    published: Publish, compiled_once: CompiledOnce, is_eager: bool
+) -> None:
+    version = published(sharding="row_wise", world_size=2)
+    engine = compiled_once.restore(version, is_eager=is_eager)
+    bags = [sample(version, size) for size in (1, 7, 100, 1000)]
+    requests = [to_kjt(one, version.manifest.features) for one in bags]
+    check_concurrent_lookups(engine.lookup, requests, 200)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ import pytest
 import torch
 from compiled_once import CompiledOnce
 from lookup_cases import unpooled_source
-from reference import dequantized_int8, random_bags, sample, stored_rows, to_kjt
+from reference import (
+    check_concurrent_lookups,
+    dequantized_int8,
+    random_bags,
+    sample,
+    stored_rows,
+    to_kjt,
+)
 from torchrec import EmbeddingCollection, KeyedJaggedTensor
 from unpooled import DIM, rows_of, source_rows, unpooled_collection, write_version
 
@@ -96,6 +103,17 @@ def test_float32_equals_the_source_collection(
     )
     expected = torch.cat([jagged_tensors[key].values() for key in version.manifest.keys])
     np.testing.assert_array_equal(engine.lookup(ids, lengths), expected.detach().numpy())
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_concurrent_lookups_equal_sequential_lookups(
+    write: Write, compiled_once: CompiledOnce, is_eager: bool
+) -> None:
+    version = write(sharding="row_wise", world_size=2)
+    engine = compiled_once.restore(version, is_eager=is_eager)
+    bags = [sample(version, size) for size in (1, 7, 100, 1000)]
+    requests = [to_kjt(one, version.manifest.features) for one in bags]
+    check_concurrent_lookups(engine.lookup, requests, 200)
 
 
 @pytest.mark.parametrize(("sharding", "world_size"), [("table_wise", 2), ("row_wise", 4)])
