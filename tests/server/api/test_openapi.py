@@ -14,7 +14,7 @@ import httpx
 import jsonschema
 import pytest
 from fastapi.openapi.utils import get_openapi
-from server.api.clients import client_of, schema
+from server.api.clients import client_of
 from server.fake_admin import FakeAdmin
 from server.fake_engine import FakeEngine
 from server.fake_models import unpooled_info
@@ -36,10 +36,10 @@ OPERATIONS = """
 
 
 async def test_every_openapi_reference_has_a_schema(
-    rest: httpx.AsyncClient,
+    rest: httpx.AsyncClient, described: dict[str, Any]
 ) -> None:
     response = await rest.get("/openapi.json")
-    described = response.json()
+    assert response.json() == described
     assert described["openapi"].startswith("3.1")
     named = set(re.findall(r'"#/components/schemas/(\w+)"', response.text))
     assert {"EmbedRequest", "EmbedResponse", "Error"} <= named
@@ -55,9 +55,8 @@ async def test_every_openapi_reference_has_a_schema(
 
 
 async def test_requests_and_responses_match_the_openapi_document(
-    rest: httpx.AsyncClient,
+    rest: httpx.AsyncClient, described: dict[str, Any]
 ) -> None:
-    described = await schema(rest)
     for request in (
         {"features": {"user": [[1, 2], []]}},
         {"features": {"user": [1]}, "weights": {"user": [0.5]}},
@@ -94,15 +93,14 @@ async def test_openapi_pages_load_nothing_from_other_hosts(
     assert "content-security-policy" not in (await rest.get("/models")).headers
 
 
-async def test_openapi_paths_are_below_the_prefix_of_a_proxy(rest: httpx.AsyncClient) -> None:
+def test_openapi_paths_are_below_the_prefix_of_a_proxy(described: dict[str, Any]) -> None:
     """Covers "Try it out" on /docs, and clients that resolve the server against the document."""
-    (server,) = (await schema(rest))["servers"]
+    (server,) = described["servers"]
     assert httpx.URL("http://proxy/prefix/openapi.json").join(server["url"]).path == "/prefix/"
 
 
-async def test_operation_ids_are_unique_and_stable(rest: httpx.AsyncClient) -> None:
+def test_operation_ids_are_unique_and_stable(described: dict[str, Any]) -> None:
     """Covers generated clients, which name their functions after the operations."""
-    described = await schema(rest)
     operations = [one for path in described["paths"].values() for one in path.values()]
     assert sorted(one["operationId"] for one in operations) == sorted(OPERATIONS.split())
     for operation in operations:
@@ -120,8 +118,8 @@ async def test_the_first_request_describes_the_routes_off_the_event_loop(
         return get_openapi(**options)
 
     monkeypatch.setattr(openapi, "get_openapi", recorded)
-    first, second = await asyncio.gather(schema(rest), schema(rest))
-    assert first == second == await schema(rest)
+    first, second = await asyncio.gather(*(rest.get("/openapi.json") for _ in range(2)))
+    assert first.text == second.text == (await rest.get("/openapi.json")).text
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
 
@@ -171,10 +169,8 @@ async def test_openapi_describes_the_operations_of_administrators(
     }
 
 
-async def test_openapi_parameters_are_path_and_header_parameters_only(
-    rest: httpx.AsyncClient,
-) -> None:
-    for path, operations in (await schema(rest))["paths"].items():
+def test_openapi_parameters_are_path_and_header_parameters_only(described: dict[str, Any]) -> None:
+    for path, operations in described["paths"].items():
         for operation in operations.values():
             parameters = operation.get("parameters", ())
             in_path = [one["name"] for one in parameters if one["in"] == "path"]
@@ -182,8 +178,8 @@ async def test_openapi_parameters_are_path_and_header_parameters_only(
             assert {one["in"] for one in parameters} <= {"path", "header"}
 
 
-async def test_optional_fields_are_not_required_in_the_schema(rest: httpx.AsyncClient) -> None:
-    schemas = (await schema(rest))["components"]["schemas"]
+def test_optional_fields_are_not_required_in_the_schema(described: dict[str, Any]) -> None:
+    schemas = described["components"]["schemas"]
     assert schemas["IdRule"]["required"] == ["rule"]
     assert "next" not in schemas["Model"]["required"]
     # openapi-typescript treats a field with a default as always present.
@@ -194,10 +190,10 @@ async def test_optional_fields_are_not_required_in_the_schema(rest: httpx.AsyncC
 @pytest.mark.parametrize(
     ("path", "status"), [("/health/ready", "503"), ("/models/{model}", "404"), ("/embed", "429")]
 )
-async def test_openapi_describes_errors_and_retry_after_headers(
-    rest: httpx.AsyncClient, path: str, status: str
+def test_openapi_describes_errors_and_retry_after_headers(
+    described: dict[str, Any], path: str, status: str
 ) -> None:
-    (operation,) = (await schema(rest))["paths"][path].values()
+    (operation,) = described["paths"][path].values()
     error = operation["responses"][status]
     reference = error["content"]["application/json"]["schema"]["$ref"]
     assert reference == "#/components/schemas/Error"
@@ -205,8 +201,9 @@ async def test_openapi_describes_errors_and_retry_after_headers(
 
 
 @pytest.mark.parametrize("path", ["/embed", "/models/{model}/embed"])
-async def test_openapi_examples_are_valid_requests(rest: httpx.AsyncClient, path: str) -> None:
-    described = await schema(rest)
+async def test_openapi_examples_are_valid_requests(
+    rest: httpx.AsyncClient, described: dict[str, Any], path: str
+) -> None:
     operation = described["paths"][path]["post"]
     examples = operation["requestBody"]["content"]["application/json"]["examples"]
     assert list(examples) == ["shop"]
@@ -217,9 +214,8 @@ async def test_openapi_examples_are_valid_requests(rest: httpx.AsyncClient, path
 
 
 async def test_open_inference_examples_are_valid_requests(
-    rest: httpx.AsyncClient,
+    rest: httpx.AsyncClient, described: dict[str, Any]
 ) -> None:
-    described = await schema(rest)
     for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
         operation = described["paths"][path]["post"]
         named = {p["name"]: p["example"] for p in operation["parameters"] if p["in"] == "path"}
