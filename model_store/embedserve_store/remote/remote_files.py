@@ -158,7 +158,8 @@ class RemoteFolder:
                 if len(parts) == PARTS_AT_ONCE:
                     yield parts.popleft().result()
                 end = min(at + PART_BYTES, stop)
-                parts.append(pool.submit(self._whole_part, name, at, end))
+                with translated(f"{self.url}/{name}"):  # perhaps no thread can start
+                    parts.append(pool.submit(self._whole_part, name, at, end))
             while parts:
                 yield parts.popleft().result()
         finally:

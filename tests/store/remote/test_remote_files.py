@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from code_forker import CodeForker
+from server.thread_limit import make_thread_start_fail
 from store.remote.conftest import use_endpoint
 from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 
@@ -43,6 +44,17 @@ def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         folder = RemoteFolder("s3://bucket/store")
         with pytest.raises(UnreachableError, match=r"store/m: .*: no answer within 2 s$"):
             folder._call(f"{folder.url}/m", "find", "bucket/store/m", detail=True, max_s=2)
+
+
+def test_file_is_unreachable_while_no_thread_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows").write_bytes(b"1234")
+    folder = RemoteFolder(f"file://{tmp_path}")
+    make_thread_start_fail(monkeypatch, "download")
+    with pytest.raises(UnreachableError, match=r"rows: .*: can't start new thread"):
+        list(folder.blocks("rows", 0, 4))
+    assert list(folder.blocks("rows", 0, 4)) == [b"1234"]
 
 
 def test_wait_is_logged_at_doubling_intervals(
