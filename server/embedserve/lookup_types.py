@@ -174,7 +174,7 @@ class Batch:
     cached_count: int = 0
     calls: CallTrace | None = None
 
-    def rows_in_view(self) -> np.ndarray:
+    def resolve_rows(self) -> np.ndarray:
         """Returns ``ids`` as the numbers of their rows in ``view``.
 
         Raises:
@@ -185,7 +185,7 @@ class Batch:
         counts = self.ids_per_feature
         if self.unknown_counts is not None:  # skipped ids may be gone
             counts = self.lengths.reshape(len(counts), -1).sum(axis=1)
-        return self.view.rows_in_view(self.ids, counts)
+        return self.view.reader.rows_in_view(self.ids, counts, self.view.number)
 
     @property
     def is_whole(self) -> bool:

@@ -180,7 +180,7 @@ class Served:
             batch = join([request], self.info, view.id_overrides())
             assert batch is not None
             batch.view = view
-            values = self.engine.lookup(batch.rows_in_view(), batch.lengths, batch.weights)
+            values = self.engine.lookup(batch.resolve_rows(), batch.lengths, batch.weights)
         finally:
             view.end()
         self.training.check(values, view.seq)

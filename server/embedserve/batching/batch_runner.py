@@ -128,7 +128,7 @@ class BatchRunner:
         start_s, view = perf_counter(), batch.view
         values: np.ndarray | EmbedServeError
         try:
-            ids = batch.ids if view is None else batch.rows_in_view()
+            ids = batch.ids if view is None else batch.resolve_rows()
             values = self._engine.lookup(ids, batch.lengths, batch.weights, as_float16)
             values = in_request_order(values, batch, self._model)
         except Exception:
@@ -164,7 +164,7 @@ class BatchRunner:
 
         The batch itself keeps the published rows, as metrics count those.
         """
-        resolved = replace(batch, ids=batch.rows_in_view(), view=None)
+        resolved = replace(batch, ids=batch.resolve_rows(), view=None)
         return split_by_examples(resolved, len(self._model.features), self._sub_batches_max)
 
     def _on_joined(

@@ -166,7 +166,7 @@ def compare(
     try:
         batch, requested, _ = adapt_and_join(requests, model, view, is_lenient=True)
         if batch is not None:
-            ours = engine.lookup(batch.rows_in_view(), batch.lengths, batch.weights)
+            ours = engine.lookup(batch.resolve_rows(), batch.lengths, batch.weights)
     finally:
         end_view(view)
     sums = np.zeros((len(KEY_SUMS), len(keys)))

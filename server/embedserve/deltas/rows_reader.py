@@ -224,30 +224,26 @@ class BatchView:
     """The view that one batch is joined and looked up in. ``end`` must be called once.
 
     Attributes:
+        reader: reader of the rows.
+        number: number of the view.
         seq: last delta in the view.
     """
 
-    __slots__ = ("_number", "_reader", "seq")
+    __slots__ = ("number", "reader", "seq")
 
     def __init__(self, reader: RowsReader) -> None:
-        self._reader = reader
-        self._number, self.seq = reader.begin()
+        self.reader = reader
+        self.number, self.seq = reader.begin()
 
     def id_overrides(self) -> ChangeRows | None:
         """Returns the function that writes the rows that changed ids have in the view; None if no
         id ever changes."""
-        reader = self._reader
-        return partial(reader.with_changed_ids, self._number) if reader.has_ids else None
-
-    def rows_in_view(
-        self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Returns the row numbers of the rows in the view; see RowsReader.rows_in_view."""
-        return self._reader.rows_in_view(ids, ids_per_feature, self._number)
+        reader = self.reader
+        return partial(reader.with_changed_ids, self.number) if reader.has_ids else None
 
     def end(self) -> None:
         """Allows the rows of the view to be overwritten."""
-        self._reader.end(self._number)
+        self.reader.end(self.number)
 
 
 def begin_view(reader: RowsReader | None) -> BatchView | None:
