@@ -94,8 +94,8 @@ def main() -> None:
 
         def translate() -> None:
             view, _ = reader.begin()
-            change = partial(reader.with_changed_ids, view)
-            translator.translate(ids, counts, change)
+            override_rows = partial(reader.override_rows, view)
+            translator.translate(ids, counts, override_rows)
             reader.end(view)
 
         plain = microseconds(partial(translator.translate, ids, counts))

@@ -177,7 +177,7 @@ class Served:
         assert self.engine.rows_reader is not None
         view = BatchView(self.engine.rows_reader)
         try:
-            batch = join([request], self.info, view.id_overrides())
+            batch = join([request], self.info, view.override_rows)
             assert batch is not None
             batch.view = view
             values = self.engine.lookup(batch.resolve_rows(), batch.lengths, batch.weights)

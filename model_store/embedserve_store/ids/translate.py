@@ -18,7 +18,7 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.ids.id_index import IdIndex
 from embedserve_store.ids.id_map import IdMap
 
-ChangeRows = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[Any]], None]
+OverrideRows = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ class IdTranslator:
         self,
         ids: NDArray[np.int64],
         ids_per_feature: NDArray[Any],
-        change: ChangeRows | None = None,
+        override_rows: OverrideRows | None = None,
     ) -> Translation:
         """Returns the rows of ``ids`` [n], which are feature-major and are not modified.
 
         Args:
             ids_per_feature: number of ids of each feature [features], n in total.
-            change: writes other rows [n] over those of ids that have changed since publishing; -1
-                for an id that has been removed.
+            override_rows: writes other rows [n] over those of ids that have changed since
+                publishing; -1 for an id that has been removed.
         """
         rows = ids.copy()
         if self._has_modulo:
             self._take_remainders(rows, ids_per_feature)
         self._look_up(rows, ids_per_feature)
-        if change is not None:
-            change(ids, rows, ids_per_feature)
+        if override_rows is not None:
+            override_rows(ids, rows, ids_per_feature)
         # Read as unsigned, a negative value exceeds every limit. This includes the -1 of an id that
         # a map does not have.
         unknown = rows.view(np.uint64) >= np.repeat(self.limits, ids_per_feature)

@@ -25,7 +25,7 @@ from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve.request_checks import check_lengths
-from embedserve_store.ids.translate import ChangeRows
+from embedserve_store.ids.translate import OverrideRows
 
 CACHED_BAGS_MAX = 4096
 """Maximum number of bags of a batch whose shape is cached.
@@ -115,14 +115,14 @@ def _check_features(request: LookupRequest, model: ModelInfo) -> None:
 
 
 def join(
-    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None = None
+    requests: Sequence[LookupRequest], model: ModelInfo, override_rows: OverrideRows | None = None
 ) -> Batch | None:
     """Returns the batch of ``requests``, each in the model's order, one after the other.
 
     Returns None if a request is invalid; ``find_invalid`` then returns the errors.
 
     Args:
-        change: writes the rows of ids that have changed since publishing, as in
+        override_rows: writes the rows of ids that have changed since publishing, as in
             IdTranslator.translate.
     """
     if len(requests) == 1:
@@ -138,13 +138,13 @@ def join(
         return None
     batch.ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
     if not model.translator.is_identity:
-        return batch if _translate(batch, model, change) else None
+        return batch if _translate(batch, model, override_rows) else None
     limits = np.repeat(model.translator.limits, batch.ids_per_feature)
     # A negative id exceeds every limit when its bits are read as unsigned.
     return None if (batch.ids.view(np.uint64) >= limits).any() else batch
 
 
-def _translate(batch: Batch, model: ModelInfo, change: ChangeRows | None = None) -> bool:
+def _translate(batch: Batch, model: ModelInfo, override_rows: OverrideRows | None = None) -> bool:
     """Replaces the ids of ``batch`` by row numbers; returns False if an unknown id is rejected.
 
     The rule of its table decides about an unknown id: its request is rejected, the id is skipped,
@@ -152,9 +152,9 @@ def _translate(batch: Batch, model: ModelInfo, change: ChangeRows | None = None)
     feature.
 
     Args:
-        change: as in IdTranslator.translate.
+        override_rows: as in IdTranslator.translate.
     """
-    translation = model.translator.translate(batch.ids, batch.ids_per_feature, change)
+    translation = model.translator.translate(batch.ids, batch.ids_per_feature, override_rows)
     batch.ids = translation.rows
     if translation.unknown is None:
         return True
@@ -206,13 +206,13 @@ def join_valid(
         requests: requests in the model's order.
         view: view that the batch is looked up in; None where rows and ids never change.
     """
-    change = None if view is None else view.id_overrides()
+    override_rows = None if view is None else view.override_rows
     errors: dict[int, InvalidRequestError] = {}
-    batch = join(requests, model, change)
+    batch = join(requests, model, override_rows)
     if batch is None:
-        errors = find_invalid(requests, model, change)
+        errors = find_invalid(requests, model, override_rows)
         valid = [request for i, request in enumerate(requests) if i not in errors]
-        batch = join(valid, model, change) if valid else None
+        batch = join(valid, model, override_rows) if valid else None
         if valid and batch is None:
             raise AssertionError("a batch is invalid, but none of its requests")
     if batch is not None:

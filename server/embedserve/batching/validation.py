@@ -16,7 +16,7 @@ from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.request_checks import check_lengths, check_unique, find_bag
-from embedserve_store.ids.translate import ChangeRows
+from embedserve_store.ids.translate import OverrideRows
 
 QUOTED_CHARACTERS_MAX = 60
 
@@ -140,24 +140,30 @@ def _shown(request: LookupRequest, position: int, is_string: bool) -> str:
 
 
 def find_invalid(
-    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None = None
+    requests: Sequence[LookupRequest], model: ModelInfo, override_rows: OverrideRows | None = None
 ) -> dict[int, InvalidRequestError]:
-    """Returns the errors of the invalid ``requests`` by position; ``change`` is as in ``join``."""
+    """Returns the errors of the invalid ``requests`` by position.
+
+    Args:
+        override_rows: as in ``join``.
+    """
     errors: dict[int, InvalidRequestError] = {}
     for i, request in enumerate(requests):
         try:
             check_lengths(request.lengths, request.ids.size)
-            check_ids(request, model, change)
+            check_ids(request, model, override_rows)
             check_weights(request)
         except InvalidRequestError as error:
             errors[i] = error
     return errors
 
 
-def check_ids(request: LookupRequest, model: ModelInfo, change: ChangeRows | None = None) -> None:
+def check_ids(
+    request: LookupRequest, model: ModelInfo, override_rows: OverrideRows | None = None
+) -> None:
     """Raises InvalidRequestError for an id without a row if its table rejects unknown ids."""
     ids_per_feature = request.lengths.reshape(len(model.features), -1).sum(axis=1)
-    unknown = model.translator.translate(request.ids, ids_per_feature, change).unknown
+    unknown = model.translator.translate(request.ids, ids_per_feature, override_rows).unknown
     if unknown is None:
         return
     wrong = unknown & np.repeat(model.rejects_unknown, ids_per_feature)

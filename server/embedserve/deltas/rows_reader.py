@@ -16,7 +16,7 @@ from embedserve.deltas.row_groups import RowGroup
 from embedserve_store.errors import StoreError
 from embedserve_store.format.changed_ids import AS_PUBLISHED
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.ids.translate import ChangeRows
+from embedserve_store.ids.translate import OverrideRows
 from embedserve_store.plans.plan import Plan
 
 STEPS_MAX = 100_000
@@ -172,7 +172,7 @@ class RowsReader:
         result[changed] = rows
         return result
 
-    def with_changed_ids(
+    def override_rows(
         self,
         view: int,
         ids: NDArray[np.int64],
@@ -235,11 +235,12 @@ class BatchView:
         self.reader = reader
         self.number, self.seq = reader.begin()
 
-    def id_overrides(self) -> ChangeRows | None:
-        """Returns the function that writes the rows that changed ids have in the view; None if no
-        id ever changes."""
+    @property
+    def override_rows(self) -> OverrideRows | None:
+        """Function that writes the rows that changed ids have in the view; None if no id ever
+        changes."""
         reader = self.reader
-        return partial(reader.with_changed_ids, self.number) if reader.has_ids else None
+        return partial(reader.override_rows, self.number) if reader.has_ids else None
 
     def end(self) -> None:
         """Allows the rows of the view to be overwritten."""

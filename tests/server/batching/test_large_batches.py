@@ -23,7 +23,7 @@ from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, EngineError, InvalidRequestError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.request_checks import check_lengths
-from embedserve_store.ids.translate import ChangeRows, IdTranslator, Translation
+from embedserve_store.ids.translate import IdTranslator, OverrideRows, Translation
 
 LARGE_ALONE = Limits(inline_bytes_max=ONE_BYTES)
 SMALL: Bags = {"user": [[1]]}
@@ -44,12 +44,15 @@ class HeldTranslator(IdTranslator):
         self._translate_large = gate.before(translator.translate)
 
     def translate(
-        self, ids: np.ndarray, ids_per_feature: np.ndarray, change: ChangeRows | None = None
+        self,
+        ids: np.ndarray,
+        ids_per_feature: np.ndarray,
+        override_rows: OverrideRows | None = None,
     ) -> Translation:
         if ids.size > 1:
-            return self._translate_large(ids, ids_per_feature, change)
+            return self._translate_large(ids, ids_per_feature, override_rows)
         self.small.append(threading.current_thread())
-        return super().translate(ids, ids_per_feature, change)
+        return super().translate(ids, ids_per_feature, override_rows)
 
 
 @pytest.fixture

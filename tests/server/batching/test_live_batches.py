@@ -48,7 +48,7 @@ class NextRows(RowsReader):
     def end(self, view: int) -> None:
         self.views.remove(view)
 
-    def with_changed_ids(
+    def override_rows(
         self,
         view: int,
         ids: NDArray[np.int64],

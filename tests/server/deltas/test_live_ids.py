@@ -98,8 +98,8 @@ class Model:
         an unknown id."""
         counts = np.zeros(3, np.int64)
         counts[feature] = len(ids)
-        change = partial(self.reader.with_changed_ids, view)
-        found = self.live.version.translator.translate(ids, counts, change)
+        override_rows = partial(self.reader.override_rows, view)
+        found = self.live.version.translator.translate(ids, counts, override_rows)
         numbers = self.reader.rows_in_view(found.rows, counts, view)
         values = first_values(self.live, table, numbers)
         unknown = np.zeros(len(ids), bool) if found.unknown is None else found.unknown
