@@ -91,7 +91,7 @@ class BatchRunner:
         self._sub_batches_max = threads if model.is_pooled and self._is_inline else 1
         self._log = RateLimitedLogger(logger)
 
-    def run_small(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
+    def run_joined_inline(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
         """Joins a batch from ``queue``, whose requests are in the model's order, on the event loop.
         Looks it up there too, unless the engine waits for a device or for other servers."""
         if not taken:
@@ -139,7 +139,7 @@ class BatchRunner:
                 view.end()
         return values, perf_counter() - start_s
 
-    def run_large(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
+    def run_joined_in_thread(self, queue: RequestQueue, taken: list[PendingRequest]) -> None:
         """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
         features, or some of them, in any order."""
         queue.begin_batch()
@@ -261,7 +261,7 @@ class BatchRunner:
         queue: RequestQueue,
         taken: list[PendingRequest],
         batch: Batch,
-        is_large: bool,
+        is_joined_in_thread: bool,
         looked_up: list[LookedUp],
     ) -> None:
         def end(results_of_thread: Callable[[], list[LookupResult]] | None = None) -> None:
@@ -271,7 +271,7 @@ class BatchRunner:
 
         requests = [pending.request for pending in taken]
         values = [one for one, _ in looked_up if isinstance(one, np.ndarray)]
-        may_split_in_thread = is_large and len(values) == len(looked_up)
+        may_split_in_thread = is_joined_in_thread and len(values) == len(looked_up)
         if not may_split_in_thread or is_split_quick(requests, self._model):
             end()
             return

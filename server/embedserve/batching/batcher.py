@@ -82,12 +82,16 @@ class Batcher:
         in_flight_max = BATCHES_PER_REPLICA * engine.replicas if waits else 1
         if remote is not None:
             in_flight_max = remote.batches_max
-        # On GPUs and in routers nothing is looked up inline, and all requests are in `_large`.
-        self._small = RequestQueue(queue, model, limits, self._work_bytes, in_flight_max)
-        self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, in_flight_max)
-        self._queues = (self._small, self._large)
-        # The queue of requests whose size is not known yet: the small one, where it is used.
-        self._unsized_queue = self._small if self._inline_bytes_max else self._large
+        # On GPUs and in routers nothing is looked up inline, so the inline queue stays empty.
+        self._inline_queue = RequestQueue(queue, model, limits, self._work_bytes, in_flight_max)
+        self._offloaded_queue = RequestQueue(
+            queue + of_large, model, limits, self._work_bytes, in_flight_max
+        )
+        self._queues = (self._inline_queue, self._offloaded_queue)
+        # The queue of requests whose size is not known yet: the inline one, where it is used.
+        self._unsized_queue = (
+            self._inline_queue if self._inline_bytes_max else self._offloaded_queue
+        )
         self._is_scheduled = False
         self._on_retired: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -107,9 +111,9 @@ class Batcher:
                 source.
         """
         examples, ids = request.batch_size, request.ids.size
-        # Inlines _is_large, as this runs for every request.
+        # Inlines _is_offloaded, as this runs for every request.
         work_bytes = examples * self._work_per_example + ids * self._work_per_id
-        queue = self._large if work_bytes > self._inline_bytes_max else self._small
+        queue = self._offloaded_queue if work_bytes > self._inline_bytes_max else self._inline_queue
         if work_bytes <= self._join_bytes_max:
             request = adapt_to_model(request, self.model)
         else:  # the thread that joins its batch does the rest
@@ -136,24 +140,28 @@ class Batcher:
         """Removes ``pending`` from its queue and from the queue's totals."""
         pending.batcher = None
         request = pending.request
-        queue = self._large if self._is_large(request.batch_size, request.ids.size) else self._small
+        queue = (
+            self._offloaded_queue
+            if self._is_offloaded(request.batch_size, request.ids.size)
+            else self._inline_queue
+        )
         queue.withdraw(pending)
         # Frees its arrays: the entry may stay in the deque for a while.
         pending.request = NO_REQUEST
         if queue.is_full:
             self._try_reopen(queue)
 
-    def _is_large(self, examples: int, ids: int) -> bool:
+    def _is_offloaded(self, examples: int, ids: int) -> bool:
         return self._work_bytes(examples, ids) > self._inline_bytes_max
 
     def _count_queue(self) -> tuple[int, int]:
-        small, large = self._small, self._large
-        return small.requests + large.requests, small.examples + large.examples
+        inline, offloaded = self._inline_queue, self._offloaded_queue
+        return inline.requests + offloaded.requests, inline.examples + offloaded.examples
 
     @property
     def has_full_queue(self) -> bool:
         """Whether a queue is full: from the time it fills up until an eighth of it is free."""
-        return self._small.is_full or self._large.is_full
+        return self._inline_queue.is_full or self._offloaded_queue.is_full
 
     @property
     def has_full_unsized_queue(self) -> bool:
@@ -170,7 +178,7 @@ class Batcher:
     def check_queue_for(self, bags: int, ids: int) -> None:
         """Raises OverloadedError while the queue for a request of this estimated size is full."""
         examples = bags // len(self.model.features)
-        queue = self._large if self._is_large(examples, ids) else self._unsized_queue
+        queue = self._offloaded_queue if self._is_offloaded(examples, ids) else self._unsized_queue
         queue.check_not_full()
 
     def note_damage(self) -> None:
@@ -215,9 +223,9 @@ class Batcher:
         return True
 
     def _schedule_next(self) -> None:
-        small, large = self._small, self._large
-        can_run = small.examples and not small.is_saturated
-        if can_run or (large.examples and not large.is_saturated):
+        inline, offloaded = self._inline_queue, self._offloaded_queue
+        can_run = inline.examples and not inline.is_saturated
+        if can_run or (offloaded.examples and not offloaded.is_saturated):
             self._schedule()
         elif self._on_retired is not None:
             self._retire_if_idle(self._on_retired)
@@ -251,13 +259,13 @@ class Batcher:
                 work_bytes = queue.examples * self._work_per_example + queue.ids * self._work_per_id
                 taken = self._take(queue)
                 # The batch may be small even if the queue held much: it ends at its limits.
-                if work_bytes > self._join_bytes_max and self._is_large_batch(taken):
-                    self.runner.run_large(queue, taken)
+                if work_bytes > self._join_bytes_max and self._joins_in_thread(taken):
+                    self.runner.run_joined_in_thread(queue, taken)
                 else:
-                    self.runner.run_small(queue, taken)
+                    self.runner.run_joined_inline(queue, taken)
         self._schedule_next()
 
-    def _is_large_batch(self, taken: Sequence[PendingRequest]) -> bool:
+    def _joins_in_thread(self, taken: Sequence[PendingRequest]) -> bool:
         requests = [pending.request for pending in taken]
         examples = sum([request.batch_size for request in requests])
         ids = sum([request.ids.size for request in requests])
