@@ -165,11 +165,11 @@ class Batcher:
 
     @property
     def has_full_unsized_queue(self) -> bool:
-        """Whether even the queue for requests of unknown size is full."""
+        """Whether the queue that a request of unknown size is checked against is full."""
         return self._unsized_queue.is_full
 
     def check_unsized_queue(self) -> None:
-        """Raises OverloadedError while the queue for requests of unknown size is full.
+        """Raises OverloadedError while a request of unknown size has no room.
 
         Called before a request is decoded, so that rejections under overload are cheap.
         """

@@ -61,8 +61,8 @@ class ModelRegistry:
     Attributes:
         default_model: model for requests that name none; "" if every request must name a model.
         has_full_queue: whether any queue of any model is full.
-        has_full_unsized_queue: whether even the queue for requests of unknown size is full, for any
-            model.
+        has_full_unsized_queue: whether, for any model, the queue that a request of unknown size is
+            checked against is full.
         not_ready: reason why the readiness probe fails, for example while draining; "" while the
             server is ready. Requests on open connections are still served.
         pending_versions: versions that are loading or failed to load, by the name that will serve
