@@ -73,9 +73,9 @@ GARBAGE_THRESHOLD = 20_000
 of a core."""
 
 
-def lookup_threads(settings: ServeSettings) -> int:
-    """Returns the number of lookup threads that one process uses for a large batch: its share of
-    the available cores."""
+def threads_per_batch(settings: ServeSettings) -> int:
+    """Returns the number of threads that a process splits a large batch over: its share of the
+    available cores."""
     return max(1, available_cores() // settings.workers)
 
 
@@ -84,7 +84,7 @@ def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -
     the chunks of a large batch and for as many small batches; on GPUs at least for all batches that
     may be in flight."""
     in_flight = sum(BATCHES_PER_REPLICA * one.replicas for one in engines if one.waits_for_device)
-    return max(2 * lookup_threads(settings), in_flight)
+    return max(2 * threads_per_batch(settings), in_flight)
 
 
 def build_pipeline(
@@ -190,7 +190,7 @@ def _batcher(
         settings.limits,
         metrics.models[info.served_as],
         executor,
-        lookup_threads(settings),
+        threads_per_batch(settings),
     )
 
 

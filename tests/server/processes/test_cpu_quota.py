@@ -11,7 +11,7 @@ from server.fake_engine import FakeEngine
 from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.config import ServeSettings
 from embedserve.processes.cpu_quota import available_cores
-from embedserve.processes.server import executor_threads, lookup_threads
+from embedserve.processes.server import executor_threads, threads_per_batch
 
 
 @pytest.fixture
@@ -84,13 +84,13 @@ def test_cgroup_v1_quota_limits_cores(proc: Path, cgroups: Path) -> None:
 def test_workers_share_the_cores_of_the_process() -> None:
     cores = available_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0))
-    assert lookup_threads(ServeSettings(store="", workers=1)) == cores
-    assert lookup_threads(ServeSettings(store="", workers=2 * cores)) == 1
+    assert threads_per_batch(ServeSettings(store="", workers=1)) == cores
+    assert threads_per_batch(ServeSettings(store="", workers=2 * cores)) == 1
 
 
 def test_executor_has_a_thread_for_each_concurrent_gpu_batch() -> None:
     settings, on_cpu = ServeSettings(store=""), FakeEngine()
     on_gpus = FakeEngine(on_cpu.model)
     on_gpus.waits_for_device, on_gpus.replicas = True, 500
-    assert executor_threads(settings, [on_cpu]) == 2 * lookup_threads(settings)
+    assert executor_threads(settings, [on_cpu]) == 2 * threads_per_batch(settings)
     assert executor_threads(settings, [on_cpu, on_gpus, on_gpus]) == 2 * 500 * BATCHES_PER_REPLICA
