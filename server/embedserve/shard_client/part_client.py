@@ -18,7 +18,7 @@ from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_call import PartCall
 from embedserve.shard_client.recent_latency import RecentLatency
-from embedserve.shard_client.replica import Connect, PartReplica, Served
+from embedserve.shard_client.replica import Connect, ListedVersion, PartReplica
 from embedserve.shard_client.shard_connection import Address, shown
 from embedserve.shard_client.share_budget import ShareBudget
 from embedserve.shard_client.timer_queue import TimerQueue
@@ -79,7 +79,7 @@ class PartClient:
         self._connect = connect
         self._replicas: dict[Address, PartReplica] = {}
         self._successors: dict[Address, PartReplica] = {}  # that have not listed their models yet
-        self._expected: dict[VersionKey, Served] = {}
+        self._expected: dict[VersionKey, ListedVersion] = {}
         self._joined: dict[VersionKey, list[PartReplica]] = {}
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class PartClient:
 
     def expect(self, key: VersionKey, fingerprint: str) -> None:
         """Lets replicas join for a version: those that list it with this fingerprint and part."""
-        self._expected[key] = Served(fingerprint, self.part, self.part_count)
+        self._expected[key] = ListedVersion(fingerprint, self.part, self.part_count)
         for replica in self._replicas.values():
             self._update(replica)
         self._count(key)

@@ -37,7 +37,7 @@ Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], ShardCo
 and the second, with the reason, when it fails or ends; neither before it has returned."""
 
 
-class Served(NamedTuple):
+class ListedVersion(NamedTuple):
     """The fields of a listed version that must match."""
 
     fingerprint: str
@@ -92,13 +92,13 @@ class PartReplica:
         self._backoff_s = BACKOFF_S_MIN
         self._is_closed = False
         self._listed: bytes | None = None  # the last response of ListModels
-        self._served: dict[VersionKey, Served] = {}
+        self._served: dict[VersionKey, ListedVersion] = {}
         self._poll_call: ClientStream | None = None
         self._polls = 0  # that have passed since _poll_call
         self._timer: asyncio.TimerHandle | None = None
         self._start()
 
-    def mismatch(self, key: VersionKey, expected: Served) -> str:
+    def mismatch(self, key: VersionKey, expected: ListedVersion) -> str:
         """Returns why the replica cannot serve a version as ``expected``; "" if it can."""
         if self.connection is None or self._listed is None:
             return self.reason
@@ -214,15 +214,17 @@ class PartReplica:
             self.reason = f"ListModels: malformed response: {error}"
             self._serve(None, {})
 
-    def _serve(self, listed: bytes | None, served: dict[VersionKey, Served]) -> None:
+    def _serve(self, listed: bytes | None, served: dict[VersionKey, ListedVersion]) -> None:
         has_changed = listed != self._listed
         self._listed, self._served = listed, served
         if has_changed:
             self._on_change(self)
 
 
-def _read_models(payload: bytes) -> dict[VersionKey, Served]:
+def _read_models(payload: bytes) -> dict[VersionKey, ListedVersion]:
     return {
-        VersionKey(model.model, model.version): Served(model.fingerprint, model.part, model.parts)
+        VersionKey(model.model, model.version): ListedVersion(
+            model.fingerprint, model.part, model.parts
+        )
         for model in ListModelsResponse.FromString(payload).models
     }
