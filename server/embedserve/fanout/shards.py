@@ -158,7 +158,7 @@ class Shards:
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
         async with self._running():
-            await self._joined(is_shown=is_shown)
+            await self._await_replicas(is_shown=is_shown)
             for engine in engines:
                 await run_in_daemon_thread("goldens", engine.warm_up)  # a stop awaits no shards
 
@@ -168,7 +168,7 @@ class Shards:
         self._begin()
         try:
             async with asyncio.timeout(START_S_MAX):
-                await self._joined(is_shown=False)
+                await self._await_replicas(is_shown=False)
         except TimeoutError:
             logger.error("serving begins without all shards: %s", self._all_missing())
 
@@ -200,7 +200,7 @@ class Shards:
         """Returns the engines that are in use."""
         return [engine for engine in (one() for one in self._engines) if engine is not None]
 
-    async def _joined(self, *, is_shown: bool) -> None:
+    async def _await_replicas(self, *, is_shown: bool) -> None:
         """Waits until each part of each engine has a replica; logs what it waits for if
         ``is_shown``."""
         log_s = monotonic() + LOG_S / 10

@@ -52,9 +52,9 @@ _DIGITS = re.compile(r"[\d.,]+")
 class RolloutCoordinator:
     """Desired state of a server, and what its workers last reported.
 
-    A worker that starts joins once it serves what the others serve. Until then it does not listen,
-    and has no part in a rollout: an activation may have come between its fork and its start. While
-    no worker has joined, none is waited for.
+    A worker that starts is behind until it serves what the others serve. Until then it does not
+    listen, and has no part in a rollout: an activation may have come between its fork and its
+    start. While no worker has caught up, none is behind.
 
     Attributes:
         delta_versions: as in the constructor.
@@ -85,7 +85,7 @@ class RolloutCoordinator:
         self._generations = itertools.count(1)
         self._rollout: Rollout | None = None
         self._workers: dict[int, WorkerStatus] = {}
-        self._joined: set[int] = set()
+        self._caught_up: set[int] = set()
         self._sent: dict[int, Desired] = {}
         self._commands_handled: dict[int, int] = {}
         self._watcher: int | None = None
@@ -100,7 +100,7 @@ class RolloutCoordinator:
         """Sends a worker the desired state, once it has loaded what it was forked with."""
         self._workers[worker] = status
         self._commands_handled[worker] = 0
-        self._join_if_current(worker)
+        self._note_if_caught_up(worker)
         if self._watcher is None:
             self._watcher = worker
         self._publish()
@@ -109,7 +109,7 @@ class RolloutCoordinator:
         """Records that a worker exited, started or not; ``how`` is the text for the log."""
         rollout, status = self._rollout, self._participants().get(worker)
         self._workers.pop(worker, None)
-        self._joined.discard(worker)
+        self._caught_up.discard(worker)
         self._sent.pop(worker, None)
         if worker == self._watcher:
             self._watcher = min(self._workers, default=None)
@@ -180,25 +180,25 @@ class RolloutCoordinator:
         if before is None:
             return
         self._workers[worker] = status
-        self._join_if_current(worker)
+        self._note_if_caught_up(worker)
         for name, new in status.names.items():
             has_failed = new.state is LoadState.FAILED and new != before.names.get(name)
             if has_failed and name in self._names:
                 self._on_failed_load(worker, name, new)
 
-    def _join_if_current(self, worker: int) -> None:
-        """Lets a worker join if it serves what the others serve."""
+    def _note_if_caught_up(self, worker: int) -> None:
+        """Counts a worker among the others from now on if it serves what they serve."""
         names = self._workers[worker].names
         if all(
             names.get(name, NameStatus(0)).is_serving(served.serving_target())
             for name, served in self._names.items()
             if served.number
         ):
-            self._joined.add(worker)
+            self._caught_up.add(worker)
 
     def _is_behind(self, worker: int) -> bool:
         """Returns whether a worker has yet to load what the others serve."""
-        return bool(self._joined) and worker not in self._joined
+        return bool(self._caught_up) and worker not in self._caught_up
 
     def _participants(self) -> dict[int, WorkerStatus]:
         """Returns the workers that a rollout waits for."""
