@@ -172,7 +172,7 @@ async def test_opening_waits_until_the_address_file_is_readable(
     addresses.write_text("{")
     async with found.shards._running():
         opening = asyncio.create_task(asyncio.to_thread(found.shards.open, version))
-        why = await asyncio.to_thread(found.shards.expect, version)
+        why = await asyncio.to_thread(found.shards.expect_and_check, version)
         assert "shards.json" in why
         assert not opening.done()
         addresses.write_text(written)

@@ -329,7 +329,7 @@ class Shards:
             missing = self._on_loop(partial(self._expect_and_check, engine.served_parts))
         return engine
 
-    def expect(self, version: ModelVersion) -> str:
+    def expect_and_check(self, version: ModelVersion) -> str:
         """Connects to the shards of ``version``, and lets replicas join for it. Returns why they
         cannot serve it yet, "" if they can; called in another thread than the event loop's."""
         return self._on_loop(partial(self._expect_and_check, served_parts(version)))

@@ -170,10 +170,12 @@ def build_version_manager(
     def open_version(name: str, target: Target) -> ModelVersion:
         return open_folder(target.path, selection)
 
-    of_shards = () if shards is None else (shards.expect, shards.start)
     version_manager: VersionManager = VersionManager(
-        pipeline, versions, engines, open_version, restore, make_batcher, *of_shards
+        pipeline, versions, engines, open_version, restore, make_batcher
     )
+    if shards is not None:
+        version_manager.why_not_yet = shards.expect_and_check
+        version_manager.start = shards.start
     return version_manager
 
 

@@ -89,7 +89,10 @@ class VersionManager:
             has opened the version already.
         report: function that reports what this process serves and loads, when that has changed. Set
             by the RolloutAgent.
-        why_not_yet, start: as in the constructor.
+        why_not_yet: function that returns why an opened version cannot be served yet, "" if it can.
+            Set for routers, whose shards have to hold it first.
+        start: coroutine function that starts what the engines need on the running event loop,
+            before the process listens. Set for routers.
     """
 
     def __init__(
@@ -100,24 +103,18 @@ class VersionManager:
         open_version: Callable[[str, Target], ModelVersion],
         restore: Restore,
         make_batcher: Callable[[LookupEngine, ModelInfo], Batcher],
-        why_not_yet: Callable[[ModelVersion], str] = lambda version: "",
-        start: Callable[[], Awaitable[None]] = _do_nothing,
     ) -> None:
         """
         Args:
             open_version: opens the version of a target for a name. Runs in a thread.
             make_batcher: called when a version takes over.
-            why_not_yet: returns why an opened version cannot be served yet, "" if it can. For
-                routers, whose shards have to hold it first.
-            start: coroutine function that starts what the engines need on the running event loop,
-                before the process listens.
         """
         self.versions = versions
         self.engines = dict(engines)
         self.open_version = open_version
         self.report: Callable[[WorkerStatus], None] = lambda status: None
-        self.why_not_yet = why_not_yet
-        self.start = start
+        self.why_not_yet: Callable[[ModelVersion], str] = lambda version: ""
+        self.start: Callable[[], Awaitable[None]] = _do_nothing
         self._models = pipeline.models
         self._metrics = pipeline.metrics
         self._restore = restore
