@@ -221,16 +221,16 @@ class DeltaFollower:
         if self._takes_back(waiting[0].delta):
             self._revert(waiting[0], start_s)
             return
-        parts, error = read_changes(self._line, waiting, self._position.seq, self._check_on_device)
+        read, error = read_changes(self._line, waiting, self._position.seq, self._check_on_device)
         try:
-            deltas = [one for part, _ in parts for one in part]
-            if deltas:
-                self._apply_once(deltas, [one for _, rows in parts for one in rows], start_s)
+            readable = [one for deltas, _ in read for one in deltas]
+            if readable:
+                self._apply_once(readable, [one for _, rows in read for one in rows], start_s)
         except (RowsFullError, GoldensError):
-            if len(parts) == 1:
+            if len(read) == 1:
                 raise
-            for part, rows in parts:
-                self._apply_once(part, rows, start_s)
+            for deltas, rows in read:
+                self._apply_once(deltas, rows, start_s)
         if error is not None:
             raise error
 

@@ -32,14 +32,14 @@ class Waiting:
         return datetime.fromisoformat(self.delta.as_of).timestamp()
 
 
-Part = tuple[list[Waiting], list[Change]]
+ReadDeltas = tuple[list[Waiting], list[Change]]
 """A delta and its changes; or consecutive deltas that are undone, their undos among them, and no
 changes."""
 
 
 def read_changes(
     line: DeltaLine, waiting: Sequence[Waiting], applied_seq: int, check_on_device: CheckRows | None
-) -> tuple[list[Part], StoreError | None]:
+) -> tuple[list[ReadDeltas], StoreError | None]:
     """Reads the rows and ids of those ``waiting`` that are not undone by another of them.
 
     Args:
@@ -47,7 +47,7 @@ def read_changes(
         check_on_device: as in DeltaFollower.
 
     Returns:
-        The deltas before the first whose rows cannot be read, in parts, and the error.
+        The deltas before the first whose rows cannot be read, and the error.
     """
     manifests = {one.delta.seq: one.delta for one in waiting}
     read: dict[int, list[Change]] = {}
@@ -62,17 +62,17 @@ def read_changes(
         except StoreError as caught:
             error, last = caught, delta.seq - 1
     seqs = {delta.seq for delta in wanted}
-    parts: list[Part] = []
+    found: list[ReadDeltas] = []
     undone: list[Waiting] = []
     for one in waiting:
         if one.delta.seq > last:
             break
         if one.delta.seq in seqs:
-            parts += [(undone, []), ([one], read[one.delta.seq])]
+            found += [(undone, []), ([one], read[one.delta.seq])]
             undone = []
         else:
             undone.append(one)
-    return [part for part in (*parts, (undone, [])) if part[0]], error
+    return [one for one in (*found, (undone, [])) if one[0]], error
 
 
 def _checked(
