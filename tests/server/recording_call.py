@@ -55,16 +55,16 @@ class RecordingWriter(ResponseWriter):
         self.is_aborted = True
 
 
-class OriginWriter(RecordingWriter):
-    """A writer of a request from ``origin``."""
+class SourceWriter(RecordingWriter):
+    """A writer of a request from ``source``."""
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self, source: str) -> None:
         super().__init__()
-        self._origin = origin
+        self._source = source
 
     @property
-    def origin(self) -> object:
-        return self._origin
+    def source(self) -> object:
+        return self._source
 
 
 class RecordingCall(RequestContext):

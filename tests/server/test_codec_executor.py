@@ -10,7 +10,7 @@ from server.codecs import JSON, decoding_in_thread
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
-from server.recording_call import BODY, OriginWriter, RecordingCall, make_options
+from server.recording_call import BODY, RecordingCall, SourceWriter, make_options
 from server.waiting import until
 
 from embedserve.lookup_types import LookupRequest, WouldBlockError
@@ -23,26 +23,26 @@ async def test_compressed_bodies_have_every_second_turn_however_many_callers_sen
     pipeline = make_pipeline(engine, executor=executor)
     decoded: list[str] = []
 
-    def submit(origin: str, *, is_compressed: bool) -> RecordingCall:
+    def submit(source: str, *, is_compressed: bool) -> RecordingCall:
         def block(*args: Any, **kwargs: Any) -> LookupRequest:
             raise WouldBlockError
 
         def decode(*args: Any) -> LookupRequest:
-            decoded.append(origin)
+            decoded.append(source)
             return JSON.decode(*args)
 
         codec = decoding_in_thread(replace(JSON, decode=block), gate.before(decode))
         options = make_options(pipeline, codec)
-        call = RecordingCall(pipeline, options, writer=OriginWriter(origin))
+        call = RecordingCall(pipeline, options, writer=SourceWriter(source))
         if is_compressed:
             decode_later(call, 1, lambda: BODY, is_compressed=True)
         else:
             pipeline.submit(call, BODY)
         return call
 
-    calls = [submit(origin, is_compressed=True) for origin in ("A", "A", "B", "B", "C")]
+    calls = [submit(source, is_compressed=True) for source in ("A", "A", "B", "B", "C")]
     await until(lambda: gate.threads)
-    calls += [submit(origin, is_compressed=False) for origin in ("D", "D", "E")]
+    calls += [submit(source, is_compressed=False) for source in ("D", "D", "E")]
     gate.opened.set()
     await until(lambda: all(call.responses for call in calls))
     assert "".join(decoded) == "ADAEBDCB"

@@ -18,8 +18,8 @@ from server.open_inference import jagged as jagged_inputs
 from server.predictions import prediction_request
 from server.recording_call import (
     BODY,
-    OriginWriter,
     RecordingCall,
+    SourceWriter,
     expect_internal,
     fail,
     outcomes,
@@ -138,8 +138,8 @@ async def test_decoding_thread_is_shared_fairly_between_callers(
 ) -> None:
     monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 6 * len(LARGE))
 
-    def submit_as(origin: str) -> RecordingCall:
-        return submit_request(pipeline, LARGE, gated_codec(gate), writer=OriginWriter(origin))
+    def submit_as(source: str) -> RecordingCall:
+        return submit_request(pipeline, LARGE, gated_codec(gate), writer=SourceWriter(source))
 
     many = [submit_as("A") for _ in range(3)]
     await until(lambda: gate.threads)

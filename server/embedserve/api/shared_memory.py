@@ -15,7 +15,7 @@ from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.access.grants import EMBEDDERS
 from embedserve.api.dependencies import PipelineDep, json_body_of, read_json
 from embedserve.errors import PermissionDeniedError
-from embedserve.pipeline import ORIGIN
+from embedserve.pipeline import ORIGIN_HEADER
 from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 
 PREFIX = "/v2/systemsharedmemory"
@@ -42,7 +42,7 @@ class RegionStatus(BaseModel):
 
 async def _owner(request: Request, pipeline: PipelineDep) -> str:
     headers = request.scope["headers"]
-    if one_header(headers, ORIGIN) is not None:
+    if one_header(headers, ORIGIN_HEADER) is not None:
         raise PermissionDeniedError("a browser's page has no shared memory: Origin is set")
     pipeline.models.check_loaded()
     access = pipeline.authenticator

@@ -9,7 +9,7 @@ ids.
 from embedserve.pipeline.codec_executor import decode_later
 from embedserve.pipeline.request_pipeline import (
     LARGE_RESPONSE_BYTES,
-    ORIGIN,
+    ORIGIN_HEADER,
     ROUTING_KEY,
     RequestContext,
     RequestOptions,
@@ -19,7 +19,7 @@ from embedserve.pipeline.response_writer import UPLOAD_S_MAX, ResponseWriter, la
 
 __all__ = [
     "LARGE_RESPONSE_BYTES",
-    "ORIGIN",
+    "ORIGIN_HEADER",
     "ROUTING_KEY",
     "UPLOAD_S_MAX",
     "RequestContext",

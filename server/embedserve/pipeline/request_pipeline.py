@@ -49,7 +49,7 @@ ROUTING_KEY = b"x-routing-key"
 traffic."""
 _UNDECIDED = TraceContext("", "", False)
 """Trace of a request before it is decided whether it is sampled."""
-ORIGIN = b"origin"
+ORIGIN_HEADER = b"origin"
 """Header that browsers add to the requests of a page to another site."""
 
 
@@ -120,7 +120,7 @@ class RequestContext(PendingRequest):
 
     @property
     def source(self) -> object:
-        return self.quota or self.writer.origin
+        return self.quota or self.writer.source
 
     @property
     def caller(self) -> str:
@@ -345,7 +345,7 @@ class RequestPipeline:
         codec, shared = context.options.codec, self.shared_memory
         if shared is None or codec.in_regions is None:
             return codec.decode
-        is_page = context.writer.header(ORIGIN) is not None
+        is_page = context.writer.header(ORIGIN_HEADER) is not None
         return codec.in_regions(NONE if is_page else shared.of(context.owner))
 
     def reject_if_overloaded(self, context: RequestContext) -> None:

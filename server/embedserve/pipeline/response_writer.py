@@ -33,9 +33,9 @@ class ResponseWriter(ABC):
         return ""
 
     @property
-    def origin(self) -> object:
-        """Origin of the request, such as its connection, that stands for an unauthenticated client
-        in fair sharing. By default each request is its own origin."""
+    def source(self) -> object:
+        """Source of the request, such as its connection, that stands for an unauthenticated client
+        in fair sharing. By default each request is its own source."""
         return self
 
     @property

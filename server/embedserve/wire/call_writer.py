@@ -29,7 +29,7 @@ class StreamWriter(ResponseWriter, Generic[AnyStream]):
     _stream: AnyStream
 
     @property
-    def origin(self) -> object:
+    def source(self) -> object:
         return self._stream.connection
 
     @property

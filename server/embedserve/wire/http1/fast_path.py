@@ -113,7 +113,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
     # The response
 
     @property
-    def origin(self) -> object:
+    def source(self) -> object:
         return self
 
     @property
