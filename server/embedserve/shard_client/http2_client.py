@@ -13,7 +13,7 @@ from embedserve.shard_client.client_stream import ClientStream, OnReply
 from embedserve.shard_client.reply import INTERNAL, Reply, lost, reset_reply
 from embedserve.shard_client.response_frames import (
     CONNECTION_WINDOW,
-    FRAME_BYTES_TAKEN,
+    FRAME_BYTES_ACCEPTED_MAX,
     ResponseFrames,
 )
 from embedserve.wire.grpc.grpc_framing import PREFIX, PREFIX_BYTES
@@ -101,7 +101,7 @@ class Http2Client:
             + frames.settings(
                 (frames.SETTINGS_ENABLE_PUSH, 0),
                 (frames.SETTINGS_INITIAL_WINDOW_SIZE, stream_window),
-                (frames.SETTINGS_MAX_FRAME_SIZE, FRAME_BYTES_TAKEN),
+                (frames.SETTINGS_MAX_FRAME_SIZE, FRAME_BYTES_ACCEPTED_MAX),
                 (frames.SETTINGS_MAX_HEADER_LIST_SIZE, LIST_BYTES_MAX),
             )
             + frames.window_update(0, CONNECTION_WINDOW - WINDOW_AT_START)

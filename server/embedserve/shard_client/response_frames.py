@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CONNECTION_WINDOW = 64 << 20
 """Bytes of responses that a shard may send before the client returns window, which it does as soon
 as half of them have arrived."""
-FRAME_BYTES_TAKEN = 1 << 20
+FRAME_BYTES_ACCEPTED_MAX = 1 << 20
 """Bytes of the largest DATA frame accepted. Payloads are passed on as they arrive, so a large frame
 needs no buffer."""
 
@@ -99,7 +99,7 @@ class ResponseFrames:
             stream_id &= STREAM_MASK
             if not client.is_begun or self._block is not None:
                 self._check_order(kind, flags)
-            limit = FRAME_BYTES_TAKEN if kind == DATA else LIST_BYTES_MAX
+            limit = FRAME_BYTES_ACCEPTED_MAX if kind == DATA else LIST_BYTES_MAX
             if length > limit:
                 reason = f"a frame has {length} bytes, the most is {limit}"
                 raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from embedserve.wire.http2 import frames
-from embedserve.wire.http2.frame_writer import FRAME_BYTES_TAKEN
+from embedserve.wire.http2.frame_writer import FRAME_BYTES_SENT_MAX
 from embedserve.wire.http2.frames import (
     ACK,
     GOAWAY,
@@ -117,7 +117,7 @@ class ControlFrames:
             if number == frames.SETTINGS_INITIAL_WINDOW_SIZE:
                 window = value
             elif number == frames.SETTINGS_MAX_FRAME_SIZE:
-                self._frame_writer.frame_bytes_max = min(value, FRAME_BYTES_TAKEN)
+                self._frame_writer.frame_bytes_max = min(value, FRAME_BYTES_SENT_MAX)
         if window != self._frame_writer.stream_window:
             # Applied once per frame, even if the frame repeats the setting: many streams may be
             # open.

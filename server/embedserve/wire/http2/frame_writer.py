@@ -35,7 +35,7 @@ KEPT_BYTES_MIN = 1 << 20
 """Blocked responses below this many bytes are copied, so that they do not keep their whole batch
 alive."""
 END_HEADERS_AND_STREAM = END_HEADERS | END_STREAM
-FRAME_BYTES_TAKEN = 1 << 20
+FRAME_BYTES_SENT_MAX = 1 << 20
 """Bytes of the largest DATA payload that is sent, even if the client allows larger frames."""
 
 
@@ -84,7 +84,7 @@ class FrameWriter:
         self.ready: deque[Stream] = deque()
         self.fresh: list[Stream] = []
         self._block_start = NO_TABLE
-        self._whole_bytes_max = -1  # of a body sent as one string; -1 before the first headers
+        self._whole_bytes_max = -1  # of a body sent as one string; -1 until NO_TABLE is framed
         self._given_bytes = 0  # added to the connection window since _stuck_since_s
         self._stuck_since_s = perf_counter()
 
@@ -201,7 +201,7 @@ class FrameWriter:
                 continue
             left -= self._send_some(stream, TURN_BYTES if self.ready else left)
             if not stream.unsent:
-                self._has_sent(stream)
+                self._on_body_framed(stream)
             else:
                 self._make_ready(stream)
         return OUT_BYTES_MAX - left
@@ -252,7 +252,7 @@ class FrameWriter:
         out.append(chunk[start:])
         self.response_frames += 1 + start // size
 
-    def _has_sent(self, stream: Stream) -> None:
+    def _on_body_framed(self, stream: Stream) -> None:
         """Ends or resumes a stream after all of its queued body was framed."""
         stream.blocked_since_s = 0.0
         if stream.tail == b"":
