@@ -52,7 +52,6 @@ class Http2Protocol(Connection):
         "_has_ended",
         "_idle_since_s",
         "_is_continue_due",
-        "_is_flush_due",
         "_is_write_paused",
         "_loop",
         "_pipeline",
@@ -60,6 +59,7 @@ class Http2Protocol(Connection):
         "_server",
         "_start_s",
         "_transport",
+        "_will_flush",
     )
 
     def __init__(self, routes: RouteTable, uploads: UploadBudget, server: WireServer) -> None:
@@ -68,7 +68,7 @@ class Http2Protocol(Connection):
         self._connection = Http2Connection(routes.resolve_http2, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
         self._has_ended = self._is_write_paused = False
-        self._is_flush_due = self._is_continue_due = False
+        self._will_flush = self._is_continue_due = False
         self._progress = ReadProgress()
         self._start_s = self._idle_since_s = perf_counter()
 
@@ -81,7 +81,7 @@ class Http2Protocol(Connection):
 
     def data_received(self, data: bytes) -> None:
         connection = self._connection
-        self._is_flush_due = True  # responses written while reading are flushed once at the end
+        self._will_flush = True  # responses written while reading are flushed once at the end
         connection.receive(data)
         if connection.has_more:
             # Yields to other connections before the rest is read.
@@ -92,7 +92,7 @@ class Http2Protocol(Connection):
             self._server.record_growth(len(data))
         writer = connection.frame_writer
         if not (writer.out or writer.ready or connection.is_over):
-            self._is_flush_due = False
+            self._will_flush = False
         elif self._pipeline.models.has_full_unsized_queue:
             # Under overload many rejections follow: they are batched, as each write wakes a client.
             self._pipeline.flush_later(self.flush)
@@ -118,13 +118,13 @@ class Http2Protocol(Connection):
             raise
 
     def _on_output(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
+        if not self._will_flush:
+            self._will_flush = True
             self._pipeline.flush_later(self.flush)
 
     def flush(self) -> None:
         """Writes pending output until the transport is full."""
-        self._is_flush_due = False
+        self._will_flush = False
         if self._is_write_paused or self._has_ended or self._transport.is_closing():
             return
         writer = self._connection.frame_writer
