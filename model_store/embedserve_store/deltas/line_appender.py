@@ -7,6 +7,7 @@ off. A push that exceeds the limits of a delta is appended as several. Imports t
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +119,7 @@ class LineAppender:
             RevertedError, WriterFencedError, InvalidModelError, StoreError: as DeltaWriter.push.
         """
         self.advance_past_own()
+        number = self._ranks.on_first(lambda: _step_number(step))
         parts = [*split(changes)]
         sizes = self._ranks.from_all([encoded_bytes(part) for part in parts])
         id_parts = [*split_ids([*ids.values()])]
@@ -129,7 +131,7 @@ class LineAppender:
             line=self.position.line,
             writer=self._author,
             token=self._token,
-            step=step,
+            step=number,
             as_of=as_of,
         )
         for count in counts[:-1]:
@@ -320,6 +322,15 @@ class LineAppender:
                 f"{self._where}/{manifest_name(delta.seq)}: {delta.writer} wrote it, with rows as "
                 f"of {delta.as_of}: this writer stops"
             )
+
+
+def _step_number(step: Any) -> int | None:
+    """Returns an integer of any type as int. Raises InvalidModelError for other values, which no
+    reader of the delta accepts."""
+    try:
+        return None if step is None else int(operator.index(step))
+    except TypeError as error:
+        raise InvalidModelError(f"step is {step!r:.80}, expected an integer") from error
 
 
 def _file_counts(sizes: Sequence[Sequence[int]], id_sizes: Sequence[int]) -> list[list[int]]:

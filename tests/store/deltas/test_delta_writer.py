@@ -63,6 +63,17 @@ def test_each_push_writes_one_delta(store: Path, writer: DeltaWriter) -> None:
     np.testing.assert_allclose(near, rows("item", 1), atol=0.02)
 
 
+@pytest.mark.parametrize("step", [1.5, "7", float("nan"), torch.tensor(2.0)])
+def test_step_that_is_no_integer_is_rejected(store: Path, writer: DeltaWriter, step: Any) -> None:
+    """No server could read the manifest, nor any delta after it."""
+    with pytest.raises(InvalidModelError, match=r"step is .*, expected an integer"):
+        writer.push_rows(tag_row(1), step=step)
+    assert files_in(store) == set()
+    for one in (np.int64(3), torch.tensor(3)):
+        writer.push_rows(tag_row(1), step=one)  # type: ignore[call-overload]
+    assert [(type(delta.step), delta.step) for delta in deltas_in(store)] == [(int, 3)] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_pushed_rows_may_be_tensors(store: Path, writer: DeltaWriter, dtype: torch.dtype) -> None:
     values = torch.from_numpy(rows("user", 2)).to(dtype).requires_grad_()
