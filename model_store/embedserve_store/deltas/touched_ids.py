@@ -126,10 +126,10 @@ class TouchedIds:
 
 
 def _tracker_of(dmp: Any, consumer: str) -> Any:
-    """Returns the delta tracker of ``dmp``, which it initializes if there is none.
+    """Returns the delta tracker of ``dmp``, with ``consumer``; initializes it if there is none.
 
     Raises:
-        InvalidModelError: it cannot be initialized, or was without ``consumer``.
+        InvalidModelError: it cannot be initialized, or has ``consumer`` already.
     """
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode
@@ -138,9 +138,17 @@ def _tracker_of(dmp: Any, consumer: str) -> Any:
         raise InvalidModelError(
             f"touched rows are tracked in a DistributedModelParallel, not in a {type(dmp).__name__}"
         )
+    if (tracker := dmp.get_delta_tracker()) is not None:
+        if consumer in tracker.per_consumer_batch_idx:
+            raise InvalidModelError(
+                f"TorchRec's delta tracker has the consumer {consumer!r} already: close the "
+                "DeltaWriter that tracks these tables before you make another"
+            )
+        tracker.per_consumer_batch_idx[consumer] = -1  # the index with which TorchRec begins
+        return tracker
     config = DeltaTrackerConfig(tracking_mode=TrackingMode.ID_ONLY, consumers=[consumer])
     try:
-        tracker = dmp.init_torchrec_delta_tracker(config)
+        return dmp.init_torchrec_delta_tracker(config)
     except AttributeError as error:
         if error.name != "module":
             raise
@@ -149,13 +157,6 @@ def _tracker_of(dmp: Any, consumer: str) -> Any:
             f"the model ({error}). Call init_data_parallel() before; if the model has no dense "
             "parameters, hold it in a torch.nn.Module as its attribute 'module', and shard that"
         ) from error
-    if consumer not in tracker.per_consumer_batch_idx:
-        consumers = ", ".join(map(repr, tracker.per_consumer_batch_idx))
-        raise InvalidModelError(
-            f"TorchRec's delta tracker was initialized for {consumers} alone: add {consumer!r} to "
-            "the consumers of its DeltaTrackerConfig"
-        )
-    return tracker
 
 
 def _tracked_tables(tracker: Any, dmp: torch.nn.Module, collection: Any) -> dict[str, str]:

@@ -35,21 +35,25 @@ from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.publishing.ranks import Ranks
 
-OUR_CONSUMER = "embedserve:ebc"
-
 pytestmark = TRACKING_MARKS
 
 
 # Delta trackers that other code attached
 
 
-def test_tracker_without_our_consumer_is_rejected_with_advice() -> None:
+@pytest.mark.parametrize("consumers", [[], ["own"]])
+def test_tracked_collection_is_tracked_again_only_after_close(consumers: list[str]) -> None:
+    """Each of two would take rows that the other never sees."""
     dmp = ranker(tables=USER)
-    dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
-    with pytest.raises(
-        InvalidModelError, match=rf"for 'own' alone: add '{OUR_CONSUMER}' to the consumers"
-    ):
-        TrackedRows(dmp, Ranks())
+    if consumers:
+        dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=consumers))
+    for _ in range(2):
+        tracked = TrackedRows(dmp, Ranks())
+        with pytest.raises(InvalidModelError, match=r"consumer 'embedserve:ebc' already: close"):
+            TrackedRows(dmp, Ranks())
+        record(dmp, "user", [3])
+        assert take_rows(tracked)["user"][0].tolist() == [3]
+        tracked.close()
 
 
 @pytest.mark.parametrize("auto_compact", [False, True])
@@ -57,26 +61,26 @@ def test_tracker_can_be_shared_with_other_consumers(
     monkeypatch: pytest.MonkeyPatch, auto_compact: bool
 ) -> None:
     dmp = ranker(tables=TRACKED)
-    consumers = [OUR_CONSUMER] if auto_compact else ["own", OUR_CONSUMER]
-    config = DeltaTrackerConfig(consumers=consumers, auto_compact=auto_compact)
+    config = DeltaTrackerConfig(consumers=["own"], auto_compact=auto_compact)
     tracker = dmp.init_torchrec_delta_tracker(config)
     tracked, served = TrackedRows(dmp, Ranks()), gathered(dmp)
     pipeline, rng = semi_sync_pipeline(dmp, monkeypatch), np.random.default_rng(0)
-    batches = iter([batch(rng, TRACKED) for _ in range(24)])
+    batches = iter([batch(rng, TRACKED) for _ in range(26)])
     for at in range(24):
         pipeline.progress(batches)
-        if not auto_compact and at % 2:
+        if at % 2:
             tracker.get_unique_ids("own")
         if at % 5 in (0, 1, 3):
             apply_rows(served, take_rows(tracked))
             assert lost_rows(served, dmp) == 0
     tracked.close()
-    assert (dmp.get_delta_tracker() is None) == auto_compact
+    pipeline.progress(batches)
+    assert tracker.get_unique_ids("own")
 
 
 def test_batches_merged_by_the_tracker_are_taken_again() -> None:
     dmp = ranker(tables=USER)
-    dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=[OUR_CONSUMER], auto_compact=True))
+    dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"], auto_compact=True))
     tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=2), stepper(dmp)
     for id_ in (1, 2, 3, 4):
         step(ids_of({"user": [id_], "friend": []}))
@@ -93,8 +97,6 @@ def test_two_collections_of_a_model_are_tracked_separately() -> None:
     words = {"word": (30, 4, ["word"], "table_wise")}
     both = nn.ModuleDict({"a": Ranker(tables=USER), "b": Ranker(tables=words)})
     dmp = shard_model(both, {"user": "row_wise", "word": "table_wise"})
-    consumers = ["embedserve:a.ebc", "embedserve:b.ebc"]
-    dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=consumers))
     first, second = TrackedRows(dmp, Ranks(), "a"), TrackedRows(dmp, Ranks(), "b")
     record(dmp, "user", [3])
     record(dmp, "word", [4])
