@@ -6,6 +6,7 @@ Each rank reads its own. Imports torch and torchrec only when called.
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError
@@ -78,8 +79,9 @@ class TouchedIds:
         consumers = tracker.per_consumer_batch_idx
         end = tracker.curr_batch_idx + 1
         first = self._steps[0] if self._steps else end
-        if self._steps and (len(consumers) > 1 or tracker._auto_compact):
-            first = consumers[self._consumer]  # merged batches have the index of their first
+        if len(consumers) > 1 or tracker._auto_compact:
+            # Merged batches have the index of their first. Those of the last may be among them.
+            found = {fqn: [replace(one, batch_idx=end - 1) for one in found[fqn]] for fqn in found}
         self._again = {
             fqn: [
                 lookup

@@ -55,9 +55,9 @@ class TrackedRows:
 
     Until they are taken or set aside, tracking keeps 8 bytes on the model's device for each id that
     this rank looks up (4 if ids are int32), repeated ids included; those of the last
-    ``overlap_steps`` steps are kept until the take after. If the tracker has other consumers or
-    ``auto_compact``, those of the whole last interval are kept and taken once more instead. A model
-    whose rows are no longer taken must be closed, else its ids accumulate.
+    ``overlap_steps`` steps are kept until the take after, and if the tracker has other consumers or
+    ``auto_compact``, those of all steps since the take before these. A model whose rows are no
+    longer taken must be closed, else its ids accumulate.
 
     Attributes:
         dtype: least precise dtype of this rank's shards; float32 if it has none.

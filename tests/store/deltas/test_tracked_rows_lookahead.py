@@ -63,9 +63,12 @@ def test_torchrec_reports_ids_at_the_lookup_and_not_after_the_update() -> None:
         tracker.get_unique_ids("own")
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("overlap_steps", [1, 2, 3])
-def test_ids_of_the_last_overlap_steps_are_taken_again(overlap_steps: int) -> None:
+def test_ids_of_the_last_overlap_steps_are_taken_again(overlap_steps: int, is_shared: bool) -> None:
     dmp = ranker(tables=USER)
+    if is_shared:
+        dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
     tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=overlap_steps), stepper(dmp)
     rng, ids = np.random.default_rng(5), []
     for at in range(12):
@@ -94,8 +97,11 @@ def test_evaluation_forwards_do_not_count_as_steps() -> None:
     assert lost_rows(served, dmp) == 0
 
 
-def test_ids_are_taken_again_until_a_step_follows_their_lookup() -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_ids_are_taken_again_until_a_step_follows_their_lookup(is_shared: bool) -> None:
     dmp = ranker(tables=USER)
+    if is_shared:
+        dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
     tracked, step = TrackedRows(dmp, Ranks()), stepper(dmp)
     record(dmp, "user", [9])  # like a pipeline that begins
     for _ in range(2):
