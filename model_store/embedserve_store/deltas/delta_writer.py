@@ -98,6 +98,7 @@ class DeltaWriter:
             StoreError: on all ranks: there is no such version, the end of its line is damaged, the
                 store cannot be read or written, or the key or ``notify`` cannot be used.
         """
+        self._is_closed = False
         self._tracked: TrackedRows | None = None
         self._pushes = PushRunner()
         self._ranks = Ranks()
@@ -177,7 +178,7 @@ class DeltaWriter:
                 is removed without being there.
             RevertedError, WriterFencedError, StoreError: as in ``push_rows``. StoreError also if a
                 rank cannot copy its rows.
-            ValueError: the writer was made without ``module``.
+            ValueError: the writer is closed, or was made without ``module``.
         """
         if self._tracked is None or self._module is None:
             raise ValueError("push needs DeltaWriter(…, module=…); rows of your own: push_rows")
@@ -256,6 +257,7 @@ class DeltaWriter:
                 checkpoint and make a new writer.
             WriterFencedError: on all ranks: another writer has appended to the line.
             StoreError: on all ranks: the store cannot be written.
+            ValueError: the writer is closed.
         """
         self._begin()
         as_of = as_of_now()
@@ -295,7 +297,9 @@ class DeltaWriter:
             WriterFencedError: on all ranks: another writer has appended to the line.
             StoreError: on all ranks: the store cannot be read, or an undone delta is damaged, so
                 that its rows are not known. Or the push in flight failed.
+            ValueError: the writer is closed.
         """
+        self._check_open()
         with suppress(RevertedError):
             self.wait()
         rows, ids = self._line.advance_past_undos(is_tracked=self._tracked is not None)
@@ -312,6 +316,7 @@ class DeltaWriter:
         try:
             self.wait()
         finally:
+            self._is_closed = True
             if self._tracked is not None:
                 self._tracked.close()
             if self._notifier is not None:
@@ -330,6 +335,7 @@ class DeltaWriter:
         if error is None:
             self.close()
             return
+        self._is_closed = True
         self._pushes.leave()  # the other ranks may never come to join it, or to close their groups
         if self._tracked is not None:
             self._tracked.close()
@@ -341,8 +347,14 @@ class DeltaWriter:
 
     def _begin(self) -> None:
         """Waits for the push in flight, and raises the error that stops this writer."""
+        self._check_open()
         self.wait()
         self._line.check_continues()
+
+    def _check_open(self) -> None:
+        """Raises ValueError after ``close``, when no rank can reach the others any more."""
+        if self._is_closed:
+            raise ValueError("the DeltaWriter is closed: make another to push")
 
     def _keep_rows(self, tracked: TrackedRows, taken: TakenRows | None = None) -> None:
         """Keeps the rows of a push that failed for the next one, if there can be one.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from store.deltas.conftest import rows
@@ -53,6 +54,10 @@ def run(rank: int, store: str, kind: str) -> None:
         limit = 5000 if kind == "rows" else DELTA_BYTES_MAX  # room for one file
         with patch.object(line_appender, "DELTA_BYTES_MAX", limit):
             outcomes.append(push(writer, kind, *last))
+    with pytest.raises(ValueError, match="is closed"):
+        push(writer, kind, *last)
+    with pytest.raises(ValueError, match="is closed"):
+        writer.resume()
     all_outcomes: list[list[str] | None] = [None] * WORLD_SIZE
     dist.all_gather_object(all_outcomes, outcomes)
     if rank == 0:
