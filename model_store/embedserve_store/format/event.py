@@ -55,7 +55,7 @@ def parse_event(text: bytes, where: str) -> Event:
     """
     data = parse_sealed(text, where, FORMAT_VERSION)
     versions = typed(data, "versions", list, where)
-    if not all(isinstance(one, int) for one in versions):
+    if not all(type(one) is int for one in versions):
         raise StoreError(f"{where}: versions is {versions!r}, expected a list of numbers")
     texts = {
         name: typed(data, name, str, where)

@@ -96,6 +96,14 @@ def test_damaged_event_is_rejected_with_its_file_name(tmp_path: Path) -> None:
         ModelStore(tmp_path).history()
 
 
+@pytest.mark.parametrize("version", [True, 1.0, "1"])
+def test_event_whose_version_is_no_number_is_rejected(version: object) -> None:
+    fields = dict.fromkeys(("what", "model", "who", "when", "host", "source", "detail"), "")
+    text = event.Event(versions=[version], **fields).to_bytes()  # type: ignore[list-item]
+    with pytest.raises(StoreError, match=r"^e: versions is \[.*\], expected a list of numbers$"):
+        event.parse_event(text, "e")
+
+
 def test_history_limit_reads_only_the_newest_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
