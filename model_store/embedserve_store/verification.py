@@ -29,7 +29,9 @@ def verify(version: ModelVersion, progress: Progress | None = None) -> None:
         StoreError: a file or table has changed since it was published.
     """
     manifest_path, ids_path = version.path / MANIFEST, version.path / IDS
-    parse_manifest(read_file(manifest_path), str(manifest_path))
+    manifest = parse_manifest(read_file(manifest_path), str(manifest_path))
+    if manifest.fingerprint != version.whole.fingerprint:
+        raise StoreError(f"{manifest_path}: is another manifest than the one that was opened")
     check_small_files(version.path, version.manifest)
     if version.id_maps:
         entries = {name: len(one) for name, one in version.id_maps.items()}

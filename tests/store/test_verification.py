@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torchrec import EmbeddingBagCollection
 from writable import writable
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import publish
@@ -115,6 +117,14 @@ def test_changes_after_loading_are_detected(
     path = folder / name
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(StoreError, match=f"{name}: (sha256|not JSON|expected a JSON object)"):
+        verify(loaded)
+
+
+def test_another_manifest_with_a_valid_seal_is_detected(folder: Path) -> None:
+    loaded = LocalStore(folder.parent.parent).load("m")
+    other = replace(loaded.manifest, source={"by": "another"})
+    (folder / "manifest.json").write_bytes(sealed_json(other.to_json()))
+    with pytest.raises(StoreError, match=r"manifest\.json: is another manifest than the one that"):
         verify(loaded)
 
 
