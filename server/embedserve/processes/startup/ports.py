@@ -187,7 +187,11 @@ def _reserve(claimed: socket.socket) -> socket.socket:
 def _bind_shared(other: socket.socket) -> socket.socket:
     """Returns a socket that shares the port of ``other``."""
     sock = socket.socket(other.family, socket.SOCK_STREAM)
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        sock.setsockopt(socket.SOL_SOCKET, option, 1)
-    sock.bind(other.getsockname())
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        sock.bind(other.getsockname())
+    except OSError:
+        sock.close()
+        raise
     return sock

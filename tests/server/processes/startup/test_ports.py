@@ -108,6 +108,14 @@ def test_workers_share_claimed_ports_and_other_claims_fail() -> None:
     shared.close()
 
 
+def test_worker_that_cannot_bind_leaves_no_socket_open() -> None:
+    """Fails by the ResourceWarning of a socket that nobody has closed."""
+    ports = claim_ports("127.0.0.1", 0, 0)
+    ports.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        ports.bind()
+
+
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_claimed_grpc_port_accepts_connections_only_once_it_listens(is_fresh: bool) -> None:
     """Covers clients and other servers, also after a server that left connections behind."""
