@@ -123,6 +123,16 @@ def unreadable(
     return StoreError(message) if is_there else UnreachableError(message)
 
 
+def check_tables_known(what: str, named: Iterable[str], tables: Iterable[str]) -> None:
+    """Raises InvalidModelError if ``what`` names a table that is not one of the model's
+    ``tables``."""
+    there = [*tables]
+    for name in named:
+        if name not in there:
+            listed = ", ".join(there)
+            raise InvalidModelError(f"{what} names table {name!r}, the model has {listed}")
+
+
 def missing_model(where: object, model: str, models: Iterable[str]) -> StoreError:
     """Returns the error for a model that is not in the store at ``where``."""
     there = ", ".join(models) or "none"

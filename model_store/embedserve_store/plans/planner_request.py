@@ -13,7 +13,12 @@ from typing import Any
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.constants import MIN_CW_DIM
 
-from embedserve_store.errors import InvalidModelError, StoreError, checking_model
+from embedserve_store.errors import (
+    InvalidModelError,
+    StoreError,
+    check_tables_known,
+    checking_model,
+)
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.sharding_types import AUTO, auto_types, why_not
@@ -32,11 +37,10 @@ def own_constraints(
             table and the field.
     """
     by_name = {table.name: table for table in tables}
+    check_tables_known("constraints", constraints, by_name)
     result = {}
     for name, given in constraints.items():
         where = f"constraints of table {name!r}"
-        if name not in by_name:
-            raise InvalidModelError(f"{where}: the model has {list(by_name)}")
         with checking_model():
             if isinstance(given, ParameterConstraints):
                 given = from_torchrec(given, by_name[name], where)
@@ -104,9 +108,7 @@ def combined(
     names = [table.name for table in tables]
     if isinstance(sharding, str):
         sharding = dict.fromkeys(names, sharding)
-    for name in sharding:
-        if name not in names:
-            raise InvalidModelError(f"sharding names table {name!r}, the model has {names}")
+    check_tables_known("sharding", sharding, names)
     result = dict(constraints)
     for table in tables:
         kind = sharding.get(table.name, AUTO)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embedserve_store.errors import InvalidModelError
+from embedserve_store.errors import InvalidModelError, check_tables_known
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.version_writer import Source
 from embedserve_store.sources import live
@@ -100,7 +100,5 @@ def choice_by_table(what: str, tables: Sequence[TableSpec], choice: Choice) -> d
     names = [table.name for table in tables]
     if isinstance(choice, str):
         return dict.fromkeys(names, choice)
-    for name in choice:
-        if name not in names:
-            raise InvalidModelError(f"{what} names table {name!r}, the model has {names}")
+    check_tables_known(what, choice, names)
     return dict(choice)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import InvalidModelError, checking_model
+from embedserve_store.errors import InvalidModelError, check_tables_known, checking_model
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap
@@ -44,9 +44,7 @@ def resolve_ids(
     """
     names = [table.name for table in tables]
     for what, given in (("ids", rules), ("vocabularies", vocabularies)):
-        for name in given:
-            if name not in names:
-                raise InvalidModelError(f"{what} names table {name!r}, the model has {names}")
+        check_tables_known(what, given, names)
     tables = tuple(
         replace(table, ids=_rule(table, rules.get(table.name), table.name in vocabularies))
         for table in tables

@@ -33,7 +33,7 @@ def test_sharding_is_set_by_table_and_auto_by_default() -> None:
         ("rows", "table 't': sharding is 'rows', expected one of table_wise, row_wise"),
         ("table_row_wise", "table 't': table_row_wise shards a table over several hosts"),
         ("grid_shard", "table 't': grid_shard shards a table over several hosts"),
-        ({"u": "row_wise"}, r"sharding names table 'u', the model has \['t'\]"),
+        ({"u": "row_wise"}, r"sharding names table 'u', the model has t$"),
     ],
 )
 def test_unsupported_sharding_is_rejected(sharding: Any, message: str) -> None:
@@ -58,7 +58,7 @@ def test_torchrec_constraints_and_dicts_equal_table_constraints() -> None:
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        ({"u": TableConstraints()}, r"constraints of table 'u': the model has \['t'\]"),
+        ({"u": TableConstraints()}, r"constraints names table 'u', the model has t$"),
         (
             {"t": ParameterConstraints(compute_kernels=["fused_uvm_caching"])},
             r"table 't': compute_kernels is \['fused_uvm_caching'\], expected a list of quant, ",

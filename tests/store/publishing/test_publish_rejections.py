@@ -80,7 +80,7 @@ def test_weights_on_the_meta_device_are_rejected(make_ebc: MakeEbc, tmp_path: Pa
     ("options", "message"),
     [
         ({"dtype": "int2"}, "table 'user': dtype is 'int2', expected one of float32"),
-        ({"dtype": {"usr": "int8"}}, "dtype names table 'usr', the model has"),
+        ({"dtype": {"usr": "int8"}}, "dtype names table 'usr', the model has user, item, tag$"),
         ({"sharding": "grid"}, "table 'user': sharding is 'grid'"),
         ({"sharding": {"usr": "row_wise"}}, "sharding names table 'usr'"),
         ({"ids": {"usr": IdRule()}}, "ids names table 'usr'"),
