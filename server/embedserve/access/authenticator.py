@@ -45,7 +45,7 @@ class Certificate:
 
 
 class AdmissionTarget(Protocol):
-    """Interface of a request to admission control."""
+    """A request as the authenticator sees it."""
 
     quota: CallerQuota | None
     start_s: float

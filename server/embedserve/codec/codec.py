@@ -133,8 +133,9 @@ class Codecs:
     api/wire_openapi.py.
 
     Attributes:
-        formats: formats of POST /embed. A body is read by the first that its Content-Type begins
-            with; Accept chooses the response's. JSON, the default, is the last.
+        formats: formats of POST /embed. The first whose content type is a prefix of the request's
+            Content-Type decodes the body; Accept selects the one of the response. JSON, the
+            default, is the last.
         json: JSON.
         protobuf: EmbedRequest and EmbedResponse.
         arrow: Arrow streams, columns of ids in and columns of vectors out.

@@ -1,9 +1,10 @@
 """Request pipeline of a process, shared by all protocols.
 
-The pipeline admits a request, decodes its body, and enqueues it with its model. When the vectors
-are available it encodes them, writes the bytes, and counts the request. A protocol is a small
-adapter: it implements ResponseWriter and creates a RequestContext for each request. It never sees
-ids.
+A protocol is a small adapter: it creates a RequestContext for each request, has its caller
+authenticated, submits it with its body, and implements ResponseWriter. It never sees ids. The
+pipeline checks the deadline and the queue, decodes the body, and enqueues the request with its
+model. When the vectors are available it encodes them, hands the bytes to the writer, and counts the
+request.
 """
 
 from embedserve.pipeline.codec_executor import decode_later

@@ -61,7 +61,11 @@ class ResponseWriter(ABC):
     def write_response(
         self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        """Writes the encoded response of ``nbytes`` bytes, and the telemetry ``headers`` if any."""
+        """Writes the encoded response of ``nbytes`` bytes.
+
+        Args:
+            headers: extra headers of the codec and of telemetry, which gRPC sends as trailers.
+        """
 
     @abstractmethod
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:

@@ -34,7 +34,10 @@ _INVALID_TARGET_BYTE = re.compile(rb"[^!-~]|#")
 
 
 class RouteTable:
-    """Finds the handler of a request; HTTP/2 reuses it for all requests with equal headers.
+    """Finds the factory that makes the handler of a request.
+
+    HTTP/2 caches factories by header block, so that requests with equal headers share one. Each
+    request gets a handler of its own.
 
     Attributes:
         pipeline: request pipeline.

@@ -61,7 +61,11 @@ class GrpcMethod(NamedTuple):
 
 def embed_methods(codecs: Codecs) -> tuple[tuple[str, str, Codec, bool], ...]:
     """Returns service, name and codec of the methods that look up vectors, and whether they are
-    streams. The codec of Predict depends on the call."""
+    streams.
+
+    TorchRec's Predict is not among them: its codec depends on a header, so ``GrpcService.resolve``
+    has it.
+    """
     return (
         (SERVICE_NAME, "Embed", codecs.protobuf, False),
         (SERVICE_NAME, "EmbedStream", codecs.protobuf, True),

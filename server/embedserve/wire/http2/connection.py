@@ -1,8 +1,10 @@
 """State machine of a server-side HTTP/2 connection, without I/O.
 
-``receive`` takes received bytes; bytes to send are in ``frame_writer.out``. A complete header
-block opens a stream with a handler, which receives the request body and sends the response. The
-states and errors are those of RFC 9113, sections 5.1, 5.4 and 6.
+``receive`` takes received bytes; bytes to send are in ``frame_writer.out``. The exception is a
+response that is alone, which goes to ``frame_writer.write`` at once: to the transport, as
+Http2Protocol sets it. A complete header block opens a stream with a handler, which receives the
+request body and sends the response. The states and errors are those of RFC 9113, sections 5.1, 5.4
+and 6.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class FrameWriter:
         stream_window: initial send window of a new stream.
         frame_bytes_max: bytes of the largest DATA payload to send.
         out: bytes to write, in order.
-        write: function that writes a response directly while ``out`` is empty.
+        write: function that takes a response which is alone, while ``out`` is empty: the write of
+            the transport.
         unsent_bytes: unsent body bytes of all streams.
         response_frames: number of DATA frames sent so far, and of other frames that end a response.
         fresh: streams that have written since the last ``detach_small_bodies``.
