@@ -50,7 +50,7 @@ class ModelInfo:
         translator: translator from callers' ids to row numbers.
         device_type: "cpu" or "cuda".
         replanned: whether the plan differs from the stored one.
-        lookup_kind: how lookups run: traced, scripted or eager.
+        lookup_kind: how lookups run: traced, scripted or eager; "parts" in a router.
         selected: positions in the manifest's keys of the keys in responses; None for all keys.
     """
 

@@ -2,10 +2,18 @@
 
 Batching is continuous, not timed. An idle engine takes the queued requests, up to the limits of a
 batch, in the next event-loop iteration; while it is busy, requests accumulate for the next batch.
-The batcher runs on one event loop and never blocks it for long: small batches run inline, large
-batches in threads. A request that is a large batch by itself waits in a separate queue, so that
-small requests do not wait behind it. Every accepted request gets exactly one response, unless its
-client disconnects first.
+Every accepted request gets exactly one response, unless its client disconnects first.
+
+The batcher runs on one event loop and never blocks it for long. The work of a request or a batch is
+the bytes that it reads and writes. With M = ``inline_bytes_max`` it decides where a batch runs:
+
+    engine  queue of requests  batch  joined in   looked up in
+    local   of M at most       <= M   event loop  event loop
+    local   either             > M    a thread    threads, by examples if pooled; 1 in flight
+    GPU     all                <= M   event loop  a thread; BATCHES_PER_REPLICA in flight
+    GPU     all                > M    a thread    a thread; BATCHES_PER_REPLICA in flight
+    router  all                <= M   event loop  shards; ``batches_max`` in flight
+    router  all                > M    a thread    shards; ``batches_max`` in flight
 """
 
 from __future__ import annotations

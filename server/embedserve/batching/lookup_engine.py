@@ -70,8 +70,27 @@ class LookupEngine(Protocol):
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
         as_float16: bool = False,
-    ) -> np.ndarray: ...
+    ) -> np.ndarray:
+        """Returns the rows of ``ids``, pooled if the model pools.
 
-    def to_float16(self, values: np.ndarray) -> np.ndarray: ...
+        Args:
+            ids: int64 [n] row numbers, feature-major, each below the number of rows of its table or
+                as ``rows_reader`` gives it.
+            lengths: int32 [F * B], in the order of ``manifest.features``, with the sum n.
+            weights: float32 [n], or None to count every id once. A mean divides the weighted sum by
+                the number of ids, as FBGEMM does. None for an unpooled model.
+            as_float16: whether the result is float16. GPUs then round before they send the result.
 
-    def check(self) -> None: ...
+        Returns:
+            float32 [B, sum(manifest.length_per_key)], with columns in the order of
+            ``manifest.keys``. For an unpooled model [N, dim]: for each of ``manifest.keys`` one row
+            per id of its feature, in the order of the ids. If each feature has one table, row i
+            belongs to ids[i]. With ``as_float16``, float16 as rounded by ``to_float16``.
+        """
+
+    def to_float16(self, values: np.ndarray) -> np.ndarray:
+        """Returns ``values`` rounded to float16."""
+
+    def check(self) -> None:
+        """Raises StoreError if the rows on this host are no longer as they were published, or as
+        the deltas have changed them."""

@@ -63,7 +63,8 @@ class PendingRequest(ABC):
         is_waiting: whether the client still waits. False once the response is written, the request
             is rejected, or it is abandoned.
         queued_s: time when the request was queued; 0 before.
-        request: request in the model's order; NO_REQUEST before it is queued, and once withdrawn.
+        request: decoded request, in the model's order; a large one is in its caller's order until
+            its batch is joined. NO_REQUEST before it is queued, and once withdrawn.
         ticket: ticket of its batch; None until the batch is taken.
     """
 

@@ -1,8 +1,10 @@
 """Validation of requests; errors name the field and the value.
 
 adapt_to_model() checks the types of ids, and the lengths of a request whose features it reorders,
-before the batch is joined. All other checks run only after join() has rejected a batch: they are
-slow and thorough, one request at a time.
+before the batch is joined. All other checks are done twice. join() makes them fast, on the whole
+batch. Only when it has rejected a batch does find_invalid() make them again, slowly, for each
+request: a check in find_invalid() alone never runs. One in join() alone fails the whole batch with
+an AssertionError.
 """
 
 from __future__ import annotations

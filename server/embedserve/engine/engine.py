@@ -143,21 +143,7 @@ class Engine:
         weights: np.ndarray | None = None,
         as_float16: bool = False,
     ) -> np.ndarray:
-        """Returns the rows of ``ids``, pooled if the model pools.
-
-        Args:
-            ids: int64 [n] row numbers, feature-major, each below the number of rows of its table.
-            lengths: int32 [F * B], in the order of ``manifest.features``, with the sum n.
-            weights: float32 [n], or None to count every id once. A mean divides the weighted sum by
-                the number of ids, as FBGEMM does. None for an unpooled model.
-            as_float16: whether the result is float16. GPUs then round before they send the result.
-
-        Returns:
-            float32 [B, sum(manifest.length_per_key)], with columns in the order of
-            ``manifest.keys``. For an unpooled model [N, dim]: for each of ``manifest.keys`` one row
-            per id of its feature, in the order of the ids. If each feature has one table, row i
-            belongs to ids[i]. With ``as_float16``, float16 as rounded by ``to_float16``.
-        """
+        """Returns the rows of ``ids``, pooled if the model pools; see LookupEngine.lookup."""
         look_up = self._lookup if weights is None else self._weighted_lookup
         if look_up is None:
             raise ValueError("rows that are not pooled have no weights")
