@@ -1,6 +1,16 @@
-"""Writes deltas into the shared rows of a version. One process writes.
+"""Writes deltas into the shared rows of a version. One process writes. A spare row is, in turn:
 
-A killed writer leaves rows of a view that was never committed. The next writer takes them out.
+    state      recorded in                     next state
+    free       ``_free``; unused: ``peaks``    written: ``apply``
+    written    locals of ``apply``             last: linked; free: ``check`` raises
+    last       ``last_spares``                 replaced: a delta changes its row; undone: ``revert``
+    replaced   ``_replaced``, a ``before``     free: no lookup and no kept view precedes the
+                                               replacement; last or undone: ``revert``
+    undone     its view: after the committed   taken out: no lookup has such a view any more
+    taken out  ``_taken_out``                  free: no lookup precedes the end of the undo
+
+A killed writer leaves rows in any state, some of a view that was never committed. The next one
+treats these as undone, and takes all out that are not the last of their row.
 """
 
 from __future__ import annotations
