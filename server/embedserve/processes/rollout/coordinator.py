@@ -1,10 +1,19 @@
 """Decides what all processes of a server serve: owns the desired state of every served name.
 
-A rollout has two phases. All processes load the new version while the current one serves. Once all
-have loaded it, all activate it. If one fails, none does. One version is rolled out at a time. A
-process that starts meanwhile receives the desired state like the others. The coordinator runs in
-the supervisor, or in a server's only process. It has no I/O except through ``adopt`` and
-``DeltaVersions``, which open the files of a version in the supervisor.
+It runs in the supervisor, or in a server's only process. It has no I/O except in ``adopt`` and
+``DeltaVersions``, which open files of a version. One version is rolled out at a time: all processes
+activate it, or none does. Handlers note what has happened; ``_advance`` then takes the due steps:
+
+    version   noted in           next state, and why
+    found     ``store_version``  queued: opened by a poll, or LOAD; failed: cannot be opened
+    queued    ``candidate``      loading: no other rollout is in progress
+                                 failed: its deltas are held, or get no memory
+    loading   ``_rollout``       prepared: all participants have loaded it
+    prepared  ``_rollout``       serving: it has the deltas that ``request_switch`` has requested
+    (both)                       failed: FAILED, EXITS_MAX, ROLLOUT_S_MAX, deltas held or stalled
+    serving   ``serving``        dropped: another version serves, or UNLOAD
+    failed    ``failure``        queued: LOAD, or opened by a poll; if final, only after RELOAD
+    (others)                     dropped: another version in store, LOAD of the serving one, UNLOAD
 """
 
 from __future__ import annotations
@@ -29,7 +38,6 @@ from embedserve.processes.rollout.messages import (
     Report,
     StoreEntry,
     StoreReport,
-    Target,
     WorkerStatus,
 )
 from embedserve.processes.rollout.served_name import Rollout, RolloutVersion, ServedName
@@ -52,9 +60,9 @@ _DIGITS = re.compile(r"[\d.,]+")
 class RolloutCoordinator:
     """Desired state of a server, and what its workers last reported.
 
-    A worker that starts is behind until it serves what the others serve. Until then it does not
-    listen, and has no part in a rollout: an activation may have come between its fork and its
-    start. While no worker has caught up, none is behind.
+    A worker that starts is behind until it serves what the others serve. Until then it receives
+    only what is being served, does not listen, and has no part in a rollout: an activation may have
+    come between its fork and its start. While no worker has caught up, none is behind.
 
     Attributes:
         delta_versions: as in the constructor.
@@ -162,7 +170,7 @@ class RolloutCoordinator:
             return False
         statuses = self._workers[worker].names
         return any(
-            _is_loading(statuses.get(name, NameStatus(0)), target)
+            statuses.get(name, NameStatus(0)).is_loading(target)
             for name, target in self._sent[worker].names.items()
         )
 
@@ -383,11 +391,6 @@ class RolloutCoordinator:
             if self._sent.get(worker) != desired:
                 self._sent[worker] = desired
                 self.send(worker, desired)
-
-
-def _is_loading(status: NameStatus, target: Target) -> bool:
-    has_ended = status.state is not LoadState.LOADING and status.generation == target.generation
-    return target.version != 0 and not status.is_serving(target) and not has_ended
 
 
 def _is_new_reason(reason: str, before: str) -> bool:

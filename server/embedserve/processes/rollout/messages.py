@@ -166,6 +166,11 @@ class NameStatus:
         has_rows = not target.memory or self.rows_generation == target.generation
         return self.version == target.version and has_rows
 
+    def is_loading(self, target: Target) -> bool:
+        """Returns whether the version of ``target`` has yet to be loaded, or to fail."""
+        has_ended = self.state is not LoadState.LOADING and self.generation == target.generation
+        return target.version != 0 and not self.is_serving(target) and not has_ended
+
 
 @dataclass(frozen=True)
 class WorkerStatus:
@@ -192,8 +197,9 @@ class StartReport:
 class StoreEntry:
     """State of a name in the store.
 
-    A new version is reported twice. Without its folder it ends a rollout of another version, and
-    the time begins for which the server is behind. With it, its rollout begins.
+    A new version is reported twice. First, when it is found, without ``path``: that cancels a
+    rollout of another version, and starts ``embedserve_model_behind_seconds``. Then, when it has
+    been opened, with ``path``: that queues its rollout; or with ``reason`` if it cannot be opened.
 
     Attributes:
         version: version that the name points to; 0 if its alias was removed.
