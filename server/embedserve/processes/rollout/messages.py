@@ -28,11 +28,11 @@ class TargetPhase(StrEnum):
 
 
 class LoadState(StrEnum):
-    """How far a process has loaded the version of a target. ACTIVE: it has nothing to load."""
+    """How far a process has loaded the version of a target. IDLE: it has nothing to load."""
 
     LOADING = "loading"
     PREPARED = "prepared"
-    ACTIVE = "active"
+    IDLE = "idle"
     FAILED = "failed"
 
 
@@ -155,7 +155,7 @@ class NameStatus:
 
     version: int
     generation: int = 0
-    state: LoadState = LoadState.ACTIVE
+    state: LoadState = LoadState.IDLE
     reason: str = ""
     is_final: bool = True
     rows_generation: int = 0

@@ -146,7 +146,7 @@ class FollowingProcess:
                 lambda: (
                     not self.agent._watcher._openings
                     and not is_any_running()
-                    and all(one.state is LoadState.ACTIVE for one in self._names())
+                    and all(one.state is LoadState.IDLE for one in self._names())
                 )
             )
 

@@ -233,7 +233,7 @@ async def test_version_that_fails_elsewhere_during_its_load_is_discarded(
     assert process.restored_numbers == [8, 9]
     assert {one.names["shop"].state for one in process.reports} == {
         LoadState.LOADING,
-        LoadState.ACTIVE,
+        LoadState.IDLE,
         LoadState.PREPARED,
     }
     process.activate()
