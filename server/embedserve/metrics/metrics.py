@@ -204,8 +204,8 @@ class Metrics(Collector):
         """Returns the versions whose replicas a router counts: those that serve names, and those
         that the store names."""
         served = {(one.model.name, one.model.version): SERVED for one in self.models.values()}
-        wanted = {(one.model.name, one.wanted_version): NEXT for one in self.models.values()}
-        return wanted | served
+        named = {(one.model.name, one.store_version): NEXT for one in self.models.values()}
+        return named | served
 
     def collect(self) -> Iterator[Metric]:
         self.flush()

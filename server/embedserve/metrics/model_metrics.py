@@ -21,7 +21,7 @@ QUEUE_GAUGES = ("embedserve_queue_requests", "embedserve_queue_examples")
 """Gauges that are summed over the workers."""
 MODEL_GAUGES: dict[str, Callable[[ModelMetrics], float]] = {
     "embedserve_model_damaged": lambda metrics: metrics.is_damaged,
-    "embedserve_model_wanted_version": lambda metrics: metrics.wanted_version,
+    "embedserve_model_wanted_version": lambda metrics: metrics.store_version,
     "embedserve_model_load_seconds": lambda metrics: metrics.load_seconds,
     "embedserve_model_behind_seconds": lambda metrics: metrics.behind_seconds(),
     "embedserve_model_refused": lambda metrics: metrics.is_refused,
@@ -56,7 +56,7 @@ class ModelMetrics:
         version: counters of the current version.
         count_queue: returns the number of requests queued in this process, and of their examples.
         is_damaged: whether the version's files were changed while it was served.
-        wanted_version: version that the store says is to be served; 0 if no process watches the
+        store_version: version that the store says is to be served; 0 if no process watches the
             store, or none has polled it yet.
         load_seconds: seconds from finding the current version to serving it; 0 for the version
             served at the start.
@@ -77,7 +77,7 @@ class ModelMetrics:
         self.columns_max = columns_max
         self.count_queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.is_damaged: bool = False
-        self.wanted_version: int = 0
+        self.store_version: int = 0
         self.load_seconds: float = 0.0
         self.found_s: float | None = None
         self.is_refused: bool = False

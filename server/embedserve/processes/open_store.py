@@ -40,16 +40,16 @@ def open_folder(path: str, selection: RowSelection = None) -> ModelVersion:
         raise UnreachableError(f"{path}: {error}") from error
 
 
-class DesiredVersions(NamedTuple):
+class VersionsToHold(NamedTuple):
     """Versions of one model that a shard is to hold: all of them, and those that aliases name."""
 
     numbers: frozenset[int]
     aliased: frozenset[int]
 
 
-def desired_versions(
+def versions_to_hold(
     store: ModelStore, model: str, versions_held: int, unfit: Collection[int] = ()
-) -> DesiredVersions:
+) -> VersionsToHold:
     """Returns the newest ``versions_held`` versions of ``model`` and those that aliases name,
     without those of ``unfit``, which do not have the shard's part.
 
@@ -59,4 +59,4 @@ def desired_versions(
     numbers = [number for number in store.versions(model) if number not in unfit]
     aliased = {one.version for one in store.aliases(model).values() if one.version in numbers}
     named = frozenset(number for number in aliased if number is not None)
-    return DesiredVersions(named | frozenset(numbers[-versions_held:]), named)
+    return VersionsToHold(named | frozenset(numbers[-versions_held:]), named)

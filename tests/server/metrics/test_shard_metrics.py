@@ -172,13 +172,13 @@ def test_replicas_of_served_and_next_version_are_exported() -> None:
 
     served = {("0", str(number), "served"): 1.0, ("1", str(number), "served"): 1.0}
     assert exported_replicas() == served
-    metrics.models[first.served_as].wanted_version = number + 1
+    metrics.models[first.served_as].store_version = number + 1
     following = str(number + 1)
     assert exported_replicas() == served | {
         ("0", following, "next"): 1.0,
         ("1", following, "next"): 0.0,
     }
-    metrics.models[first.served_as].wanted_version = number
+    metrics.models[first.served_as].store_version = number
     assert exported_replicas() == served
 
 

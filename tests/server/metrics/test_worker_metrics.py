@@ -107,7 +107,7 @@ def test_next_version_counts_from_zero_under_its_own_number() -> None:
         before.flush()
         count_unknown_ids(shop.version, 1)
         shop.version.batch_ids.observe(3.0)
-        shop.wanted_version = 8
+        shop.store_version = 8
     for metrics in workers:
         metrics.flush()
     assert workers[0].models["shop"].version.lookups.unknown_ids().tolist() == [2, 2]

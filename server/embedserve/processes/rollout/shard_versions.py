@@ -20,7 +20,7 @@ from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_names import split_name
-from embedserve.processes.open_store import DesiredVersions
+from embedserve.processes.open_store import VersionsToHold
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve_store import StoreError
@@ -29,36 +29,36 @@ from embedserve_store.errors import NoSuchPartError
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
-"""Seconds without a request after which a version that is no longer desired may be dropped."""
+"""Seconds without a request after which a version that is not to be held may be dropped."""
 RETRY_S = 60.0
 """Seconds after which a version that could not be loaded is tried again."""
 
 
 def next_step(
-    desired: DesiredVersions, loaded: Collection[int], idle: Collection[int], loaded_max: int
+    to_hold: VersionsToHold, loaded: Collection[int], idle: Collection[int], loaded_max: int
 ) -> tuple[str, int] | None:
     """Returns the next change of the versions that a shard holds: ("load" or "unload", number).
 
     Args:
-        loaded: versions that it has, desired or not.
+        loaded: versions that it has, also those that it is not to hold.
         idle: those of ``loaded`` that no request has named for a while.
-        loaded_max: number of versions up to which it loads more. All desired ones may be loaded.
+        loaded_max: number of versions up to which it loads more. Those to hold may all be loaded.
 
     Returns:
         None if nothing is to change, or if all memory is in use.
     """
     if len(loaded) > 1:
         for number in sorted(loaded):
-            if number in idle and number not in desired.numbers:
+            if number in idle and number not in to_hold.numbers:
                 return "unload", number
-    missing = sorted(desired.numbers.difference(loaded))
+    missing = sorted(to_hold.numbers.difference(loaded))
     if not missing:
         return None
-    if len(loaded) < max(loaded_max, len(desired.numbers)):
+    if len(loaded) < max(loaded_max, len(to_hold.numbers)):
         return "load", missing[-1]
     # A version that serves nobody, such as one that failed in the routers, makes room for a newer.
     for number in sorted(loaded):
-        if number in idle and number not in desired.aliased and number < missing[-1]:
+        if number in idle and number not in to_hold.aliased and number < missing[-1]:
             return "unload", number
     return None
 
@@ -94,14 +94,14 @@ class ShardVersions:
         free."""
         for model in self._models():
             try:
-                desired = await run_in_daemon_thread(
+                to_hold = await run_in_daemon_thread(
                     "follow",
-                    partial(self._resolver.desired_versions, model, frozenset(self._unfit[model])),
+                    partial(self._resolver.versions_to_hold, model, frozenset(self._unfit[model])),
                 )
             except (StoreError, OSError) as error:
                 logger.error("%s cannot be followed: %s", model, error)
                 continue
-            while await self._advance(model, desired):
+            while await self._advance(model, to_hold):
                 pass
 
     def _models(self) -> list[str]:
@@ -110,7 +110,7 @@ class ShardVersions:
         served = dict.fromkeys(split_name(name)[0] for name in self._metrics)
         return [model for model in served if model not in fixed]
 
-    async def _advance(self, model: str, desired: DesiredVersions) -> bool:
+    async def _advance(self, model: str, to_hold: VersionsToHold) -> bool:
         """Takes the next step for ``model``; returns whether another one may follow."""
         loaded = {
             int(version): name
@@ -122,11 +122,11 @@ class ShardVersions:
         idle = {number for number, name in loaded.items() if self._is_idle(name, now_s)}
         may_load = frozenset(
             number
-            for number in desired.numbers.difference(self._unfit[model])
+            for number in to_hold.numbers.difference(self._unfit[model])
             if number in loaded or now_s >= self._retry_at_s.get(f"{model}@{number}", 0.0)
         )
         step = next_step(
-            DesiredVersions(may_load, desired.aliased), loaded, idle, self._settings.versions_held
+            VersionsToHold(may_load, to_hold.aliased), loaded, idle, self._settings.versions_held
         )
         if step is None:
             self._log_waiting(model, may_load.difference(loaded))

@@ -36,8 +36,8 @@ NOTHING_NEW = "polled the store on request: nothing new%s"
 
 
 class StoreWatcher:
-    """Polls the store every ``follow_s``, in the process that watches it, and reports the desired
-    versions to the coordinator.
+    """Polls the store every ``follow_s``, in the process that watches it, and reports the
+    versions that it names to the coordinator.
 
     A poll does not wait for the versions that it finds, because a pull may take minutes. One at a
     time is opened for each name.

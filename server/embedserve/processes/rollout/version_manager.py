@@ -238,17 +238,17 @@ class VersionManager:
             return
         is_behind = name in self._models.pending_versions
         is_behind = is_behind or target.store_version not in (0, self.number(name))
-        if not is_behind or target.store_version not in (0, metrics.wanted_version):
+        if not is_behind or target.store_version not in (0, metrics.store_version):
             metrics.found_s = None
         if is_behind and metrics.found_s is None:
             metrics.found_s = perf_counter()
-        metrics.wanted_version = target.store_version
+        metrics.store_version = target.store_version
         metrics.is_refused = name not in self._loads and target.failure is not None
 
     def _begin_load(self, name: str, target: Target) -> _Load:
         metrics = self._metrics.models.get(name)
         found_s = None
-        if metrics is not None and metrics.wanted_version == target.version:
+        if metrics is not None and metrics.store_version == target.version:
             found_s = metrics.found_s
         pending = PendingVersion(target.version, "loading", "", now_iso())
         load = self._loads[name] = _Load(target, pending, found_s or perf_counter())

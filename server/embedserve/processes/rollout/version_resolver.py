@@ -13,7 +13,7 @@ from embedserve.processes.model_loading import (
     load_named,
     make_resident_and_verify,
 )
-from embedserve.processes.open_store import DesiredVersions, desired_versions, open_store
+from embedserve.processes.open_store import VersionsToHold, open_store, versions_to_hold
 from embedserve.processes.rollout.messages import AliasSettings, StoreEntry
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError, UnopenedError
@@ -90,11 +90,11 @@ class VersionResolver:
         elif before and not fault:
             logger.info("%s can be followed again", name)
 
-    def desired_versions(self, model: str, unfit: Collection[int]) -> DesiredVersions:
+    def versions_to_hold(self, model: str, unfit: Collection[int]) -> VersionsToHold:
         """Returns the versions of ``model`` that a shard is to hold, without those of ``unfit``;
         raises StoreError."""
         held_max = self._settings.versions_held
-        return desired_versions(self._opened_store(), model, held_max, unfit)
+        return versions_to_hold(self._opened_store(), model, held_max, unfit)
 
     def open_current(self, name: str) -> ModelVersion:
         """Opens and keeps the version that ``name`` points to now. From a remote store it is first

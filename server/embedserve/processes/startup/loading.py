@@ -22,7 +22,7 @@ from embedserve.model_names import split_name
 from embedserve.on_missing import MissingPolicy
 from embedserve.processes.forked import described, end_with, fork
 from embedserve.processes.model_loading import check_names, load_named, restore_one
-from embedserve.processes.open_store import desired_versions, open_folder, row_selection
+from embedserve.processes.open_store import open_folder, row_selection, versions_to_hold
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import (
     NoSuchPartError,
@@ -109,8 +109,8 @@ def _loaded_numbers(store: ModelStore, model: str, versions_held: int) -> dict[i
     failed: dict[int, StoreError] = {}
     unfit: set[int] = set()
     while True:
-        desired = desired_versions(store, model, versions_held, unfit).numbers
-        for number in sorted(desired.difference(loaded, failed), reverse=True):
+        to_hold = versions_to_hold(store, model, versions_held, unfit).numbers
+        for number in sorted(to_hold.difference(loaded, failed), reverse=True):
             try:
                 loaded[number] = store.load(model, number)
             except StoreError as error:

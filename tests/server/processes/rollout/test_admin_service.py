@@ -310,11 +310,11 @@ async def test_version_loaded_after_a_reload_is_not_counted_as_behind(
 ) -> None:
     metrics = process.pipeline.metrics.models["shop"]
     process.admin.reload()
-    await until(lambda: metrics.wanted_version == 1)
+    await until(lambda: metrics.store_version == 1)
     process.add_version(2)
     assert await process.admin.load("shop") == 2
     await asyncio.sleep(0)
-    assert (metrics.wanted_version, metrics.behind_seconds()) == (2, 0.0)
+    assert (metrics.store_version, metrics.behind_seconds()) == (2, 0.0)
 
 
 async def test_reload_without_new_versions_is_logged(

@@ -13,62 +13,62 @@ from server.fake_models import model_info
 from embedserve.config import ServeSettings
 from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.processes.open_store import DesiredVersions, desired_versions
+from embedserve.processes.open_store import VersionsToHold, versions_to_hold
 from embedserve.processes.rollout.shard_versions import IDLE_S, RETRY_S, ShardVersions, next_step
 from embedserve_store.errors import NoSuchPartError
 
 
-def desired(*numbers: int, aliased: Collection[int] = ()) -> DesiredVersions:
-    return DesiredVersions(frozenset(numbers), frozenset(aliased))
+def to_hold(*numbers: int, aliased: Collection[int] = ()) -> VersionsToHold:
+    return VersionsToHold(frozenset(numbers), frozenset(aliased))
 
 
 @pytest.mark.parametrize(
     ("versions", "held", "idle", "step"),
     [
-        (desired(6, 7), {6, 7}, {6, 7}, None),
-        (desired(6, 7), {6}, set(), ("load", 7)),
-        (desired(6, 7), set(), set(), ("load", 7)),  # the newest first
-        (desired(6, 7), {7}, set(), ("load", 6)),
-        (desired(7, 8), {6, 7}, set(), None),  # routers use both: the next one waits
-        (desired(7, 8), {6, 7}, {6}, ("unload", 6)),
-        (desired(7, 8), {7}, {7}, ("load", 8)),
-        (desired(7, 8), {6, 7}, {7}, ("unload", 7)),  # 7 failed in the routers: they stay with 6
-        (desired(7, 8), {6, 8}, {8}, None),  # 8 is the newest: it stays until routers use it
-        (desired(7, 8, aliased=[7]), {6, 7}, {7}, None),  # an alias names 7
-        (desired(3, 7, 8, aliased=[3]), {3, 7}, set(), ("load", 8)),  # aliases count apart
-        (desired(7, 8), {5, 6}, {5, 6}, ("unload", 5)),
-        (desired(7, 8), {6}, {6}, ("load", 8)),  # the last one stays until another is loaded
-        (desired(7, 8), {6, 8}, {6}, ("unload", 6)),
-        (desired(), {6}, {6}, None),
+        (to_hold(6, 7), {6, 7}, {6, 7}, None),
+        (to_hold(6, 7), {6}, set(), ("load", 7)),
+        (to_hold(6, 7), set(), set(), ("load", 7)),  # the newest first
+        (to_hold(6, 7), {7}, set(), ("load", 6)),
+        (to_hold(7, 8), {6, 7}, set(), None),  # routers use both: the next one waits
+        (to_hold(7, 8), {6, 7}, {6}, ("unload", 6)),
+        (to_hold(7, 8), {7}, {7}, ("load", 8)),
+        (to_hold(7, 8), {6, 7}, {7}, ("unload", 7)),  # 7 failed in the routers: they stay with 6
+        (to_hold(7, 8), {6, 8}, {8}, None),  # 8 is the newest: it stays until routers use it
+        (to_hold(7, 8, aliased=[7]), {6, 7}, {7}, None),  # an alias names 7
+        (to_hold(3, 7, 8, aliased=[3]), {3, 7}, set(), ("load", 8)),  # aliases count apart
+        (to_hold(7, 8), {5, 6}, {5, 6}, ("unload", 5)),
+        (to_hold(7, 8), {6}, {6}, ("load", 8)),  # the last one stays until another is loaded
+        (to_hold(7, 8), {6, 8}, {6}, ("unload", 6)),
+        (to_hold(), {6}, {6}, None),
     ],
 )
 def test_next_step_loads_or_unloads_one_version(
-    versions: DesiredVersions, held: set[int], idle: set[int], step: tuple[str, int] | None
+    versions: VersionsToHold, held: set[int], idle: set[int], step: tuple[str, int] | None
 ) -> None:
     assert next_step(versions, held, idle, 2) == step
 
 
-def test_newest_and_aliased_versions_are_desired() -> None:
+def test_newest_and_aliased_versions_are_to_be_held() -> None:
     aliases = {"stable": SimpleNamespace(version=3), "gone": SimpleNamespace(version=4)}
     store: Any = SimpleNamespace(versions=lambda _: [2, 3, 5, 9], aliases=lambda _: aliases)
-    assert desired_versions(store, "shop", 2) == desired(3, 5, 9, aliased=[3])
-    assert desired_versions(store, "shop", 2, {3, 9}) == desired(2, 5)
-    assert desired_versions(store, "shop", 10) == desired(2, 3, 5, 9, aliased=[3])
+    assert versions_to_hold(store, "shop", 2) == to_hold(3, 5, 9, aliased=[3])
+    assert versions_to_hold(store, "shop", 2, {3, 9}) == to_hold(2, 5)
+    assert versions_to_hold(store, "shop", 10) == to_hold(2, 3, 5, 9, aliased=[3])
 
 
 class Shard:
     """A shard of model shop, its clock, and the versions that it holds.
 
     Attributes:
-        desired: versions that it should hold.
+        to_hold: versions that it should hold.
         unloadable: versions that cannot be loaded.
         without_parts: versions without parts.
         unfit: versions that the shard knows to have no parts.
         steps: loads and unloads so far.
     """
 
-    def __init__(self, *held: int, desired: DesiredVersions) -> None:
-        self.desired = desired
+    def __init__(self, *held: int, to_hold: VersionsToHold) -> None:
+        self.to_hold = to_hold
         self.unloadable: set[int] = set()
         self.without_parts: set[int] = set()
         self.unfit: set[int] = set()
@@ -81,9 +81,9 @@ class Shard:
             settings, parts, parts, self.metrics, lambda: self.now_s
         )
 
-    def desired_versions(self, model: str, unfit: Collection[int]) -> DesiredVersions:
+    def versions_to_hold(self, model: str, unfit: Collection[int]) -> VersionsToHold:
         self.unfit = set(unfit)
-        return self.desired
+        return self.to_hold
 
     def count_request(self, number: int) -> None:
         self.metrics[f"shop@{number}"].version.requests.count_outcome("OK", 0.001)
@@ -107,7 +107,7 @@ async def test_version_is_unloaded_after_a_minute_without_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    shard = Shard(6, 7, desired=desired(7, 8))
+    shard = Shard(6, 7, to_hold=to_hold(7, 8))
     for _ in range(3):
         shard.count_request(6)
         shard.count_request(7)
@@ -128,7 +128,7 @@ async def test_version_is_unloaded_after_a_minute_without_requests(
 async def test_version_that_fails_to_load_is_retried_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shard = Shard(7, desired=desired(7, 8))
+    shard = Shard(7, to_hold=to_hold(7, 8))
     shard.unloadable = {8}
     await shard.shard_versions.update()
     shard.now_s += RETRY_S - 1
@@ -141,7 +141,7 @@ async def test_version_that_fails_to_load_is_retried_later(
 
 
 async def test_a_version_without_parts_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
-    shard = Shard(8, desired=desired(7, 8))
+    shard = Shard(8, to_hold=to_hold(7, 8))
     shard.without_parts = {7}
     for _ in range(3):
         await shard.shard_versions.update()
@@ -150,13 +150,13 @@ async def test_a_version_without_parts_is_tried_once(caplog: pytest.LogCaptureFi
     assert record.levelname == "WARNING"
     assert record.getMessage() == "shop@7 is not held: shop@7 has no parts"
     assert shard.unfit == {7}
-    shard.desired = desired(8, 9)
+    shard.to_hold = to_hold(8, 9)
     await shard.shard_versions.update()
     assert shard.steps == ["load 9"]
 
 
 async def test_last_version_stays_while_no_newer_version_can_be_loaded() -> None:
-    shard = Shard(5, 6, desired=desired(7, 8))
+    shard = Shard(5, 6, to_hold=to_hold(7, 8))
     shard.unloadable = {7, 8}
     await shard.shard_versions.update()
     shard.now_s += IDLE_S
@@ -169,7 +169,7 @@ async def test_last_version_stays_while_no_newer_version_can_be_loaded() -> None
 
 
 async def test_versions_named_in_settings_do_not_change() -> None:
-    shard = Shard(7, desired=desired(7, 8))
+    shard = Shard(7, to_hold=to_hold(7, 8))
     parts: Any = shard
     settings = ServeSettings("store", model=("shop@7",), part="0/2")
     await ShardVersions(settings, parts, parts, shard.metrics).update()
@@ -178,7 +178,7 @@ async def test_versions_named_in_settings_do_not_change() -> None:
 
 @pytest.mark.parametrize("name", ["shop", "shop@stable"])
 async def test_names_without_a_version_number_stay(name: str) -> None:
-    shard = Shard(7, desired=desired(8))
+    shard = Shard(7, to_hold=to_hold(8))
     shard.metrics[name] = ModelMetrics(model_info())
     for _ in range(2):
         await shard.shard_versions.update()

@@ -56,7 +56,7 @@ async def test_process_switches_once_version_is_loaded_and_activated(
     await process.check_served(8)
     assert process.state() == NameStatus(8)
     assert process.pending_version() is None
-    assert (metrics.wanted_version, metrics.switches, metrics.model.version) == (8, 1, 8)
+    assert (metrics.store_version, metrics.switches, metrics.model.version) == (8, 1, 8)
     assert process.desired_and_failed() == (False, False)
     assert metrics.load_seconds > 0
     assert process.restored_numbers == [8]

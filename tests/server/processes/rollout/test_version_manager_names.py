@@ -59,9 +59,7 @@ async def test_a_name_is_added_and_removed(process: SwitchingProcess) -> None:
     process.activate("shop@canary")
     for name, number in (("shop", 7), ("shop@canary", 8), ("shop@7", 7), ("shop@8", 8)):
         await process.check_served(number, name)
-    assert (
-        process.pipeline.metrics.models["shop@canary"].wanted_version == 0
-    )  # no worker watches it
+    assert process.pipeline.metrics.models["shop@canary"].store_version == 0  # no worker watches it
     message = r"^version is 9: the versions of shop are 7, 8 \(canary\)$"
     with pytest.raises(UnknownModelError, match=message):
         await process.check_served(9, "shop@9")
