@@ -73,10 +73,10 @@ def run_applier(
     events: SimpleQueue[ApplierEvent] = SimpleQueue()
     threading.Thread(target=_read_messages, args=(supervisor, events), daemon=True).start()
     heartbeat = Heartbeat(supervisor)
-    models = BeatingStore(settings, heartbeat)
+    store = BeatingStore(settings, heartbeat)
     targets = [*versions]
     inherited = {one.key: versions.pop(one) for one in targets}
-    lines = FollowedLines(settings, models, open_version, inherited, check_on_device, keys)
+    lines = FollowedLines(settings, store, open_version, inherited, check_on_device, keys)
     lines.follow(targets)
     subscriber = _subscriber(settings, events, lines)
     is_announced = False

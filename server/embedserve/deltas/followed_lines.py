@@ -117,7 +117,7 @@ class FollowedLines:
     def __init__(
         self,
         settings: ServeSettings,
-        models: ModelStore,
+        store: ModelStore,
         open_version: Callable[[str], ModelVersion],
         inherited: dict[tuple[str, int], SharedDeltaState],
         check_on_device: CheckRows | None = None,
@@ -125,12 +125,12 @@ class FollowedLines:
     ) -> None:
         """
         Args:
-            models: store of the lines.
+            store: store of the lines.
             open_version, check_on_device, keys: as for ``run_applier``.
             inherited: versions from before the start, by their keys. They are taken out as they are
                 followed.
         """
-        self._settings, self._models, self._open_version = settings, models, open_version
+        self._settings, self._store, self._open_version = settings, store, open_version
         self._inherited, self._check_on_device, self._keys = inherited, check_on_device, keys
         self._lines: dict[tuple[str, int], _FollowedLine] = {}
         self._wanted: dict[tuple[str, int], DeltaTarget] = {}
@@ -246,7 +246,7 @@ class FollowedLines:
             settings, self._open_version(target.path), target.memory, target.generation
         )
         version = shared.live.version
-        line = BoundedLine(self._models, version.manifest, self._keys)
+        line = BoundedLine(self._store, version.manifest, self._keys)
         room = memory_bytes(settings, version)
         make = partial(DeltaFollower, target.name, line, shared, room, self._check_on_device)
         schedule = PollSchedule(make, shared.status, delta_poll_s(settings))

@@ -98,7 +98,7 @@ class ApplierSupervision:
 
     def clear_reader(self, worker: int) -> None:
         """Frees the rows that a worker which has ended was reading."""
-        for one in self._versions.models():
+        for one in self._versions.states():
             one.live.clear_cell(worker)
 
     def signal(self, number: signal.Signals) -> None:
@@ -152,5 +152,5 @@ class ApplierSupervision:
 
     def _stall(self, how: str) -> None:
         """Writes ``how`` the process failed."""
-        for one in self._versions.models():
+        for one in self._versions.states():
             one.status.stall(f"the process that applies deltas {how}")

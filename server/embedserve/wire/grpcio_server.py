@@ -148,7 +148,7 @@ class GrpcioServer:
         """Returns the handlers of the methods by service and name."""
         infer = self._service.open_inference
         handlers = {
-            SERVICE_NAME: _unary(self._service.models),
+            SERVICE_NAME: _unary(self._service.model_methods),
             open_inference_grpc.SERVICE_NAME: _unary(infer.health | infer.management),
             PREDICTOR_NAME: {"Predict": grpc.unary_unary_rpc_method_handler(self._predict)},
         }

@@ -44,7 +44,7 @@ class DeltaVersions:
         self._is_switching = False
         self._stalled_s: float | None = None
 
-    def models(self) -> Iterator[SharedDeltaState]:
+    def states(self) -> Iterator[SharedDeltaState]:
         """Yields what the processes share of each version."""
         yield from self.served.values()
         if self._next is not None:
@@ -52,7 +52,7 @@ class DeltaVersions:
 
     def targets(self) -> dict[DeltaTarget, SharedDeltaState]:
         """Returns the versions that the applier is to follow."""
-        found = {self._described(name, model): model for name, model in self.served.items()}
+        found = {self._described(name, state): state for name, state in self.served.items()}
         if self._next is not None:
             version = self._described(self._next_name, self._next)
             found[replace(version, is_next=True, is_switching=self._is_switching)] = self._next
@@ -138,10 +138,10 @@ class DeltaVersions:
             return None
         if (former := self.served.get(name)) is not None:
             self._at_seqs.pop((name, _number(former)), None)
-        model = self.served[name] = self._next
+        state = self.served[name] = self._next
         self._next = None
         self.on_change()
-        return model.live.version
+        return state.live.version
 
     def drop_next(self) -> None:
         """Gives the memory of a version back that is not prepared any more."""
@@ -155,11 +155,11 @@ class DeltaVersions:
             self._at_seqs = {key: seq for key, seq in self._at_seqs.items() if key[0] != name}
             self.on_change()
 
-    def _described(self, name: str, model: SharedDeltaState) -> DeltaTarget:
-        path, memory = str(model.live.version.path), model.live.memory
-        at_seq = self._at_seqs.get((name, _number(model)))
+    def _described(self, name: str, state: SharedDeltaState) -> DeltaTarget:
+        path, memory = str(state.live.version.path), state.live.memory
+        at_seq = self._at_seqs.get((name, _number(state)))
         return DeltaTarget(name, path, memory.path, memory.generation, at_seq)
 
 
-def _number(model: SharedDeltaState) -> int:
-    return model.live.version.manifest.version
+def _number(state: SharedDeltaState) -> int:
+    return state.live.version.manifest.version

@@ -82,7 +82,7 @@ class GrpcService:
 
     Attributes:
         health: health status of each service.
-        models: functions of the methods of EmbeddingService without a lookup, by name.
+        model_methods: functions of ListModels and GetModel, by name.
         open_inference: unary methods of inference.GRPCInferenceService.
     """
 
@@ -111,7 +111,7 @@ class GrpcService:
             (*SERVICES, health.SERVICE_NAME), lambda: models.is_ready
         )
         self._codecs = pipeline.codecs
-        self.models = {"ListModels": self._list_models, "GetModel": self._get_model}
+        self.model_methods = {"ListModels": self._list_models, "GetModel": self._get_model}
         infer = self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
         self._lookups: dict[bytes, Codec] = {}  # of the unary methods
         self._methods = {
@@ -132,7 +132,7 @@ class GrpcService:
         self._add(infer_name, infer.health, None)
         self._add(infer_name, infer.shared_memory, pipeline.authenticator, EMBEDDERS)
         if has_management or lists_models:
-            self._add(SERVICE_NAME, self.models, authenticator)
+            self._add(SERVICE_NAME, self.model_methods, authenticator)
         if has_management:
             self._add(infer_name, infer.management, authenticator)
             names = (*SERVICES, health.SERVICE_NAME, *reflection.SERVICE_NAMES)

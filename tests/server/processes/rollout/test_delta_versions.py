@@ -87,7 +87,7 @@ class Server:
 
     @property
     def next(self) -> SharedDeltaState:
-        return [*self.delta_versions.models()][-1]
+        return [*self.delta_versions.states()][-1]
 
     @property
     def failure(self) -> Failure:
@@ -270,7 +270,7 @@ def test_version_without_memory_for_changed_rows_fails(
 def test_forked_process_drops_versions_that_it_does_not_use(server: Server) -> None:
     server.report_store(2)
     assert [one.is_next for one in server.delta_versions.take()] == [False, True]
-    assert (server.delta_versions.served, [*server.delta_versions.models()]) == ({}, [])
+    assert (server.delta_versions.served, [*server.delta_versions.states()]) == ({}, [])
 
 
 def at_seqs(server: Server) -> dict[str, int | None]:
