@@ -52,7 +52,7 @@ STATUSES = {
 }
 OF_ADMINISTRATORS = {"NotJsonError": 415, "ConflictError": 409}
 """Errors of administrative requests, which no request for vectors gets."""
-OF_GRPC = "WireError"
+OF_GRPC = "GrpcCallError"
 """An error with a code of its own, which no REST request ends with."""
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 INTERNAL = "an error of the server; its log says which"

@@ -30,9 +30,9 @@ from embedserve.wire.grpc.grpc_framing import (
     PREFIX,
     PREFIX_BYTES,
     Deframer,
+    GrpcCallError,
     GrpcHeaders,
     LargeMessage,
-    WireError,
     framed,
 )
 from embedserve.wire.grpc.statuses import (
@@ -96,7 +96,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
                         return
                 self._deframer = Deframer(bytes_max, self._encoding)
             message = receive_unary(self._deframer, self._stream, data, is_end)
-        except WireError as error:
+        except GrpcCallError as error:
             context.reject(error)
             return
         if isinstance(message, LargeMessage):
@@ -137,8 +137,8 @@ def receive_unary(
     otherwise None.
 
     Raises:
-        WireError: the body is not exactly one message, or the message is too large, or its framing
-            or compression is malformed.
+        GrpcCallError: the body is not exactly one message, or the message is too large, or its
+            framing or compression is malformed.
     """
     deframer.feed(data)
     if not is_end:
@@ -153,9 +153,9 @@ def receive_unary(
             stream.connection.spend_turn(deframer.work)
     if message is None:
         deframer.check_end()
-        raise WireError("UNIMPLEMENTED", "the method requires exactly one message: none came")
+        raise GrpcCallError("UNIMPLEMENTED", "the method requires exactly one message: none came")
     if deframer.nbytes:
-        raise WireError("UNIMPLEMENTED", "the method requires exactly one message: more came")
+        raise GrpcCallError("UNIMPLEMENTED", "the method requires exactly one message: more came")
     return message
 
 
@@ -238,7 +238,7 @@ class BidiCall(Handler):
             limit: name of that limit.
 
         Raises:
-            WireError: UNIMPLEMENTED, its encoding is not supported.
+            GrpcCallError: UNIMPLEMENTED, its encoding is not supported.
         """
         self.headers = headers
         self._stream = stream
@@ -270,7 +270,7 @@ class BidiCall(Handler):
         self._is_taking = True
         try:
             self._take_all()
-        except WireError as error:
+        except GrpcCallError as error:
             self.fail(error)
         except Exception:
             logger.exception("a call failed")
@@ -280,7 +280,7 @@ class BidiCall(Handler):
         if self.is_idle() and (self.is_read or self._is_draining):
             self.finish(None if self.is_read else NotReadyError(DRAINING))
 
-    def fail(self, error: WireError) -> None:
+    def fail(self, error: GrpcCallError) -> None:
         """Ends the call, because its next message is invalid."""
         self.finish(error)
 
@@ -379,7 +379,7 @@ class BidiCall(Handler):
             self._whole_s = now_s
         elif now_s - self._whole_s > UPLOAD_S_MAX:
             late = late_request()
-            self.fail(WireError(late.code, late.message))
+            self.fail(GrpcCallError(late.code, late.message))
 
     def drain(self) -> None:
         self._is_draining = True

@@ -16,7 +16,7 @@ from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline,
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.call_writer import StreamWriter
 from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
-from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, GrpcHeaders, LargeMessage, WireError
+from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, GrpcCallError, GrpcHeaders, LargeMessage
 from embedserve.wire.http2.stream import Stream
 
 DRAIN_STREAM_S = 1.0
@@ -46,7 +46,7 @@ class StreamedResponse(StreamWriter[Stream]):
         self.chunks: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
-        self.failure: WireError | None = None
+        self.failure: GrpcCallError | None = None
         self.context: RequestContext | None = RequestContext(
             options, perf_counter(), call.pipeline, self
         )
@@ -69,7 +69,7 @@ class StreamedResponse(StreamWriter[Stream]):
         if self.context is None:  # A response was not written: later ones would take its place.
             self.abort()
             return
-        if isinstance(error, WireError):  # found when the message was decompressed
+        if isinstance(error, GrpcCallError):  # found when the message was decompressed
             self.failure = error
             self._end((), 0)
             return
@@ -179,7 +179,7 @@ class EmbedStream(BidiCall):
         self.take_messages()
         return True
 
-    def fail(self, error: WireError) -> None:
+    def fail(self, error: GrpcCallError) -> None:
         """Rejects the invalid message, which ends the stream after the responses to the messages
         before it."""
         self._has_failed = True

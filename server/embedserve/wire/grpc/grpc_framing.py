@@ -1,7 +1,7 @@
 """gRPC wire format over HTTP/2: framed messages, timeouts and status messages.
 
 Pure functions and one buffer, without I/O (github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md). Malformed
-framing raises WireError. The contents of messages are not parsed here.
+framing raises GrpcCallError. The contents of messages are not parsed here.
 """
 
 from __future__ import annotations
@@ -64,19 +64,20 @@ class GrpcHeaders:
     by_name: dict[bytes, bytes]
 
 
-class WireError(EmbedServeError):
-    """The client's bytes are malformed gRPC. It ends the whole call, also that of a stream.
+class GrpcCallError(EmbedServeError):
+    """Ends a whole gRPC call, also that of a stream: the client's bytes are malformed, its method
+    or encoding is unknown, a message is too large, or the upload is late.
 
     Attributes:
-        status: name of the canonical status code that ends the call.
+        grpc_status: name of the canonical status code that ends the call.
         code: name that the call is counted under. For a malformed message gRPC prescribes INTERNAL,
             which in metrics and alerts is a fault of the server.
     """
 
-    def __init__(self, status: str, message: str) -> None:
+    def __init__(self, grpc_status: str, message: str) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = "INVALID_ARGUMENT" if status == "INTERNAL" else status
+        self.grpc_status = grpc_status
+        self.code = "INVALID_ARGUMENT" if grpc_status == "INTERNAL" else grpc_status
 
 
 def framed(*chunks: bytes | memoryview) -> bytes:
@@ -89,12 +90,12 @@ def parse_timeout(value: bytes) -> float:
     """Parses a grpc-timeout header, such as b"250m". Returns seconds.
 
     Raises:
-        WireError: INTERNAL, the value is malformed.
+        GrpcCallError: INTERNAL, the value is malformed.
     """
     digits, unit = value[:-1], value[-1:]
     if len(digits) <= TIMEOUT_DIGITS_MAX and digits.isdigit() and unit[0] in SECONDS_PER_UNIT:
         return int(digits) * SECONDS_PER_UNIT[unit[0]]
-    raise WireError("INTERNAL", f"grpc-timeout is {value.decode('latin-1')!r}")
+    raise GrpcCallError("INTERNAL", f"grpc-timeout is {value.decode('latin-1')!r}")
 
 
 def percent_encoded(message: str) -> bytes:
@@ -122,7 +123,7 @@ class LargeMessage:
         """Returns all of the message.
 
         Raises:
-            WireError: the message is too large, or its compression is malformed.
+            GrpcCallError: the message is too large, or its compression is malformed.
         """
         stream = zlib.decompressobj(WINDOW_BITS[self._encoding])
         chunks, nbytes = [], 0
@@ -159,11 +160,13 @@ class Deframer:
             limit: name of that limit, for the error.
 
         Raises:
-            WireError: UNIMPLEMENTED, ``encoding`` is not supported.
+            GrpcCallError: UNIMPLEMENTED, ``encoding`` is not supported.
         """
         if encoding != b"identity" and encoding not in WINDOW_BITS:
             name = encoding.decode("latin-1")
-            raise WireError("UNIMPLEMENTED", f"grpc-encoding is {name!r}, which is not supported")
+            raise GrpcCallError(
+                "UNIMPLEMENTED", f"grpc-encoding is {name!r}, which is not supported"
+            )
         self._bytes_max = bytes_max
         self._limit = limit
         self.encoding = encoding
@@ -181,7 +184,7 @@ class Deframer:
         """Returns the next message, or None if it is incomplete.
 
         Raises:
-            WireError: RESOURCE_EXHAUSTED, the message is too large; INTERNAL, it cannot be
+            GrpcCallError: RESOURCE_EXHAUSTED, the message is too large; INTERNAL, it cannot be
                 decompressed.
         """
         buffered = self._buffered
@@ -197,7 +200,9 @@ class Deframer:
         if flag == 0:
             return message
         if flag != 1 or self.encoding == b"identity":
-            raise WireError("INTERNAL", "a message is compressed, but grpc-encoding names no way")
+            raise GrpcCallError(
+                "INTERNAL", "a message is compressed, but grpc-encoding names no way"
+            )
         return self._read(message)
 
     def drop(self) -> None:
@@ -205,15 +210,15 @@ class Deframer:
         self._buffered = ByteQueue()
 
     def check_end(self) -> None:
-        """Raises WireError (INTERNAL) if the body ended within a message."""
+        """Raises GrpcCallError (INTERNAL) if the body ended within a message."""
         if self._buffered.nbytes:
-            raise WireError("INTERNAL", "the request ended within a message")
+            raise GrpcCallError("INTERNAL", "the request ended within a message")
 
     def check_size(self) -> int:
         """Returns the missing bytes of the next message; 0 if its prefix has not arrived.
 
         Raises:
-            WireError: RESOURCE_EXHAUSTED, the message is too large.
+            GrpcCallError: RESOURCE_EXHAUSTED, the message is too large.
         """
         nbytes = self._buffered.nbytes
         if nbytes < PREFIX_BYTES:
@@ -223,7 +228,7 @@ class Deframer:
             raise self._too_large(size)
         return max(0, PREFIX_BYTES + size - nbytes)
 
-    def _too_large(self, size: int | str) -> WireError:
+    def _too_large(self, size: int | str) -> GrpcCallError:
         return _too_large(size, self._bytes_max, self._limit)
 
     def _read(self, message: bytes) -> bytes | LargeMessage:
@@ -243,8 +248,8 @@ class Deframer:
         return whole
 
 
-def _too_large(size: int | str, bytes_max: int, limit: str) -> WireError:
-    return WireError(
+def _too_large(size: int | str, bytes_max: int, limit: str) -> GrpcCallError:
+    return GrpcCallError(
         "RESOURCE_EXHAUSTED", f"the message has {size} bytes, the limit is {bytes_max} ({limit})"
     )
 
@@ -254,14 +259,14 @@ def _decompressed(stream: zlib._Decompress, message: bytes, bytes_max: int) -> b
     try:
         return stream.decompress(message, bytes_max)
     except zlib.error as error:
-        raise WireError("INTERNAL", f"a message cannot be decompressed: {error}") from error
+        raise GrpcCallError("INTERNAL", f"a message cannot be decompressed: {error}") from error
 
 
 def _check_whole(stream: zlib._Decompress) -> None:
-    """Raises WireError (INTERNAL) unless ``stream`` has ended with its input."""
+    """Raises GrpcCallError (INTERNAL) unless ``stream`` has ended with its input."""
     if not stream.eof or stream.unused_data:
         raise _wrong_length()
 
 
-def _wrong_length() -> WireError:
-    return WireError("INTERNAL", "a message cannot be decompressed: it has another length")
+def _wrong_length() -> GrpcCallError:
+    return GrpcCallError("INTERNAL", "a message cannot be decompressed: it has another length")

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.errors import UnknownModelError
 from embedserve.wire.grpc.calls import BidiCall
-from embedserve.wire.grpc.grpc_framing import GrpcHeaders, WireError
+from embedserve.wire.grpc.grpc_framing import GrpcCallError, GrpcHeaders
 from embedserve.wire.http2.stream import Stream
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -30,7 +30,7 @@ class HealthStatuses:
 
         Raises:
             UnknownModelError: the service does not exist.
-            WireError: INTERNAL, the message is no HealthCheckRequest.
+            GrpcCallError: INTERNAL, the message is no HealthCheckRequest.
         """
         service = _service(message)
         status = self.status(service)
@@ -57,7 +57,7 @@ def _service(message: bytes) -> str:
     try:
         service: str = health_pb2.HealthCheckRequest.FromString(message).service
     except DecodeError as error:
-        raise WireError("INTERNAL", f"not a HealthCheckRequest: {error}") from error
+        raise GrpcCallError("INTERNAL", f"not a HealthCheckRequest: {error}") from error
     return service
 
 

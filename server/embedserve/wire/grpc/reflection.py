@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from embedserve.wire.grpc.calls import UNARY_WORK, BidiCall
-from embedserve.wire.grpc.grpc_framing import GrpcHeaders, WireError
+from embedserve.wire.grpc.grpc_framing import GrpcCallError, GrpcHeaders
 from embedserve.wire.http2.stream import Stream
 
 SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
@@ -33,7 +33,7 @@ class ServerReflection(BidiCall):
         try:
             request = reflection_pb2.ServerReflectionRequest.FromString(message)
         except DecodeError as error:
-            raise WireError("INTERNAL", f"not a ServerReflectionRequest: {error}") from error
+            raise GrpcCallError("INTERNAL", f"not a ServerReflectionRequest: {error}") from error
         for response in self._servicer.ServerReflectionInfo(iter((request,)), None):
             message = response.SerializeToString()
             self.charge(UNARY_WORK + len(message))

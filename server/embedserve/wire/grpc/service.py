@@ -21,7 +21,7 @@ from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
-from embedserve.wire.grpc.grpc_framing import GrpcHeaders, WireError, parse_timeout
+from embedserve.wire.grpc.grpc_framing import GrpcCallError, GrpcHeaders, parse_timeout
 from embedserve.wire.grpc.open_inference_grpc import UnaryFunction
 from embedserve.wire.grpc.statuses import error_block
 from embedserve.wire.http2.header_blocks import encode
@@ -173,7 +173,7 @@ class GrpcService:
             method = self._methods.get(request.target)
             if method is None:
                 shown = request.target.decode("latin-1")
-                raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
+                raise GrpcCallError("UNIMPLEMENTED", f"there is no method {shown}")
         except EmbedServeError as error:
             return self.rejecting(error, request.headers)
         return partial(self._begin, method, headers)

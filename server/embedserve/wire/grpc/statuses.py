@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from embedserve.errors import EmbedServeError
-from embedserve.wire.grpc.grpc_framing import ENCODINGS, WireError, percent_encoded
+from embedserve.wire.grpc.grpc_framing import ENCODINGS, GrpcCallError, percent_encoded
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http_stream import Headers
 
@@ -47,7 +47,7 @@ def error_block(error: EmbedServeError) -> bytes:
 
 
 def _status(error: EmbedServeError) -> str:
-    return error.status if isinstance(error, WireError) else error.code
+    return error.grpc_status if isinstance(error, GrpcCallError) else error.code
 
 
 def _trailers(status: str, message: str, field: str, retry_after_s: int) -> Headers:

@@ -16,8 +16,8 @@ from embedserve.wire.grpc.calls import only_message
 from embedserve.wire.grpc.grpc_framing import (
     INLINE_BYTES_MAX,
     Deframer,
+    GrpcCallError,
     LargeMessage,
-    WireError,
     framed,
     parse_timeout,
 )
@@ -71,7 +71,7 @@ def test_compressed_and_plain_messages_may_be_mixed(encoding: bytes, compress: o
 @pytest.mark.parametrize("nbytes", [BYTES_MAX + 1, 100 * BYTES_MAX])
 def test_message_over_the_limit_after_decompression_is_rejected(nbytes: int) -> None:
     deframer = Deframer(BYTES_MAX, b"gzip")
-    with pytest.raises(WireError, match="over 1000 decompressed") as caught:
+    with pytest.raises(GrpcCallError, match="over 1000 decompressed") as caught:
         messages_of(deframer, framed_compressed(gzip.compress(bytes(nbytes))))
     assert caught.value.code == "RESOURCE_EXHAUSTED"
 
@@ -87,9 +87,9 @@ def test_message_over_the_limit_after_decompression_is_rejected(nbytes: int) -> 
     ],
 )
 def test_message_that_cannot_be_decompressed_is_rejected(encoding: bytes, body: bytes) -> None:
-    with pytest.raises(WireError, match="compressed") as caught:
+    with pytest.raises(GrpcCallError, match="compressed") as caught:
         messages_of(Deframer(BYTES_MAX, encoding), body)
-    assert caught.value.status == "INTERNAL"
+    assert caught.value.grpc_status == "INTERNAL"
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
@@ -129,10 +129,10 @@ def test_large_message_is_decompressed_in_bounded_steps(
         assert LargeMessage(body, encoding, len(data), "limit").whole() == data
         assert max(sizes) <= step_bytes
         if data:
-            with pytest.raises(WireError, match="over"):
+            with pytest.raises(GrpcCallError, match="over"):
                 LargeMessage(body, encoding, len(data) - 1, "limit").whole()
         for wrong in (body[:-1], body + b"x", body + bytes(2 * step_bytes)):
-            with pytest.raises(WireError, match="another length"):
+            with pytest.raises(GrpcCallError, match="another length"):
                 LargeMessage(wrong, encoding, len(data), "limit").whole()
 
 
@@ -171,5 +171,5 @@ def test_timeout_units_are_parsed(value: bytes, seconds: float) -> None:
     ],
 )
 def test_invalid_timeout_is_rejected(value: bytes) -> None:
-    with pytest.raises(WireError, match="grpc-timeout is"):
+    with pytest.raises(GrpcCallError, match="grpc-timeout is"):
         parse_timeout(value)

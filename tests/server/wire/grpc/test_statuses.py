@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve.errors import InvalidRequestError, OverloadedError
-from embedserve.wire.grpc.grpc_framing import WireError
+from embedserve.wire.grpc.grpc_framing import GrpcCallError
 from embedserve.wire.grpc.statuses import (
     CODES,
     MESSAGE_BYTES_MAX,
@@ -38,7 +38,7 @@ def test_error_trailers_have_code_message_field_and_retry_after() -> None:
 
 @pytest.mark.parametrize(("code", "is_listed"), [("UNIMPLEMENTED", True), ("INTERNAL", False)])
 def test_unimplemented_error_lists_the_accepted_encodings(code: str, is_listed: bool) -> None:
-    trailers = dict(error_trailers(WireError(code, "said")))
+    trailers = dict(error_trailers(GrpcCallError(code, "said")))
     assert trailers[b"grpc-status"] == b"%d" % CODES[code]
     assert (trailers.get(b"grpc-accept-encoding") == b"identity,deflate,gzip") == is_listed
 
