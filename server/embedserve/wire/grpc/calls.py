@@ -23,7 +23,7 @@ from embedserve.pipeline import (
     late_request,
 )
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
-from embedserve.wire.call_writer import CallWriter
+from embedserve.wire.embed_call_handler import EmbedCallHandler
 from embedserve.wire.grpc.grpc_framing import (
     PLAIN_BYTES_MAX,
     PLAIN_LIMIT,
@@ -56,7 +56,7 @@ UNARY_WORK = 2048
 """Work units (WORK_PER_TURN) of a call without a lookup; a byte of its response costs one more."""
 
 
-class GrpcEmbedCall(CallWriter[Stream]):
+class GrpcEmbedCall(EmbedCallHandler[Stream]):
     """An Embed call as stream handler, from its header block to its response.
 
     While a queue is full the call may be rejected before its message arrives.

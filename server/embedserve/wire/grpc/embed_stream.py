@@ -14,7 +14,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, decode_later
 from embedserve.tracing.request_id import HeaderList
-from embedserve.wire.call_writer import StreamWriter
+from embedserve.wire.embed_call_handler import StreamWriter
 from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
 from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, GrpcCallError, GrpcHeaders, LargeMessage
 from embedserve.wire.http2.stream import Stream

@@ -14,8 +14,8 @@ from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
-from embedserve.wire.call_writer import CallWriter
 from embedserve.wire.early_rejection import EarlyRejection
+from embedserve.wire.embed_call_handler import EmbedCallHandler
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.rest.headers import (
     EmbedRoute,
@@ -27,7 +27,7 @@ from embedserve.wire.rest.headers import (
 )
 
 
-class RestCall(CallWriter[HttpStream]):
+class RestCall(EmbedCallHandler[HttpStream]):
     """A REST embed request, from its headers to its response."""
 
     __slots__ = ("_body", "_options")

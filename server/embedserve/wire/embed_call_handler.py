@@ -47,7 +47,7 @@ class StreamWriter(ResponseWriter, Generic[AnyStream]):
         self._stream.abort()
 
 
-class CallWriter(StreamWriter[AnyStream], Handler):
+class EmbedCallHandler(StreamWriter[AnyStream], Handler):
     """Stream handler of one embed request, and its response writer. Subclasses read the body and
     encode the response for their protocol.
 
