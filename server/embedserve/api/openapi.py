@@ -20,7 +20,7 @@ from embedserve.api.wire_openapi import (
     INFER_PATHS,
     LOOKUP_ERRORS,
     SCHEMAS,
-    Schema,
+    JsonSchema,
 )
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
@@ -55,7 +55,7 @@ def describe_routes(app: FastAPI, pipeline: RequestPipeline) -> None:
     served, needs_token = pipeline.models, pipeline.authenticator is not None
     app.state.describing = None
 
-    def openapi() -> Schema:
+    def openapi() -> JsonSchema:
         if app.openapi_schema is None:
             app.openapi_schema = _fastapi_schema(app)
         schema = app.openapi_schema
@@ -74,7 +74,7 @@ def describe_routes(app: FastAPI, pipeline: RequestPipeline) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def wire_path(path: str, item: Schema, models: Sequence[ModelInfo]) -> Schema:
+def wire_path(path: str, item: JsonSchema, models: Sequence[ModelInfo]) -> JsonSchema:
     """Returns the description ``item`` of a route that the wire serves, with its errors and with
     examples for ``models``."""
     operation = deepcopy(item["post"])
@@ -94,10 +94,10 @@ def wire_path(path: str, item: Schema, models: Sequence[ModelInfo]) -> Schema:
     return {"post": operation}
 
 
-def _example(path: str, model: ModelInfo) -> Schema:
+def _example(path: str, model: ModelInfo) -> JsonSchema:
     if not is_infer(path):
         return {"features": model.example}
-    inputs: list[Schema] = []
+    inputs: list[JsonSchema] = []
     for feature, bags in model.example.items():
         ids = [one for bag in bags for one in bag]
         lengths = [len(bag) for bag in bags]
@@ -108,11 +108,11 @@ def _example(path: str, model: ModelInfo) -> Schema:
     return {"inputs": inputs}
 
 
-def _tensor(name: str, datatype: str, data: Sequence[Any]) -> Schema:
+def _tensor(name: str, datatype: str, data: Sequence[Any]) -> JsonSchema:
     return {"name": name, "datatype": datatype, "shape": [len(data)], "data": data}
 
 
-def error_responses(path: str, statuses: Iterable[str]) -> Schema:
+def error_responses(path: str, statuses: Iterable[str]) -> JsonSchema:
     """Returns the error responses of an operation of ``path``, by status; "default" is any other
     error."""
     name = "InferError" if is_infer(path) else "Error"
@@ -120,7 +120,7 @@ def error_responses(path: str, statuses: Iterable[str]) -> Schema:
     return {status: ERRORS[status] | {"content": content} for status in (*statuses, "default")}
 
 
-def _fastapi_schema(app: FastAPI) -> Schema:
+def _fastapi_schema(app: FastAPI) -> JsonSchema:
     schema = get_openapi(
         title=app.title,
         version=app.version,
@@ -173,7 +173,7 @@ def _statuses(path: str) -> tuple[str, ...]:
     return tuple(statuses)
 
 
-def _with_token(path: str, operations: Schema) -> Schema:
+def _with_token(path: str, operations: JsonSchema) -> JsonSchema:
     """Returns the operations of a route with authentication: the token, and the errors 401 and
     403."""
     if roles_of(path) == ANYBODY:

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
-Schema = dict[str, Any]
+JsonSchema = dict[str, Any]
 
 
-def _described(schema: Schema, description: str) -> Schema:
+def _described(schema: JsonSchema, description: str) -> JsonSchema:
     return schema | {"description": description}
 
 
-def _array(items: Schema) -> Schema:
+def _array(items: JsonSchema) -> JsonSchema:
     return {"type": "array", "items": items}
 
 
-def _map_to(values: Schema) -> Schema:
+def _map_to(values: JsonSchema) -> JsonSchema:
     """Returns the schema of an object with any names, all of whose ``values`` have one schema."""
     return {"type": "object", "additionalProperties": values}
 
 
-def _object(required: list[str], properties: Schema) -> Schema:
+def _object(required: list[str], properties: JsonSchema) -> JsonSchema:
     return {"type": "object", "required": required, "properties": properties}
 
 
-def _content(schema: str, *binary_formats: str, **more: Any) -> Schema:
+def _content(schema: str, *binary_formats: str, **more: Any) -> JsonSchema:
     """Returns the content of a body: JSON with the fields of a schema, or a binary format."""
     json = {"schema": {"$ref": f"#/components/schemas/{schema}"}, **more}
     return {"application/json": json, **dict.fromkeys(binary_formats, _BINARY)}
@@ -60,7 +60,7 @@ _TENSOR = _object(
     },
 )
 
-SCHEMAS: Schema = {
+SCHEMAS: JsonSchema = {
     "EmbedRequest": {
         "type": "object",
         "required": ["features"],
@@ -219,7 +219,7 @@ _RETRY = {
     }
 }
 _AUTHENTICATE = {"WWW-Authenticate": {"description": "Bearer: send a token.", "schema": _STRING}}
-ERRORS: dict[str, Schema] = {
+ERRORS: dict[str, JsonSchema] = {
     "400": {"description": "The request is invalid. The message names field and value."},
     "401": {"description": "The caller has no token, or a wrong one.", "headers": _AUTHENTICATE},
     "403": {"description": "The caller may not make this request."},
@@ -265,7 +265,7 @@ _HEADERS = [
     },
 ]
 _BINARY_FORMATS = ("application/x-protobuf", "application/vnd.apache.arrow.stream")
-_EMBED: Schema = {
+_EMBED: JsonSchema = {
     "tags": ["embed"],
     "description": "Protobuf bodies are the EmbedRequest and EmbedResponse of the gRPC service. "
     "Arrow bodies are streams of record batches with features and vectors as columns.",
@@ -282,14 +282,14 @@ _EMBED: Schema = {
         }
     },
 }
-_INFER: Schema = {
+_INFER: JsonSchema = {
     "tags": ["open inference"],
     "summary": "Look up vectors by the Open Inference Protocol",
     "description": "Binary tensors may follow the JSON (Inference-Header-Content-Length).",
     "requestBody": {"required": True, "content": _content("InferRequest", examples={})},
     "responses": {"200": {"description": "The outputs.", "content": _content("InferResponse")}},
 }
-EMBED_PATHS: dict[str, Schema] = {
+EMBED_PATHS: dict[str, JsonSchema] = {
     "/embed": {
         "post": _EMBED
         | {"operationId": "embed", "summary": "Look up vectors in the default model"},
@@ -303,7 +303,7 @@ EMBED_PATHS: dict[str, Schema] = {
         },
     },
 }
-INFER_PATHS: dict[str, Schema] = {
+INFER_PATHS: dict[str, JsonSchema] = {
     "/v2/models/{model}/infer": {
         "post": _INFER | {"operationId": "v2_infer", "parameters": [_MODEL, *_HEADERS]},
     },

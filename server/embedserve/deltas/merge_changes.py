@@ -37,11 +37,11 @@ class MergedRows:
             rows[places[positions]] = change.values.take(sources, axis=0)
 
 
-TableRows = ChangedRows | MergedRows
+TableChange = ChangedRows | MergedRows
 """Changed rows of one table, each once."""
 
 
-def merged(changes: Sequence[ChangedRows]) -> list[TableRows]:
+def merged(changes: Sequence[ChangedRows]) -> list[TableChange]:
     """Returns one element for each table of ``changes``; of a row's values the last one stays."""
     by_table: dict[str, list[ChangedRows]] = {}
     for change in changes:

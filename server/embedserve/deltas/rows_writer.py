@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from embedserve.deltas import membarrier
 from embedserve.deltas.live_rows import LiveRows, View
 from embedserve.deltas.memory import RowsFullError
-from embedserve.deltas.merge_changes import TableRows
+from embedserve.deltas.merge_changes import TableChange
 from embedserve.deltas.row_groups import FreeSpares, Numbers
 from embedserve_store.errors import StoreError
 from embedserve_store.format.row_layout import dequantize_rows
@@ -52,7 +52,7 @@ class _GroupChange:
     free: FreeSpares
     rows: NDArray[np.int64]
     """Row numbers [n], ascending."""
-    tables: Mapping[str, TableRows]
+    tables: Mapping[str, TableChange]
     """Changed rows of each table that has any, by its name."""
 
 
@@ -109,7 +109,7 @@ class RowsWriter:
     def apply(
         self,
         seq: int,
-        changes: Sequence[TableRows],
+        changes: Sequence[TableChange],
         check: Callable[[RowsOf], None] | None = None,
     ) -> None:
         """Makes ``changes`` visible, all at once, as the state after delta ``seq``.
@@ -187,7 +187,7 @@ class RowsWriter:
         self._count_changed()
         self._has_undone_rows = False
 
-    def _by_group(self, changes: Sequence[TableRows]) -> Iterator[_GroupChange]:
+    def _by_group(self, changes: Sequence[TableChange]) -> Iterator[_GroupChange]:
         """Yields the changes of each group that has any."""
         tables = {change.table.name: change for change in changes if len(change.numbers)}
         for free in self._free:

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Versions = dict[str, ModelVersion]
-Deltas = dict[str, "SharedDeltaState"]
+FollowedStates = dict[str, "SharedDeltaState"]
 """State of the versions whose deltas are followed, by served name."""
 Notify = Callable[[str], None]
 """Reports a state of service_manager.py."""
@@ -203,7 +203,7 @@ def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> Non
 def _loaded(
     settings: ServeSettings,
     versions: Versions,
-    deltas: Deltas,
+    deltas: FollowedStates,
     counters: WorkerCounters | None = None,
     room: CounterRoom | None = None,
 ) -> Iterator[tuple[RequestPipeline, VersionManager]]:

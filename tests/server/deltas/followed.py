@@ -16,7 +16,7 @@ from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
-from embedserve.deltas.merge_changes import TableRows
+from embedserve.deltas.merge_changes import TableChange
 from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
@@ -42,7 +42,7 @@ class Rows(RowsWriter):
     def apply(
         self,
         seq: int,
-        changes: Sequence[TableRows],
+        changes: Sequence[TableChange],
         check: Callable[[RowsOf], None] | None = None,
     ) -> None:
         values = np.zeros((ROWS, 16), np.uint8)

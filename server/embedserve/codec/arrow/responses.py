@@ -66,7 +66,7 @@ bytes are copied per nanosecond."""
 _SEQ_ROOM = "0" * SEQ_DIGITS_MAX
 """Text in place of the seq in a cached start."""
 _ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()
-Chunk = bytes | memoryview
+ByteChunk = bytes | memoryview
 
 
 class _BodyBuffers:
@@ -83,20 +83,20 @@ class _BodyBuffers:
         self.nodes: list[tuple[int, int]] = []
         self.buffers: list[tuple[int, int]] = []
         self.nbytes = 0
-        self.chunks: list[Iterable[Chunk]] = []
+        self.chunks: list[Iterable[ByteChunk]] = []
 
     def add_node(self, length: int) -> None:
         """Adds the node of an array without nulls, and its empty validity buffer."""
         self.nodes.append((length, 0))
         self.buffers.append((self.nbytes, 0))
 
-    def add_buffer(self, nbytes: int, chunks: Iterable[Chunk]) -> None:
+    def add_buffer(self, nbytes: int, chunks: Iterable[ByteChunk]) -> None:
         padding = -nbytes % ALIGNMENT
         self.buffers.append((self.nbytes, nbytes))
         self.chunks += [chunks, (bytes(padding),)] if padding else [chunks]
         self.nbytes += nbytes + padding
 
-    def add_vectors(self, count: int, dim: int, itemsize: int, chunks: Iterable[Chunk]) -> None:
+    def add_vectors(self, count: int, dim: int, itemsize: int, chunks: Iterable[ByteChunk]) -> None:
         """Adds an array of fixed-size lists."""
         self.add_node(count)
         self.add_node(count * dim)
@@ -112,7 +112,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     return with_size([*encode_chunks(result)])
 
 
-def encode_chunks(result: LookupResult) -> Iterator[Chunk]:
+def encode_chunks(result: LookupResult) -> Iterator[ByteChunk]:
     """Yields the chunks of any response in order, each quick to encode."""
     body = _body(result)
     yield _start(result, body)
@@ -158,7 +158,7 @@ def _body(result: LookupResult) -> _BodyBuffers:
     return body
 
 
-def _chunks(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iterator[Chunk]:
+def _chunks(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iterator[ByteChunk]:
     for values in tensor.chunks(result):
         yield np.ascontiguousarray(values, dtype).data
 

@@ -33,7 +33,7 @@ NUMBERS_PER_FEATURE = 4
 lengths."""
 _NUMBER = re.compile(rb"(?<=[\[:, ])(?:0|[1-9]\d{0,17})(?=[ ,\]}])")
 _MARK = 10**12
-Sizes = Sequence[tuple[int, int]]
+TensorSizes = Sequence[tuple[int, int]]
 """(elements, bytes) of each input, in the order of the JSON."""
 
 
@@ -153,7 +153,7 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
         return None
 
     def remember(
-        self, head: bytes, like: LookupRequest, estimate_size: Callable[[bytes], Sizes | None]
+        self, head: bytes, like: LookupRequest, estimate_size: Callable[[bytes], TensorSizes | None]
     ) -> None:
         """Caches the template of ``head``, a JSON without a cached template, if its numbers are
         exactly the sizes of its inputs.

@@ -25,8 +25,8 @@ from embedserve.codec.open_inference.shared_memory_tensors import (
 )
 from embedserve.codec.open_inference.tensors import (
     INLINE_BYTES_MAX,
+    FeatureSizes,
     InputTensor,
-    Sizes,
     add_up,
     lookup_request,
     plain_sizes,
@@ -50,7 +50,7 @@ class SharedMemoryTemplate:
         nbytes: bytes of all ids and lengths.
     """
 
-    def __init__(self, sizes: Sizes, placed: Sequence[PlacedTensor], limits: Limits) -> None:
+    def __init__(self, sizes: FeatureSizes, placed: Sequence[PlacedTensor], limits: Limits) -> None:
         """
         Args:
             sizes: sizes of ``placed``, all inputs of the request.

@@ -37,7 +37,7 @@ _UINT32 = np.dtype("<u4")
 
 Data = bytes | memoryview | np.ndarray | list[str]
 """The numbers of a tensor, little-endian and row-major; the strings of a BYTES tensor."""
-Sizes = tuple[tuple[str, ...], list[int], int]
+FeatureSizes = tuple[tuple[str, ...], list[int], int]
 """Sizes of features with ids and lengths: (names, count of ids of each, number of examples)."""
 
 
@@ -92,7 +92,7 @@ def lookup_request(
 
 def plain_sizes(
     tensors: Sequence[InputTensor], sizes: Sequence[int], limits: Limits
-) -> Sizes | None:
+) -> FeatureSizes | None:
     """Returns the sizes of features in the most common layout: F.ids and then F.lengths of each,
     integers in binary. Returns None for any other layout, and for invalid inputs.
 

@@ -46,7 +46,7 @@ READY_S_MIN = 40
 """Seconds that a replica must be ready before the next one is stopped. Routers know its address by
 then: DNS servers on Kubernetes keep names for up to 30 s, and routers resolve them every 2 s."""
 
-Manifest = dict[str, Any]
+KubeManifest = dict[str, Any]
 
 
 def shard_manifests(parts: int, rows: PodRows, options: PodOptions) -> str:
@@ -98,7 +98,7 @@ def _router_lines(rows: PodRows, parts: int) -> list[str]:
 
 def _of_part(
     part: Part, rows: PodRows, options: PodOptions, figures: Figures
-) -> Iterator[Manifest]:
+) -> Iterator[KubeManifest]:
     name = NAME.format(part=part.number)
     yield _stateful_set(part, rows, options, figures)
     yield {
@@ -130,9 +130,9 @@ def _of_part(
     }
 
 
-def _stateful_set(part: Part, rows: PodRows, options: PodOptions, figures: Figures) -> Manifest:
+def _stateful_set(part: Part, rows: PodRows, options: PodOptions, figures: Figures) -> KubeManifest:
     name = NAME.format(part=part.number)
-    metadata: Manifest = {
+    metadata: KubeManifest = {
         "name": name,
         "labels": _labels(part) | {"app.kubernetes.io/component": "shard"},
     }
@@ -158,13 +158,13 @@ def _stateful_set(part: Part, rows: PodRows, options: PodOptions, figures: Figur
 
 
 @cache
-def _base_pod() -> Manifest:
+def _base_pod() -> KubeManifest:
     base = yaml.safe_load(files(PACKAGE).joinpath("base_deployment.yaml").read_text("utf-8"))
-    pod: Manifest = base["spec"]["template"]["spec"]
+    pod: KubeManifest = base["spec"]["template"]["spec"]
     return pod
 
 
-def _pod(part: Part, rows: PodRows, options: PodOptions, figures: Figures) -> Manifest:
+def _pod(part: Part, rows: PodRows, options: PodOptions, figures: Figures) -> KubeManifest:
     pod = deepcopy(_base_pod())
     del pod["topologySpreadConstraints"]  # the affinity takes their place
     (container,) = pod["containers"]
@@ -192,10 +192,10 @@ def _settings(part: Part, rows: PodRows, options: PodOptions) -> dict[str, str]:
     return fixed | {"follow": options.settings().follow} | given
 
 
-def _affinity(part: Part) -> Manifest:
+def _affinity(part: Part) -> KubeManifest:
     """Keeps replicas of a part on different hosts, and if possible in different zones."""
 
-    def apart(topology_key: str) -> Manifest:
+    def apart(topology_key: str) -> KubeManifest:
         return {"labelSelector": {"matchLabels": _labels(part)}, "topologyKey": topology_key}
 
     zones = {"weight": 100, "podAffinityTerm": apart("topology.kubernetes.io/zone")}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-Grant = Callable[[int], bool]
+OnGrant = Callable[[int], bool]
 """Callback that takes the granted bytes. Returns False if they are no longer needed."""
 IsNeeded = Callable[[], bool]
 """Returns whether a request that waits is still needed: its stream may have ended meanwhile."""
@@ -31,10 +31,10 @@ class UploadBudget:
         """
         self._left = self._bytes_max = bytes_max
         self._is_open = is_open
-        self._waiting: deque[tuple[int, Grant, IsNeeded]] = deque()
+        self._waiting: deque[tuple[int, OnGrant, IsNeeded]] = deque()
         self._waiting_max = WAITING_MIN
 
-    def request(self, nbytes: int, grant: Grant, is_needed: IsNeeded) -> None:
+    def request(self, nbytes: int, grant: OnGrant, is_needed: IsNeeded) -> None:
         """Queues a request for ``nbytes``; calls ``grant`` with it, now or later in FIFO order.
 
         It is dropped without a call at any time once ``is_needed`` returns False.

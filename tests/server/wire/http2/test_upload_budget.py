@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedserve.wire.http2.upload_budget import Grant, UploadBudget
+from embedserve.wire.http2.upload_budget import OnGrant, UploadBudget
 
 
 class Client:
@@ -81,7 +81,7 @@ def test_all_requests_are_granted_in_order_and_the_budget_is_restored(
     order: list[int] = []
     held: list[int] = []
 
-    def grant_of(number: int) -> Grant:
+    def grant_of(number: int) -> OnGrant:
         def grant(nbytes: int) -> bool:
             if number in departed:
                 return False
