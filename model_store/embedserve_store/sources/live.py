@@ -122,7 +122,7 @@ def check_ids_unchanged(root: torch.nn.Module, path: str) -> None:
         if "ManagedCollision" in around:
             raise InvalidModelError(
                 f"{inside}, which maps ids to rows: pass the collection itself, with a vocabulary "
-                "from id to row for each table"
+                "from id to row for each table (a DeltaWriter pushes its rows by push_rows alone)"
             )
         if any(word in around for word in _CHANGES_LOOKUPS):
             raise InvalidModelError(
