@@ -97,6 +97,11 @@ def _bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
         raise InvalidModelError(f"goldens have no feature {min(missing)!r}")
     by_feature = goldens.to_dict()
     jagged = [by_feature[feature] for feature in base.features]
+    if len(counts := {len(one.lengths()) for one in jagged}) > 1:
+        raise InvalidModelError(
+            f"goldens have {min(counts)} to {max(counts)} bags by feature: batch sizes that vary "
+            "by feature (VBE) cannot be goldens, only one bag of each feature for each example"
+        )
     weights = [one.weights_or_none() for one in jagged] if base.is_weighted else [None]
     return Bags(
         np.concatenate([_array(one.values()) for one in jagged]).astype(np.int64),

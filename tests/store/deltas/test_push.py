@@ -122,6 +122,23 @@ def test_lookup_of_goldens_does_not_count_as_training(
         step()
 
 
+def test_goldens_of_varying_batch_sizes_are_rejected(tmp_path: Path, one_rank: None) -> None:
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    bags = KeyedJaggedTensor(
+        keys=["user", "friend"],
+        values=torch.tensor([5, 7]),
+        lengths=torch.tensor([1, 0, 1]),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["user", "friend"], torch.tensor([[0, 0], [0, 1]])),
+    )
+    with (
+        DeltaWriter(tmp_path, model="m", module=dmp) as writer,
+        pytest.raises(InvalidModelError, match=r"goldens have 1 to 2 bags by feature: .* \(VBE\)"),
+    ):
+        writer.push(goldens=bags)
+
+
 def test_goldens_of_a_model_with_other_keys_are_rejected(tmp_path: Path, one_rank: None) -> None:
     dmp = ranker(tables=USER)
     weights = {"ebc.embedding_bags.user.weight": torch.zeros(103, 16)}
