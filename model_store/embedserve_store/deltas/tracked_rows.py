@@ -96,6 +96,7 @@ class TrackedRows:
                 "touched rows are taken from models that are sharded over all"
             )
         plan = self._collection.module_sharding_plan
+        self._plan = str(plan)
         for table in self._tables:
             if plan[table.name].sharding_type not in _SHARDINGS:
                 raise InvalidModelError(
@@ -184,6 +185,11 @@ class TrackedRows:
         """Returns the touched rows of this rank's shards, by table."""
         import torch
 
+        if str(self._collection.module_sharding_plan) != self._plan:
+            raise InvalidModelError(
+                "the tables were resharded, and which rows training touched before is lost: push "
+                "before reshard(), and make another DeltaWriter after it"
+            )
         ids, found = self._ids.read(), {}
         for table, shards in self._shards().items():
             if not shards:

@@ -32,7 +32,7 @@ from trainer import shard_model
 
 from embedserve_store.deltas import tracked_rows
 from embedserve_store.deltas.tracked_rows import TrackedRows
-from embedserve_store.errors import InvalidModelError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.publishing.ranks import Ranks
 
 pytestmark = TRACKING_MARKS
@@ -211,6 +211,16 @@ def test_unsupported_shardings_are_rejected(kind: str) -> None:
     dmp.module.ebc.module_sharding_plan["user"].sharding_type = kind
     with pytest.raises(InvalidModelError, match=f"table 'user': touched rows of {kind} tables"):
         TrackedRows(dmp, Ranks())
+
+
+def test_resharded_tables_are_rejected() -> None:
+    """A rank may have recorded ids of a shard that is on another rank now."""
+    dmp = ranker(tables=USER)
+    tracked = TrackedRows(dmp, Ranks())
+    record(dmp, "user", [3])
+    dmp.module.ebc.module_sharding_plan["user"].ranks = [1]  # as after dmp.reshard()
+    with pytest.raises(StoreError, match=r"the tables were resharded, .*: push before reshard"):
+        take_rows(tracked)
 
 
 def test_model_sharded_over_other_than_all_ranks_is_rejected() -> None:
