@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 NO_ACCESS = "no access to the store"
 """Begins the message of an error after which nothing is known to be wrong in the store."""
+LIBRARY_FAULT = "Could not load this library"
+"""Begins the message of the OSError that torch raises for a library."""
 
 
 class StoreError(Exception):
@@ -78,7 +80,11 @@ has no process or thread left."""
 
 
 def described(error: Exception) -> str:
-    """Returns the message of ``error``, which for a store that cannot be reached says so first."""
+    """Returns the message of ``error``, which for a store that cannot be reached says so first. For
+    a library that torch cannot load it is the loader's reason; torch's own names the library alone.
+    """
+    if str(error).startswith(LIBRARY_FAULT) and error.__cause__:
+        return str(error.__cause__)
     return f"{NO_ACCESS}: {error}" if isinstance(error, UnreachableError) else str(error)
 
 

@@ -17,14 +17,13 @@ UNREACHABLE_STATUS = 3
 """Exit status if the store does not respond or denies access; nothing is known to be wrong in it,
 and a later attempt may succeed."""
 LOADER_FAULTS = (
-    "Could not load this library",
     "cannot open shared object",
     "undefined symbol",
     "wrong ELF class",
     "No module named",
 )
-"""Parts of messages of a package that is missing, or does not fit torch or this host: the OSError
-that torch raises for its libraries, and what a worker reports."""
+"""Parts of messages of a package that is missing, or does not fit torch or this host: the reason
+why torch cannot load a library, and what a worker reports."""
 
 USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
 """Base class of the errors in arguments, which typer does not export."""
@@ -55,7 +54,7 @@ def cli_errors() -> Iterator[None]:
 
     The status is UNREACHABLE_STATUS without access to the store, and 130 after an interrupt.
     """
-    from embedserve_store.errors import StoreError, UnreachableError, described
+    from embedserve_store.errors import LIBRARY_FAULT, StoreError, UnreachableError, described
     from embedserve_store.terminal.sanitize import sanitize
 
     try:
@@ -69,9 +68,7 @@ def cli_errors() -> Iterator[None]:
         message = described(error) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:
             message = f"{error.filename}: {error.strerror}"
-        if any(fault in message for fault in LOADER_FAULTS):
-            if message.startswith(LOADER_FAULTS[0]) and error.__cause__:
-                message = str(error.__cause__)  # why; torch names the library alone
+        if any(fault in f"{error} {message}" for fault in (LIBRARY_FAULT, *LOADER_FAULTS)):
             message = f"{message.splitlines()[0]}: {INSTALL}"
         typer.echo(f"embedserve: {sanitize(message)}", err=True)
         is_unreachable = isinstance(error, UnreachableError)

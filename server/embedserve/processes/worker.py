@@ -32,6 +32,7 @@ from embedserve.processes.rollout.store_watcher import apply_initial_alias_setti
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.server import run_server
 from embedserve.processes.startup.ports import Ports
+from embedserve_store.errors import described
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def wait_for_start(channel: socket.socket, version_manager: VersionManager) -> b
 def report_failure(channel: socket.socket, error: Exception) -> None:
     """Reports to the supervisor why this worker cannot serve."""
     with contextlib.suppress(OSError):  # the supervisor is gone
-        channel.sendall(_line(StartReport(WorkerStage.FAILED, reason=str(error))))
+        channel.sendall(_line(StartReport(WorkerStage.FAILED, reason=described(error))))
 
 
 def _line(report: Report | StartReport) -> bytes:

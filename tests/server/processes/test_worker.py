@@ -126,6 +126,18 @@ def test_reports_are_dropped_once_the_supervisor_is_gone(executor: ThreadPoolExe
     uvloop.run(report_after_end())
 
 
+def test_failure_to_load_a_library_is_reported_with_the_loaders_reason() -> None:
+    """torch's own message names the library alone."""
+    failed = OSError("Could not load this library: fbgemm.so")
+    failed.__cause__ = OSError("fbgemm.so: wrong ELF class")
+    ours, supervisors = socket.socketpair()
+    with ours, supervisors:
+        report_failure(ours, failed)
+        line = supervisors.recv(1000)
+    reason = "fbgemm.so: wrong ELF class"
+    assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason=reason)
+
+
 def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolExecutor) -> None:
     def bind() -> NoReturn:
         raise OSError("in use")
