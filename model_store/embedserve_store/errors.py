@@ -12,6 +12,7 @@ NO_ACCESS = "no access to the store"
 """Begins the message of an error after which nothing is known to be wrong in the store."""
 LIBRARY_FAULT = "Could not load this library"
 """Begins the message of the OSError that torch raises for a library."""
+NO_MEMORY = "no memory is left"
 
 
 class StoreError(Exception):
@@ -40,7 +41,7 @@ class UnreachableError(StoreError):
 
 class UnopenedError(StoreError):
     """A version cannot be opened now. It may become available: when its files are fully copied or
-    repaired, or when the shards of a router answer."""
+    repaired, when the shards of a router answer, or when memory is free."""
 
 
 class NoSuchPartError(StoreError):

@@ -6,6 +6,7 @@ with spaces so that the data starts on a page. This module does not interpret th
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -17,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError, unreadable
+from embedserve_store.errors import NO_MEMORY, StoreError, UnopenedError, unreadable
 from embedserve_store.format.regular_file import stat_regular
 
 PAGE_BYTES = 4096
@@ -83,6 +84,7 @@ def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> ND
 
     Raises:
         UnreachableError: the file cannot be read now.
+        UnopenedError: there is no memory to map it.
         StoreError: the file is missing or truncated, or its header differs from ``expected``.
     """
     try:
@@ -90,6 +92,8 @@ def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> ND
         with open(path, "rb") as file:
             return _map(file, path, expected, few_reads)
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise UnopenedError(f"{path}: cannot be mapped: {NO_MEMORY}") from error
         raise unreadable(path, "cannot be read", error, StoreError) from error
 
 

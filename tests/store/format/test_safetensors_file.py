@@ -3,12 +3,14 @@ rejected."""
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnopenedError
 from embedserve_store.format.safetensors_file import (
     HEADER_BYTES_MAX,
     consecutive,
@@ -90,3 +92,18 @@ def test_data_not_aligned_to_a_page_is_rejected(path: Path) -> None:
     path.write_bytes((length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8)
     with pytest.raises(StoreError, match="data starts at byte 4104, expected a whole page"):
         map_tensors(path, TENSORS)
+
+
+def test_lack_of_memory_to_map_a_file_is_not_a_lack_of_access(path: Path) -> None:
+    size = 4 << 30
+    tensors = {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    path.write_bytes(encode_header(tensors))
+    os.truncate(path, path.stat().st_size + size)  # a sparse file
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + size // 2, limits[1]))
+    try:
+        with pytest.raises(UnopenedError, match="cannot be mapped: no memory is left"):
+            map_tensors(path, tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
