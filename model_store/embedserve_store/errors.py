@@ -86,6 +86,8 @@ def described(error: Exception) -> str:
     """
     if str(error).startswith(LIBRARY_FAULT) and error.__cause__:
         return str(error.__cause__)
+    if isinstance(error, MemoryError):
+        return str(error) or NO_MEMORY
     return f"{NO_ACCESS}: {error}" if isinstance(error, UnreachableError) else str(error)
 
 
@@ -104,6 +106,18 @@ def reading(where: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"{where}: cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def needing_memory(what: str) -> Iterator[None]:
+    """Converts a lack of memory within the block to a StoreError, whose message begins with
+    ``what``."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise StoreError(f"{what}: {NO_MEMORY}") from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from embedserve.config import ServeSettings
 from embedserve.config_checks import why_fixed
 from embedserve.model_names import split_name
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
+from embedserve_store.errors import needing_memory
 from embedserve_store.format.tables_file import Progress
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
@@ -110,13 +111,14 @@ def _made_resident(
 @contextlib.contextmanager
 def _shown(what: str, is_shown: bool) -> Iterator[Progress | None]:
     """Yields a progress callback that shows each table on the console, or None if not
-    ``is_shown``."""
-    if not is_shown:
-        yield None
-        return
-    say(what)
-    with table_progress() as progress:
-        yield progress
+    ``is_shown``. Raises StoreError if its block lacks memory."""
+    with needing_memory(what):
+        if not is_shown:
+            yield None
+            return
+        say(what)
+        with table_progress() as progress:
+            yield progress
 
 
 def restore_one(

@@ -384,7 +384,7 @@ def _worker_main(
                 uvloop.run(
                     worker.run_worker(pipeline, manager, settings, ports, ready, counters, channel)
                 )
-    except (StoreError, OSError, ValueError, ImportError) as error:
+    except (StoreError, OSError, ValueError, ImportError, MemoryError) as error:
         # A package of the engine may not load.
         is_ours = isinstance(error, ImportError) and (error.name or "").startswith("embedserve")
         if is_ours or (isinstance(error, ValueError) and type(error) is not ValueError):

@@ -161,6 +161,17 @@ def test_import_failure_in_a_worker_is_reported_in_one_line(
     assert line.endswith(INSTALL)
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_import_without_memory_is_reported_in_one_line(
+    run: Run, workers: str, store: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise MemoryError")
+    ports = ["--http-port", "0", "--grpc-port", "0"]
+    command = ["serve", str(store), "--workers", workers, *ports]
+    line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *command))
+    assert line == "embedserve: importing PyTorch and TorchRec: no memory is left"
+
+
 def test_import_error_of_embedserve_keeps_its_traceback() -> None:
     with pytest.raises(ImportError), cli_errors():
         raise ImportError("cannot import name", name="embedserve.engine")

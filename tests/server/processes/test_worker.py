@@ -31,6 +31,7 @@ from embedserve.processes.rollout.messages import (
     report_from_bytes,
 )
 from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.serve import _worker_main
 from embedserve.processes.startup.ports import Ports, claim_ports
 from embedserve.processes.worker import report_failure, run_worker
 
@@ -136,6 +137,19 @@ def test_failure_to_load_a_library_is_reported_with_the_loaders_reason() -> None
         line = supervisors.recv(1000)
     reason = "fbgemm.so: wrong ELF class"
     assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason=reason)
+
+
+def test_lack_of_memory_in_a_worker_is_reported() -> None:
+    def take() -> NoReturn:
+        raise MemoryError
+
+    counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
+    ours, supervisors = socket.socketpair()
+    with ours, supervisors:
+        fakes: Any = SimpleNamespace(take=take)
+        assert _worker_main(ServeSettings(""), {}, fakes, fakes, 0, counters, fakes, 0, ours) == 1
+        line = supervisors.recv(1000)
+    assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason="no memory is left")
 
 
 def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolExecutor) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from embedserve_store.errors import (
     NoSuchPartError,
     UnknownAliasError,
     missing_model,
+    needing_memory,
 )
 from embedserve_store.remote.remote_store import is_url
 from embedserve_store.terminal.console import console
@@ -260,7 +261,7 @@ def on_devices(
     """
     # All that is imported and loaded stays; run_server excludes it from collections.
     gc.disable()
-    with _status("importing PyTorch and TorchRec …", is_shown):
+    with _status("importing PyTorch and TorchRec", is_shown):
         from embedserve.engine.gpus import gpus_for
         from embedserve.engine.restore import settle_devices
     devices, gpu_layout = settle_devices(
@@ -274,8 +275,12 @@ def on_devices(
     return replace(settings, devices=devices, gpu_layout=gpu_layout)
 
 
-def _status(what: str, is_shown: bool) -> contextlib.AbstractContextManager[object]:
-    return console.status(what) if is_shown else contextlib.nullcontext()
+@contextlib.contextmanager
+def _status(what: str, is_shown: bool) -> Iterator[None]:
+    """Shows ``what`` on the console within its block. Raises StoreError if that lacks memory."""
+    status = console.status(f"{what} …") if is_shown else contextlib.nullcontext()
+    with needing_memory(what), status:
+        yield
 
 
 def restore_all(
@@ -306,7 +311,7 @@ def restore_all(
     engines: dict[str, Engine] = {}
     programs = Programs()
     for name, version in versions.items():
-        with _status(f"restoring {name} version {version.manifest.version} …", is_shown):
+        with _status(f"restoring {name} version {version.manifest.version}", is_shown):
             live = deltas[name].live if name in deltas else None
             engines[name] = restore_one(settings, version, programs, live=live)
         programs.add(engines[name])

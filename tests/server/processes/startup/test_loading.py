@@ -20,6 +20,23 @@ from embedserve.processes.startup.loading import open_versions
 from embedserve_store import ModelStore, StoreError
 from embedserve_store.errors import NoSuchPartError, UnreachableError
 
+LOAD_WITHOUT_MEMORY = """
+import resource, sys
+from embedserve.config import ServeSettings
+from embedserve.processes.model_loading import make_resident_and_verify
+from embedserve.processes.startup.loading import open_versions
+from embedserve_store import StoreError
+settings = ServeSettings(sys.argv[1], tables="resident")
+versions = open_versions(settings)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (3 << 20)  # two huge pages are more
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    make_resident_and_verify(settings, versions, is_shown=False)
+except StoreError as error:
+    print(error)
+"""
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,6 +65,12 @@ def test_shard_does_not_start_without_a_version_for_its_part(
     with pytest.raises(NoSuchPartError, match=r"shop/3: was published without --hosts"):
         open_versions(ServeSettings(str(store), model=("shop",), part="0/3"))
     assert caplog.records == []
+
+
+def test_lack_of_memory_for_resident_tables_is_reported(store: Path) -> None:
+    done = run_warm_python("-c", LOAD_WITHOUT_MEMORY, store)
+    what = "copying the tables of shop version 3 into memory"
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{what}: no memory is left\n", "")
 
 
 @pytest.mark.parametrize(
