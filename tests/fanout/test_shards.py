@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,25 @@ async def test_version_opens_once_each_part_has_a_replica(
         engine = await opening
         assert [part.part for part in engine.served_parts] == [0, 1]
         assert found.shards.replicas("m", 1) == [1, 1]
+
+
+async def test_joins_are_logged_by_the_server_and_not_by_the_check_before(
+    found: FoundShards, version: ModelVersion, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with found.shards._running():
+        engine = await found.open(version)  # the shards keep it while it is referenced
+    assert not caplog.messages
+    found.connections.clear()
+    starting = asyncio.create_task(found.shards.start())
+    await until(lambda: len(found.connections) == PARTS)
+    for part in range(PARTS):
+        found.join(part, version)
+    await starting
+    assert caplog.messages == [f"part {i} of 2: a:{i + 1} joined for m@1" for i in range(PARTS)]
+    for task in (*found.shards._tasks, *found.shards._discoveries.values()):
+        task.cancel()
+    del engine
 
 
 async def test_changed_token_is_sent_on_new_connections(

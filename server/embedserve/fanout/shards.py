@@ -174,7 +174,9 @@ class Shards:
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Connects to the shards on the running event loop, for its block."""
+        """Connects to the shards on the running event loop, for its block. Replicas join for the
+        server after it, which logs them."""
+        options, self._options = self._options, replace(self._options, join_level=logging.DEBUG)
         try:
             self._begin()
             yield
@@ -184,6 +186,7 @@ class Shards:
             for client in self.clients():
                 client.close()
             self._clients = {}  # their counts are not those of the server
+            self._options = options
             await asyncio.sleep(0)  # connections without calls are closed now
 
     def _begin(self) -> None:

@@ -40,10 +40,12 @@ class PartOptions:
     Attributes:
         call_timeout_s: seconds that one call may take; then another replica is called.
         hedge_share: hedges allowed per lookup, beyond a burst; 0: none.
+        join_level: level at which joins are logged.
     """
 
     call_timeout_s: float = 0.5
     hedge_share: float = 0.1
+    join_level: int = logging.INFO
 
 
 class PartClient:
@@ -186,7 +188,8 @@ class PartClient:
                 logger.log(level, "%s: %s left %s: %s", self, shown(replica.address), key, reason)
             elif not reason and replica not in joined:
                 joined.append(replica)
-                logger.info("%s: %s joined for %s", self, shown(replica.address), key)
+                level = self.options.join_level
+                logger.log(level, "%s: %s joined for %s", self, shown(replica.address), key)
             self._count(key)
 
     def _count(self, key: VersionKey) -> None:
