@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,18 @@ def test_vocabulary_ids_are_translated_to_row_numbers(
     np.testing.assert_array_equal(user.numbers, [0, 2])
     values = dequantize_rows(user.values, "float32", 16)
     np.testing.assert_array_equal(values, rows("user", 2)[::-1])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_closed_writer_pushes_nothing(store: Path, fails: bool) -> None:
+    """Covers a writer whose with block was left by an error, too."""
+    with suppress(KeyError), DeltaWriter(store, model="m") as writer:
+        writer.push_rows({})
+        if fails:
+            raise KeyError
+    with pytest.raises(ValueError, match="is closed"):
+        writer.push_rows(tag_row(1))
+    assert len(deltas_in(store)) == 1
 
 
 def test_next_writer_continues_after_the_last_delta(store: Path) -> None:
