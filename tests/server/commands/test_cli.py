@@ -298,7 +298,10 @@ def test_full_disk_of_help_and_version_prints_one_error_line(option: str) -> Non
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(MemoryError(), "MemoryError"), (MemoryError("Unable to allocate"), "Unable to allocate")],
+    [
+        (MemoryError(), "no memory is left"),
+        (MemoryError("Unable to allocate"), "Unable to allocate"),
+    ],
 )
 def test_lack_of_memory_prints_one_error_line(
     error: MemoryError, message: str, capsys: pytest.CaptureFixture[str]
