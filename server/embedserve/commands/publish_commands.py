@@ -14,7 +14,7 @@ import typer
 
 from embedserve.commands.installation import check_engine, check_releases, installed_versions
 from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
-from embedserve.commands.store_commands import Version, store_argument
+from embedserve.commands.store_commands import Version, check_store, store_argument
 from embedserve.commands.switch import switch
 
 PLACES_MAX = 1024
@@ -159,10 +159,11 @@ PodFollow = Annotated[
     str | None, typer.Option(help="The pod's setting `follow`: none, alias or latest.")
 ]
 PodStore = Annotated[
-    str,
+    str | None,
     typer.Option(
+        callback=check_store,
         help="Store that the pod reads, if SOURCE is a description or another store. Behind a URL "
-        "the pod has room for pulled versions."
+        "the pod has room for pulled versions.",
     ),
 ]
 
@@ -303,7 +304,7 @@ def plan(
     ] = None,
     follow: PodFollow = None,
     hot_percent: HotPercent = 100,
-    store: PodStore = "",
+    store: PodStore = None,
 ) -> None:
     """Show where a sharding plan places tables and whether they fit.
 
@@ -319,7 +320,7 @@ def plan(
         asked = server_at(from_metrics, ca, cert, key, token_file)
     elif ca or cert or key or token_file:
         raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
-    pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
+    pod = PodOptions(workers, tables, follow, hot_percent / 100, store or "")
     if not kubernetes and pod != PodOptions():
         raise ValueError(f"{POD_OPTIONS} are of --kubernetes")
     options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)

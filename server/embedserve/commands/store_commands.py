@@ -16,11 +16,12 @@ from embedserve.commands.switch import switch
 def store_argument(text: str, envvar: str | None = None) -> Any:
     """Returns an argument that names a store, with ``text`` as its help. An empty name is an error:
     the current folder would be the store."""
-    return typer.Argument(help=text, envvar=envvar, callback=_check_store)
+    return typer.Argument(help=text, envvar=envvar, callback=check_store)
 
 
-def _check_store(store: str) -> str:
-    if not store:
+def check_store(store: str | None) -> str | None:
+    """Returns ``store``; an error in the arguments if it is empty."""
+    if store == "":
         raise typer.BadParameter("it is empty, expected a folder or a URL: is a variable unset?")
     return store
 

@@ -374,6 +374,7 @@ def test_invalid_numbers_are_rejected(flag: str, value: str) -> None:
         ("deltas", "list", "", "m"),
         ("inspect", ""),
         ("plan", "", "model"),
+        ("plan", "store", "model", "--kubernetes", "--store", ""),
         ("publish", "checkpoint", "tables", "", "--model", "m"),
         ("serve", ""),
     ],
