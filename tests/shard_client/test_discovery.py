@@ -15,7 +15,7 @@ from server.waiting import WAIT_S_MAX, until
 
 from embedserve import file_reloader
 from embedserve.config import ServeSettings
-from embedserve.processes.serve import serve
+from embedserve.processes import serve
 from embedserve.shard_client import discovery
 from embedserve.shard_client.discovery import (
     DnsDiscovery,
@@ -236,6 +236,9 @@ async def test_discoveries_poll_until_cancelled(
             await task
 
 
-def test_malformed_shards_setting_is_reported_before_the_store_is_opened(tmp_path: Path) -> None:
+def test_malformed_shards_setting_is_reported_before_the_store_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)  # would outlast the test
     with pytest.raises(ValueError, match=r"^--shards is 'dns:shop:8001': the name lacks"):
-        serve(ServeSettings(str(tmp_path / "no store"), shards="dns:shop:8001"))
+        serve.serve(ServeSettings(str(tmp_path / "no store"), shards="dns:shop:8001"))
