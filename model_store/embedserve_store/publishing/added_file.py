@@ -59,7 +59,7 @@ def writer(store: str, folder: str) -> Write:
     if isinstance(where, RemoteFolder):
         return where.write_new
     _remove_stale(Path(where) / folder)
-    return _local_writer(where)
+    return _local_writer(where, Path(where) / folder.split("/")[0])
 
 
 def is_exclusive(store: str, folder: str) -> bool:
@@ -99,10 +99,14 @@ def _has_links(probe: Path) -> bool:
     return True
 
 
-def _local_writer(store: str) -> Write:
+def _local_writer(store: str, model: Path) -> Write:
+    was_there = model.is_dir()
+
     def write(name: str, data: bytes) -> bool:
         path = Path(store) / name
         try:
+            if was_there:
+                model.stat()  # else the store is gone, for example not mounted any more
             return write_new(path, data)
         except OSError as error:
             raise UnreachableError(f"{path}: cannot be written: {error.strerror}") from error

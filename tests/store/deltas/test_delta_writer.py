@@ -29,6 +29,7 @@ from embedserve_store import (
 )
 from embedserve_store.deltas import append as append_module
 from embedserve_store.deltas import line_appender
+from embedserve_store.errors import UnreachableError
 from embedserve_store.format import delta_file
 from embedserve_store.format.delta_file import ChangedRows, encoded_bytes
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, manifest_name
@@ -62,6 +63,18 @@ def test_each_push_writes_one_delta(store: Path, writer: DeltaWriter) -> None:
     np.testing.assert_array_equal(values, rows("user", 2)[::-1])
     near = dequantize_rows(item.values, "int8", 8)
     np.testing.assert_allclose(near, rows("item", 1), atol=0.02)
+
+
+def test_store_that_is_gone_is_not_created_anew(store: Path, writer: DeltaWriter) -> None:
+    """Deltas in the empty folder of a file system that is not mounted would be missing later."""
+    store.rename(store.with_name("away"))
+    store.mkdir()
+    with pytest.raises(UnreachableError, match="cannot be written: No such file or directory"):
+        writer.push_rows(tag_row(1))
+    assert [*store.iterdir()] == []
+    store.rmdir()
+    store.with_name("away").rename(store)
+    assert writer.push_rows(tag_row(1)) == 1
 
 
 @pytest.mark.parametrize("step", [1.5, "7", float("nan"), torch.tensor(2.0)])
