@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import importlib
 import json
 import logging
@@ -348,7 +347,6 @@ def _collapse_memory() -> None:
 
 def _main() -> None:
     end = QuickExit()
-    gc.disable()  # scans of what is imported take a seventh of the start
     for name in IMPORTED:
         importlib.import_module(name)
     _build_command_line()
@@ -359,7 +357,6 @@ def _main() -> None:
     if os.listdir("/proc/self/task") != [str(os.getpid())]:
         raise RuntimeError("what forks has several threads: what is forked would lack them")
     keep_for_forks()
-    gc.enable()
     _collapse_memory()
     installed = sys.path[1:]
     fork_request = _fork_until_closed(socket.socket(fileno=int(sys.argv[1])))
