@@ -74,11 +74,14 @@ class SupervisedServer:
         """Returns the output up to a line that begins with ``start``, without the times of log
         lines."""
         lines: list[str] = []
-        async with asyncio.timeout(WAIT_S_MAX):
-            while not lines or not lines[-1].startswith(start):
-                line = await self.process.stdout.readline()
-                assert line, f"ended after {lines}"
-                lines.append(TIME.sub("", line.decode().strip()))
+        try:
+            async with asyncio.timeout(WAIT_S_MAX):
+                while not lines or not lines[-1].startswith(start):
+                    line = await self.process.stdout.readline()
+                    assert line, f"ended after {lines}"
+                    lines.append(TIME.sub("", line.decode().strip()))
+        except TimeoutError:
+            raise AssertionError(f"no line {start!r} after {lines}") from None
         return lines
 
     async def until_ready(self) -> list[str]:
