@@ -69,7 +69,7 @@ def serve(
         pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD, counters=counters)
 
         def log_ready() -> None:
-            print("ready", ports.http, ports.grpc, flush=True)
+            write_line("ready", ports.http, ports.grpc)
 
         manager = VersionManager(pipeline, {}, {}, do_not, do_not, do_not)
         if worker.wait_for_start(channel, manager):
@@ -81,6 +81,11 @@ def serve(
 def do_not(*args: object) -> NoReturn:
     """Stands for functions that only a rollout calls; raises NotImplementedError."""
     raise NotImplementedError
+
+
+def write_line(*words: object) -> None:
+    """Writes a line at once. print would write it in pieces, and other processes between them."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
 
 
 def hang_here(*args: object) -> None:
@@ -120,10 +125,10 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
 
     def end_startup_server() -> None:
         if Path(f"{failure}.asked").exists():
-            print("answered" if answers(ports.http) else "waited", flush=True)
+            write_line("answered" if answers(ports.http) else "waited")
 
     def worker_main(index: int, channel: socket.socket) -> int:
-        print("started", index, flush=True)
+        write_line("started", index)
         if failure.exists():
             from embedserve.processes.worker import report_failure
 
@@ -146,7 +151,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     status = shared.status
 
     def applier_main(supervisor: socket.socket) -> int:
-        print("applier", os.getpid(), status.read().state, flush=True)
+        write_line("applier", os.getpid(), status.read().state)
         if mode.read_text() == "end":
             return 3
         while mode.read_text():
