@@ -5,7 +5,7 @@
 # (pip.conf, PIP_EXTRA_INDEX_URL). It never writes into SOURCE and never updates an environment.
 #
 # --dry-run prints the commands and runs none; WITH_DEPENDENCIES=no installs the wheels alone;
-# PYTHON names the interpreter (python3 by default), which has pip.
+# PYTHON names the interpreter (python3 by default).
 set -euo pipefail
 
 usage="usage: build-image-env.sh [--dry-run] cpu|cuda PREFIX SOURCE"
@@ -23,12 +23,8 @@ run() {
     if [ "$dry_run" = no ]; then "$@"; fi
 }
 
-pip_in() { # ENVIRONMENT ...
-    run env "PIP_PYTHON=$1/bin/python" "$python" -m pip "${@:2}"
-}
-
 install() {
-    pip_in "$prefix" install --no-deps "$@"
+    run env "PIP_PYTHON=$prefix/bin/python" "$tools/bin/python" -m pip install --no-deps "$@"
 }
 
 # --no-deps: the lock has all, and torchrec's wheel asks for the CUDA build of FBGEMM.
@@ -44,14 +40,16 @@ if built != '$variant':
     sys.exit(f'PyTorch {torch.__version__} is built for {built}, VARIANT is $variant')"
 }
 
-# hatchling, which makes the wheels, and cyclonedx-py stay out of the environment, as does pip.
+# pip, hatchling, which makes the wheels, and cyclonedx-py stay out of the environment.
+# ensurepip makes pip, which Debian's Python lacks.
 make_tools() {
-    run "$python" -m venv --without-pip "$tools"
-    pip_in "$tools" install --no-compile --no-deps --require-hashes --requirement "$locks/build.txt"
+    run "${PYTHON:-python3}" -m venv "$tools"
+    run "$tools/bin/python" -m pip install --no-compile --no-deps \
+        --require-hashes --requirement "$locks/build.txt"
 }
 
 install_wheels() {
-    pip_in "$tools" wheel --no-deps --no-build-isolation \
+    run "$tools/bin/python" -m pip wheel --no-deps --no-build-isolation \
         --wheel-dir "$tools/wheels" "$source/clients" "$source"
     install --no-index --find-links "$tools/wheels" embedserve-client embedserve
 }
@@ -99,11 +97,10 @@ case ${WITH_DEPENDENCIES:-yes} in
     *) fail "WITH_DEPENDENCIES is \"$WITH_DEPENDENCIES\", it must be yes or no" ;;
 esac
 
-python=${PYTHON:-python3}
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
 make_tools
-run "$python" -m venv --without-pip "$prefix"
+run "${PYTHON:-python3}" -m venv --without-pip "$prefix"
 if [ "$has_dependencies" = yes ]; then install_lock; fi
 install_wheels
 if [ "$has_dependencies" = yes ]; then slim; fi

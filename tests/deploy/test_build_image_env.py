@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import Distribution
@@ -52,9 +53,13 @@ def run(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of the environment's packages."""
-    prefix = tmp_path_factory.mktemp("image") / "env"
-    done = run("cpu", prefix, ROOT, WITH_DEPENDENCIES="no")
+    """Returns the folder of the environment's packages. It is made by a Python without pip, as
+    Debian's is."""
+    folder = tmp_path_factory.mktemp("image")
+    prefix, debian = folder / "env", folder / "python"
+    venv.create(debian, with_pip=False)
+    python = str(debian / "bin/python")
+    done = run("cpu", prefix, ROOT, WITH_DEPENDENCIES="no", PYTHON=python)
     assert done.returncode == 0, done.stderr
     (site,) = prefix.glob("lib/python3.*/site-packages")
     return site
