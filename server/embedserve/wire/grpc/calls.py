@@ -141,9 +141,12 @@ def receive_unary(
             framing or compression is malformed.
     """
     deframer.feed(data)
+    # The prefix has the size: a message that is too large is rejected before it arrives.
+    missing = deframer.check_size()
+    if missing < 0:
+        raise GrpcCallError("UNIMPLEMENTED", "the method requires exactly one message: more came")
     if not is_end:
-        # The prefix has the size: a message that is too large is rejected before it arrives.
-        stream.expect(deframer.check_size())
+        stream.expect(missing)
         return None
     stream.consumed(stream.held_bytes)
     try:
@@ -154,8 +157,6 @@ def receive_unary(
     if message is None:
         deframer.check_end()
         raise GrpcCallError("UNIMPLEMENTED", "the method requires exactly one message: none came")
-    if deframer.nbytes:
-        raise GrpcCallError("UNIMPLEMENTED", "the method requires exactly one message: more came")
     return message
 
 

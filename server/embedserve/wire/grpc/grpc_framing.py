@@ -215,7 +215,8 @@ class Deframer:
             raise GrpcCallError("INTERNAL", "the request ended within a message")
 
     def check_size(self) -> int:
-        """Returns the missing bytes of the next message; 0 if its prefix has not arrived.
+        """Returns the missing bytes of the next message: 0 if its prefix has not arrived, below 0
+        if more bytes follow it.
 
         Raises:
             GrpcCallError: RESOURCE_EXHAUSTED, the message is too large.
@@ -226,7 +227,7 @@ class Deframer:
         size: int = PREFIX.unpack(self._buffered.front(PREFIX_BYTES))[1]
         if size > self._bytes_max:
             raise self._too_large(size)
-        return max(0, PREFIX_BYTES + size - nbytes)
+        return PREFIX_BYTES + size - nbytes
 
     def _too_large(self, size: int | str) -> GrpcCallError:
         return _too_large(size, self._bytes_max, self._limit)

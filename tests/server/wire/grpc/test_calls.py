@@ -12,6 +12,7 @@ from server.fake_engine import FakeEngine
 from server.pipelines import outcomes_of
 from server.wire.grpc.grpc_peer import (
     BODY_MAX,
+    CHECK,
     EMBED,
     MESSAGE,
     STREAM,
@@ -91,6 +92,15 @@ async def test_message_over_the_limit_is_rejected_before_it_arrives(peer: GrpcPe
     assert peer.status(1)[0] == 8
     frames = [*peer.send(data(1, bytes(16384))), *peer.send(data(1, b"x"))]
     assert resets(frames) == [(1, ErrorCode.NO_ERROR)]
+
+
+@pytest.mark.parametrize("path", [EMBED, CHECK])
+@pytest.mark.parametrize("rest", [b"\0", framed(MESSAGE)])
+async def test_bytes_behind_the_message_are_rejected_before_the_request_ends(
+    peer: GrpcPeer, path: str, rest: bytes
+) -> None:
+    peer.call(1, path, framed(b""), rest, is_end=False)
+    assert peer.status(1) == (12, "the method requires exactly one message: more came")
 
 
 async def test_window_is_enlarged_for_a_large_message(peer: GrpcPeer) -> None:
