@@ -233,6 +233,7 @@ ERRORS: dict[str, JsonSchema] = {
     },
     "431": {"description": "The headers are over a limit."},
     "500": {"description": "The lookup failed, or the server has an error; its log says which."},
+    "501": {"description": "The body has a transfer coding other than chunked."},
     "503": {
         "description": "The server is loading its models or draining, a model is damaged, the rows "
         "are older than min_seq, or a part of the model has no replica.",

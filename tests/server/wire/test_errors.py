@@ -48,6 +48,7 @@ STATUSES = {
     "MethodNotAllowedError": (405, "INVALID_ARGUMENT"),
     "UnsupportedEncodingError": (415, "INVALID_ARGUMENT"),
     "HeadersTooLargeError": (431, "RESOURCE_EXHAUSTED"),
+    "TransferCodingError": (501, "INVALID_ARGUMENT"),
     "VersionError": (505, "INVALID_ARGUMENT"),
 }
 OF_ADMINISTRATORS = {"NotJsonError": 415, "ConflictError": 409}

@@ -9,7 +9,7 @@ import httptools
 
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.wire.http_stream import Headers, HttpRequest
-from embedserve.wire.rest.headers import VersionError, headers_too_large
+from embedserve.wire.rest.headers import TransferCodingError, VersionError, headers_too_large
 
 BLANKS = b" \t"
 """Optional whitespace around a header value, not part of it (RFC 9110, section 5.5)."""
@@ -177,6 +177,7 @@ def _check_headers(version: str, url: bytes, headers: Headers) -> int | None:
     Raises:
         HeadersTooLargeError: the headers exceed HEAD_BYTES_MAX or HEAD_LINES_MAX.
         VersionError: the version is none of VERSIONS.
+        TransferCodingError: the body has a transfer coding other than chunked.
         InvalidRequestError: the Host header is missing (HTTP/1.1) or repeated.
     """
     nbytes = len(url) + sum([len(name) + len(value) + 4 for name, value in headers])
@@ -190,5 +191,11 @@ def _check_headers(version: str, url: bytes, headers: Headers) -> int | None:
     hosts = names.count(b"host")
     if hosts > 1 or (version == "1.1" and not hosts):
         raise InvalidRequestError(f"there are {hosts} Host headers, expected one", "Host")
+    for name, value in headers:
+        if name == b"transfer-encoding" and value.lower() != b"chunked":
+            shown = value.decode("latin-1")
+            raise TransferCodingError(
+                f"Transfer-Encoding is {shown!r}, expected 'chunked'", "Transfer-Encoding"
+            )
     lengths = [int(value) for name, value in headers if name == b"content-length"]
     return lengths[0] if lengths else None

@@ -61,6 +61,11 @@ class HeadersTooLargeError(EmbedServeError):
     http_status = 431
 
 
+class TransferCodingError(EmbedServeError):
+    code = "INVALID_ARGUMENT"
+    http_status = 501
+
+
 class VersionError(EmbedServeError):
     code = "INVALID_ARGUMENT"
     http_status = 505

@@ -104,6 +104,16 @@ INVALID_REQUESTS = {
     "two Hosts": (get("/health/live", "Host: other"), 400, "there are 2 Host headers"),
     "two Hosts of an embed": (post(BODY, "Host: other"), 400, "there are 2 Host headers"),
     "HTTP/2.0": (LIVE.replace(b"/1.1", b"/2.0"), 505, "the request says HTTP/2.0: send HTTP/1.1"),
+    "a transfer coding besides chunked": (
+        chunked(BODY, "Transfer-Encoding: gzip"),
+        501,
+        "Transfer-Encoding is 'gzip', expected 'chunked'",
+    ),
+    "two transfer codings": (
+        chunked(BODY).replace(b": chunked", b": gzip, Chunked"),
+        501,
+        "Transfer-Encoding is 'gzip, Chunked', expected 'chunked'",
+    ),
     "garbage": (b"GET / HTTP/1.1\r\nno header\r\n\r\n", 400, "not a request of HTTP/1.1: "),
     "no URL": (
         get("http://h:port/x"),
