@@ -25,6 +25,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import Handler
+from embedserve.wire.response_date import ResponseDate
 
 OUR_SETTINGS: Settings = [
     (f.MAX_CONCURRENT_STREAMS, 128),
@@ -69,7 +70,9 @@ class Ours:
         self.trace = Trace()
         self._responds = responds
         uploads = UploadBudget(1 << 20, lambda: True)
-        self._connection = Http2Connection(self._open_request, uploads, lambda: None)
+        self._connection = Http2Connection(
+            self._open_request, uploads, lambda: None, ResponseDate()
+        )
         self._send()
 
     def _open_request(self, fields: list[f.Header]) -> ResolvedRoute | str:

@@ -216,9 +216,10 @@ Http1Response = tuple[int, dict[bytes, bytes], bytes]
 
 
 async def read_response(reader: asyncio.StreamReader) -> Http1Response:
-    """Reads the next response of a connection."""
+    """Reads the next response of a connection; drops its Date, which changes with time."""
     line, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
     headers = dict(line.split(b": ", 1) for line in lines)
+    headers.pop(b"date", None)
     return int(line.split()[1]), headers, await reader.readexactly(int(headers[b"content-length"]))
 
 

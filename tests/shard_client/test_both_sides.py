@@ -19,6 +19,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import Handler, Headers, HttpRequest
+from embedserve.wire.response_date import ResponseDate
 
 LIMIT = 1 << 20
 
@@ -45,7 +46,10 @@ class ConnectedPair:
         self.rng = rng
         self.up, self.down = bytearray(), bytearray()
         self.server = Http2Connection(
-            partial(self.resolve, times), UploadBudget(256 << 20, lambda: True), lambda: None
+            partial(self.resolve, times),
+            UploadBudget(256 << 20, lambda: True),
+            lambda: None,
+            ResponseDate(),
         )
         self.client = Http2Client(self.up.extend, LIMIT, lambda: None)
         assert self.up.startswith(PREFACE)

@@ -26,6 +26,7 @@ from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.listener import BACKLOG, Listener
+from embedserve.wire.response_date import ResponseDate
 from embedserve.wire.route_table import RouteTable
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 ACCEPTS_MAX = 16
 """Connections accepted on a port in an event-loop iteration: about a millisecond of work."""
 CHECK_S = 1.0
-"""Seconds between two checks of the connections' time and memory limits."""
+"""Seconds between two checks of the connections' time and memory limits. The Date header of
+responses has whole seconds, and is refreshed as often."""
 CHECK_TURN_S = 0.002
 """Seconds of an event-loop iteration for the time limits. A stream takes some 0.5 us, and there may
 be 200,000 within --connection-bytes-max."""
@@ -51,7 +53,11 @@ size always fits."""
 
 
 class WireServer:
-    """Server of the connections of some ports, of all protocols, over one request pipeline."""
+    """Server of the connections of some ports, of all protocols, over one request pipeline.
+
+    Attributes:
+        date: Date header of the connections' responses, refreshed every CHECK_S.
+    """
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class WireServer:
             limits: limits on connections; None: the limits of ``pipeline``.
             allowed_hosts: allowed Host names, not checked on Unix sockets; None: any.
         """
+        self.date = ResponseDate()
         self._pipeline = pipeline
         self._limits = limits or pipeline.limits
         self._certificates = certificates
@@ -159,6 +166,7 @@ class WireServer:
             self._is_empty.set()
 
     def _check(self) -> None:
+        self.date.refresh()
         self._abort_largest()
         self._warn_if_no_descriptors()
         self._check_times(list(self._connections))

@@ -51,6 +51,7 @@ class Http1Connection(Connection):
 
     Attributes:
         pipeline: pipeline of embed requests.
+        date: Date header of responses.
         transport: transport of the connection.
         certificate: client certificate that TLS has verified; None if there is none.
         peer: address of the client.
@@ -64,6 +65,7 @@ class Http1Connection(Connection):
     def __init__(self, routes: RouteTable, server: WireServer) -> None:
         self.transport: asyncio.Transport
         self.pipeline = routes.pipeline
+        self.date = server.date
         self.loop = asyncio.get_running_loop()
         self._routes = routes
         self._server = server

@@ -149,8 +149,9 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         is_last = self.is_last or (self._is_draining and not self._held)
         if is_last:
             more += CLOSE
-        head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n" % (
+        head = b"%b%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n" % (
             line,
+            self.date.line,
             content_type,
             nbytes,
             more,

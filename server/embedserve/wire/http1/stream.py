@@ -131,8 +131,9 @@ class Http1Stream:
         if self.is_sent:
             return
         close = CLOSE if self._ends_connection() else b""
-        head = b"%b%bcontent-length: %d\r\n%b\r\n" % (
+        head = b"%b%b%bcontent-length: %d\r\n%b\r\n" % (
             STATUS_LINES[status],
+            self.connection.date.line,
             lines_of(headers),
             nbytes,
             close,
@@ -158,7 +159,8 @@ class Http1Stream:
                 framing = CHUNKED
         if self._ends_connection():
             framing += CLOSE
-        self._head = b"%b%b%b\r\n" % (STATUS_LINES[status], lines_of(headers), framing)
+        first = STATUS_LINES[status] + self.connection.date.line
+        self._head = b"%b%b%b\r\n" % (first, lines_of(headers), framing)
         if is_end:
             self.end()
 

@@ -53,6 +53,7 @@ from embedserve.wire.http2.turns import (
 )
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import NULL_HANDLER, UNREAD_S_MAX, Handler
+from embedserve.wire.response_date import ResponseDate
 
 
 class Http2Connection:
@@ -73,6 +74,7 @@ class Http2Connection:
             be SETTINGS, and only CONTINUATION may follow an incomplete header block.
         certificate: client certificate from the TLS handshake; None if there was none.
         peer: address of the client.
+        date: Date header of REST responses; gRPC servers send none.
         shutdown: graceful shutdown of the connection.
         is_over: whether reading has ended; ``frame_writer.out`` then holds the last bytes to send.
         has_more: whether received bytes are left to read after yielding to other connections.
@@ -88,6 +90,7 @@ class Http2Connection:
         "blocks",
         "certificate",
         "closed_streams",
+        "date",
         "flow_control",
         "frame_writer",
         "has_more",
@@ -103,7 +106,11 @@ class Http2Connection:
     )
 
     def __init__(
-        self, resolve_route: ResolveRoute, uploads: UploadBudget, on_output: Callable[[], None]
+        self,
+        resolve_route: ResolveRoute,
+        uploads: UploadBudget,
+        on_output: Callable[[], None],
+        date: ResponseDate,
     ) -> None:
         self.frame_writer = FrameWriter()
         self.flow_control = InboundFlowControl(self.frame_writer.out, uploads, on_output)
@@ -113,6 +120,7 @@ class Http2Connection:
         self.peer = ""
         self.is_over = self.has_more = False
         self.on_output = on_output
+        self.date = date
         self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(resolve_route)
         self._left, self._turn_left = b"", 0
         self.next_id, self.streams_max = 1, STREAMS_MAX

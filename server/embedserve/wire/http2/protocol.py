@@ -65,7 +65,9 @@ class Http2Protocol(Connection):
     def __init__(self, routes: RouteTable, uploads: UploadBudget, server: WireServer) -> None:
         self._pipeline = routes.pipeline
         self._server = server
-        self._connection = Http2Connection(routes.resolve_http2, uploads, self._on_output)
+        self._connection = Http2Connection(
+            routes.resolve_http2, uploads, self._on_output, server.date
+        )
         self._loop = asyncio.get_running_loop()
         self._has_ended = self._is_write_paused = False
         self._will_flush = self._is_continue_due = False

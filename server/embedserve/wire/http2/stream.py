@@ -96,10 +96,11 @@ class Stream:
     ) -> None:
         length = (b"content-length", b"%d" % nbytes)
         head = encode([(b":status", b"%d" % status), *headers, length])
-        self.send_response(head, chunks, nbytes, b"")
+        self.send_response(head + self.connection.date.block, chunks, nbytes, b"")
 
     def start_response(self, status: int, headers: Headers, *, is_end: bool = False) -> None:
-        self.send_head(encode([(b":status", b"%d" % status), *headers]), is_end=is_end)
+        head = encode([(b":status", b"%d" % status), *headers])
+        self.send_head(head + self.connection.date.block, is_end=is_end)
 
     def send_continue(self) -> None:
         self.send_head(CONTINUE)

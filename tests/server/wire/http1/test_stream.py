@@ -57,7 +57,9 @@ async def server(pipeline: RequestPipeline, app: StreamingApp) -> AsyncIterator[
 
 
 async def read_headers(reader: asyncio.StreamReader) -> list[bytes]:
-    return (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+    """Returns the lines of a head, without its Date, which changes with time."""
+    lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+    return [line for line in lines if not line.startswith(b"date: ")]
 
 
 async def read_chunks(reader: asyncio.StreamReader) -> bytes:

@@ -24,6 +24,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute, r
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import Handler, Headers
+from embedserve.wire.response_date import ResponseDate
 from embedserve.wire.wire_server import UPLOAD_BYTES_MAX
 
 F = TypeVar("F", bound=Frame)
@@ -93,6 +94,7 @@ class Peer:
             open_request or self._open_request,
             uploads or UploadBudget(UPLOAD_BYTES_MAX, lambda: True),
             self._on_output,
+            ResponseDate(),
         )
         self.encoder = Encoder()
         self.decoder = Decoder()
