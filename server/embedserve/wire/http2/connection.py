@@ -42,7 +42,7 @@ from embedserve.wire.http2.inbound_flow_control import WINDOW_LOW, InboundFlowCo
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX, RequestFrames
 from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http2.token_bucket import TokenBucket
+from embedserve.wire.http2.token_bucket import ResponseTokenBucket, TokenBucket
 from embedserve.wire.http2.turns import (
     FRAMES_PER_TURN,
     HEADERS_ONLY_WORK,
@@ -54,6 +54,10 @@ from embedserve.wire.http2.turns import (
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import NULL_HANDLER, UNREAD_S_MAX, Handler
 from embedserve.wire.response_date import ResponseDate
+
+RESETS_PER_FRAME = 1
+"""Resets accepted per DATA frame, or other last frame of a response. Clients that hedge their calls
+reset many, but have more calls answered. A request that is reset costs no more than one that is."""
 
 
 class Http2Connection:
@@ -126,7 +130,8 @@ class Http2Connection:
         self.next_id, self.streams_max = 1, STREAMS_MAX
         self.closed_streams = ClosedStreams(self.frame_writer.out)
         self.required_frame_type: int | None = SETTINGS
-        self._resets, self.abuse_budget = TokenBucket(), TokenBucket()
+        self._resets = ResponseTokenBucket(self.frame_writer, RESETS_PER_FRAME)
+        self.abuse_budget = TokenBucket()
         self.shutdown = GracefulShutdown(self)
         self._control = ControlFrames(self)
         self._requests = RequestFrames(self)

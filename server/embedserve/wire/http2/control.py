@@ -23,7 +23,7 @@ from embedserve.wire.http2.frames import (
 )
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
 from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
-from embedserve.wire.http2.token_bucket import TokenBucket
+from embedserve.wire.http2.token_bucket import ResponseTokenBucket
 
 if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection
@@ -33,8 +33,6 @@ HEADER_LIST_BYTES_MAX = 16 << 10
 UPDATES_PER_FRAME = 4
 """WINDOW_UPDATE frames accepted per DATA frame, or other last frame of a response. A reader sends
 two: one for the stream and one for the connection. gRPC's clients send one with each call."""
-UPDATES_MAX = 1000
-"""WINDOW_UPDATE frames accepted at once for the DATA frames of a connection that has sent many."""
 
 
 class ControlFrames:
@@ -43,8 +41,7 @@ class ControlFrames:
     def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
         self._frame_writer = connection.frame_writer
-        self._updates = TokenBucket()  # of those that no frame of a response explains
-        self._updates_left = self._response_frames_seen = 0
+        self._updates = ResponseTokenBucket(connection.frame_writer, UPDATES_PER_FRAME)
         self._on_frame = {
             PRIORITY: self._on_priority,
             RST_STREAM: self._on_rst_stream,
@@ -155,14 +152,8 @@ class ControlFrames:
         stream = self._connection.streams.get(stream_id) if stream_id else None
         if stream_id and stream is None and not self._connection.was_opened(stream_id):
             raise violation(f"WINDOW_UPDATE of stream {stream_id}, which was not opened")
-        if not self._updates_left:
-            frames_sent = self._frame_writer.response_frames - self._response_frames_seen
-            self._response_frames_seen += frames_sent
-            self._updates_left = min(UPDATES_MAX, UPDATES_PER_FRAME * frames_sent)
-        if self._updates_left:
-            self._updates_left -= 1
-        else:
-            self._connection.spend(self._updates, "updates of windows")
+        if not self._updates.try_take():
+            raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, "too many updates of windows")
         increment = int.from_bytes(payload, "big") & STREAM_MASK
         if increment == 0:
             if not stream_id:

@@ -1,8 +1,12 @@
-"""Token bucket against HTTP/2 floods: resets, pings, settings and empty frames."""
+"""Token buckets against HTTP/2 floods: resets, pings, settings and empty frames."""
 
 from __future__ import annotations
 
 from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from embedserve.wire.http2.frame_writer import FrameWriter
 
 IDLE_WORK_MAX, IDLE_WORK_PER_SECOND = 1000, 100
 """Burst of resets, pings, settings and similar frames, and their sustained rate per second."""
@@ -25,7 +29,31 @@ class TokenBucket:
         self._left -= count
         if self._left >= 0:
             return True
-        now_s = perf_counter()
-        self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_second)
-        self._at_s = now_s
+        self._left = min(self._most, self._left + self._take_refill())
         return self._left >= 0
+
+    def _take_refill(self) -> float:
+        """Returns the tokens that were earned since the last call."""
+        since_s, self._at_s = self._at_s, perf_counter()
+        return (self._at_s - since_s) * self._per_second
+
+
+class ResponseTokenBucket(TokenBucket):
+    """A token bucket of one connection that its responses refill, too."""
+
+    __slots__ = ("_frames_seen", "_per_frame", "_writer")
+
+    def __init__(self, writer: FrameWriter, per_frame: int) -> None:
+        """
+        Args:
+            writer: counter of the response frames.
+            per_frame: tokens that one of these frames refills.
+        """
+        super().__init__()
+        self._writer = writer
+        self._per_frame = per_frame
+        self._frames_seen = writer.response_frames
+
+    def _take_refill(self) -> float:
+        seen, self._frames_seen = self._frames_seen, self._writer.response_frames
+        return super()._take_refill() + (self._frames_seen - seen) * self._per_frame

@@ -15,7 +15,6 @@ from hyperframe.frame import (
 )
 from server.wire.http2.peer import OK, POST, Peer, continuation, data, of, raw, resets, update
 
-from embedserve.wire.http2.control import UPDATES_MAX
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute
@@ -91,8 +90,8 @@ def test_window_updates_for_past_responses_are_bounded() -> None:
     while not peer.connection.is_over:
         peer.send(*[update(0, 1)] * 100)
         sent += 100
-        assert sent < UPDATES_MAX + 2 * IDLE_WORK_MAX
-    assert sent >= UPDATES_MAX
+        assert sent < 3 * IDLE_WORK_MAX
+    assert sent >= IDLE_WORK_MAX
 
 
 def test_window_updates_for_each_rejected_call_are_allowed() -> None:
@@ -106,6 +105,37 @@ def test_window_updates_for_each_rejected_call_are_allowed() -> None:
         peer.take()
         peer.send(update(2 * i + 1, 5), update(0, 5))
     assert not peer.connection.is_over
+
+
+@pytest.mark.parametrize("is_rejected", [False, True])
+def test_a_reset_for_each_response_is_allowed(is_rejected: bool) -> None:
+    """Resets as many calls as are answered, far above the rate of the bucket, as a client with many
+    calls in flight does that hedges them."""
+    peer = Peer()
+    for i in range(2 * IDLE_WORK_MAX):
+        peer.open(4 * i + 1)
+        lost = peer.open(4 * i + 3)
+        if is_rejected:
+            peer.handlers[4 * i + 1].stream.send_head(OK, is_end=True)
+        else:
+            peer.respond(4 * i + 1, b"x")
+        peer.send(RstStreamFrame(4 * i + 3))
+        assert lost.resets == 1
+    assert not peer.connection.is_over
+
+
+def test_resets_of_more_calls_than_are_answered_are_bounded() -> None:
+    peer = Peer()
+    sent = 0
+    while not peer.connection.is_over:
+        first = 6 * sent + 1
+        for stream_id in (first, first + 2, first + 4):
+            peer.open(stream_id)
+        peer.respond(first, b"x")
+        peer.send(RstStreamFrame(first + 2), RstStreamFrame(first + 4))
+        sent += 1
+        assert sent < 4 * IDLE_WORK_MAX
+    assert sent >= IDLE_WORK_MAX - 1
 
 
 def test_new_header_blocks_are_parsed_over_several_iterations() -> None:
