@@ -26,8 +26,9 @@ DROPPED = "%d lines of the log were dropped: its reader did not keep up"
 class LogStream(io.TextIOBase):
     """Text stream that writes to the file of another stream and never waits for its reader.
 
-    A line is written whole or dropped. The rest of a partly written line comes before the next
-    line.
+    A line is written whole or dropped, once it ends. print and tracebacks pass it in pieces, and
+    other processes would write between these. The rest of a partly written line comes before the
+    next line.
 
     Attributes:
         dropped_lines: number of lines dropped by this process and by the processes it was forked
@@ -44,6 +45,7 @@ class LogStream(io.TextIOBase):
         self._polled: select.poll | None = None
         self._lock = threading.RLock()  # reentrant: a signal handler may write during a write
         self._rest = b""
+        self._unfinished = b""  # line without its end
         self.dropped_lines = 0
         mode = os.fstat(self._fd).st_mode
         if stat.S_ISSOCK(mode):
@@ -70,6 +72,7 @@ class LogStream(io.TextIOBase):
 
     def close(self) -> None:
         """Closes the descriptors that this stream opened; the wrapped stream stays open."""
+        self.flush()
         if self._socket is not None:
             self._socket.close()
         if self._fd_opened >= 0:
@@ -84,23 +87,30 @@ class LogStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        data = text.encode(self.encoding, "backslashreplace")
         with self._lock:
-            self.flush()
-            if not self._rest:
-                left = self._write_now(data)
-                if len(left) < len(data):
-                    self._rest = left
-                    data = b""
-            if data:
-                self.dropped_lines += max(1, data.count(b"\n"))
+            before, self._unfinished = self._unfinished, b""
+            data = before + text.encode(self.encoding, "backslashreplace")
+            end = data.rfind(b"\n") + 1 if len(data) <= ATOMIC_BYTES else len(data)
+            self._unfinished = data[end:]
+            self._write_or_drop(data[:end])
         return len(text)
 
     def flush(self) -> None:
-        """Writes the rest of a partly written line, as far as the file takes it without
-        blocking."""
+        """Writes the rest of a partly written line and a line without its end, as far as the file
+        takes them without blocking."""
         with self._lock:
-            self._rest = self._write_now(self._rest)
+            data, self._unfinished = self._unfinished, b""
+            self._write_or_drop(data)
+
+    def _write_or_drop(self, data: bytes) -> None:
+        self._rest = self._write_now(self._rest)
+        if data and not self._rest:
+            left = self._write_now(data)
+            if len(left) < len(data):
+                self._rest = left
+                data = b""
+        if data:
+            self.dropped_lines += max(1, data.count(b"\n"))
 
     def _write_now(self, data: bytes) -> bytes:
         """Writes as much of ``data`` as the file takes without blocking; returns the rest."""

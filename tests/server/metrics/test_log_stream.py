@@ -19,7 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from embedserve.metrics.log_stream import LogHandler, LogStream
+from embedserve.metrics.log_stream import ATOMIC_BYTES, LogHandler, LogStream
 
 LINE = "a line of the log, with words\n"
 Ends = tuple[int, int]
@@ -104,6 +104,26 @@ def test_lines_are_written_at_the_position_of_a_shared_file(tmp_path: Path) -> N
         stream.write("ours \udc80\n")
         os.write(file.fileno(), b"after\n")
     assert path.read_text() == "before\nours \\udc80\nafter\n"
+
+
+def test_line_printed_in_pieces_is_written_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        stream = LogStream(file)
+        print("ours", 1, "\nand", end="", file=stream)
+        os.write(file.fileno(), b"theirs\n")
+        print(" more", file=stream)
+        print("no end", end="", file=stream, flush=True)
+    assert path.read_text() == "ours 1 \ntheirs\nand more\nno end"
+
+
+def test_long_line_is_not_kept_until_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        stream = LogStream(file)
+        for _ in range(ATOMIC_BYTES + 1):
+            stream.write("x")
+        assert path.read_text() == "x" * (ATOMIC_BYTES + 1)
 
 
 def test_writing_starts_no_thread() -> None:
