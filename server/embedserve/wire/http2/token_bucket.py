@@ -25,12 +25,13 @@ class TokenBucket:
         self._at_s = perf_counter()
 
     def try_take(self, count: int = 1) -> bool:
-        """Takes ``count`` tokens. Returns False if the bucket has run out."""
+        """Takes ``count`` tokens. Returns False, and takes none, if the bucket has run out."""
+        if self._left < count:
+            self._left = min(self._most, self._left + self._take_refill())
+            if self._left < count:
+                return False
         self._left -= count
-        if self._left >= 0:
-            return True
-        self._left = min(self._most, self._left + self._take_refill())
-        return self._left >= 0
+        return True
 
     def _take_refill(self) -> float:
         """Returns the tokens that were earned since the last call."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from embedserve.wire.http2.token_bucket import TokenBucket
+from embedserve.wire.http2.frame_writer import FrameWriter
+from embedserve.wire.http2.token_bucket import IDLE_WORK_MAX, ResponseTokenBucket, TokenBucket
 
 
 @pytest.mark.parametrize("capacity", [1, 5])
@@ -16,3 +17,13 @@ def test_bucket_is_empty_after_its_capacity(capacity: int) -> None:
 def test_bucket_refills_over_time() -> None:
     bucket = TokenBucket(3, 1e12)
     assert all(bucket.try_take() for _ in range(1000))
+
+
+def test_rejected_tries_take_nothing_from_the_refill_of_a_response() -> None:
+    writer = FrameWriter()
+    bucket = ResponseTokenBucket(writer, IDLE_WORK_MAX)
+    taken = [bucket.try_take() for _ in range(6 * IDLE_WORK_MAX)]
+    assert taken[IDLE_WORK_MAX - 1]
+    assert not all(taken)
+    writer.response_frames += 1
+    assert bucket.try_take()
