@@ -149,6 +149,11 @@ WRONG = [
         "16 bytes at 4611686018427387904 of shared",
     ),
     (
+        SharedMemoryRequest(INPUTS, INS, {"user": (0, 32), "tag": (28, 40)}),
+        400,
+        "outputs 'user' and 'tag' overlap in shared memory",
+    ),
+    (
         SharedMemoryRequest(INPUTS, INS, {"user": (0, 31)}),
         400,
         "has 32 bytes, and its shared_memory_byte_size",

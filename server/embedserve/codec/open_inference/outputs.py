@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -263,19 +264,29 @@ def write_placed(
     """Writes the values of the outputs that are requested in shared memory.
 
     Raises:
-        InvalidRequestError: an output has more bytes than its location, and nothing is written; or
-            a region no longer exists.
+        InvalidRequestError: an output has more bytes than its location, or two overlap, and nothing
+            is written; or a region no longer exists.
     """
     if options.places is None:
         return
     placed = [(one, options.places[one.name]) for one in tensors if one.name in options.places]
+    spans = []
     for one, place in placed:
         nbytes = one.nbytes(result.values.itemsize)
+        start = place.region.offset + place.offset
+        spans.append((place.region.file, start, start + nbytes, one.name))
         if nbytes > place.nbytes:
             raise InvalidRequestError(
                 f"output {one.name!r} has {nbytes} bytes, and its shared_memory_byte_size is "
                 f"{place.nbytes}",
                 f"outputs.{one.name}",
+            )
+    spans.sort()
+    for (file, _, end, name), (next_file, start, _, next_name) in pairwise(spans):
+        if file == next_file and start < end:
+            raise InvalidRequestError(
+                f"outputs {name!r} and {next_name!r} overlap in shared memory",
+                f"outputs.{next_name}",
             )
     for one, place in placed:
         place.write(values.data for values in one.chunks(result))
