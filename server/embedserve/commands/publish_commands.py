@@ -231,13 +231,13 @@ def publish(
         store,
         model,
         prefix=prefix,
-        dtype=parse_per_table_option(dtype) if dtype else None,
-        sharding=parse_sharding(sharding) if sharding else None,
+        dtype=parse_per_table_option(dtype) if dtype is not None else None,
+        sharding=parse_sharding(sharding) if sharding is not None else None,
         world_size=world_size,
         hosts=hosts,
         constraints=read_constraints(constraints) if constraints else None,
         device_memory_bytes=(
-            parse_bytes(device_memory, "device_memory") if device_memory else None
+            parse_bytes(device_memory, "device_memory") if device_memory is not None else None
         ),
         max_error=max_error,
         expected=expected,

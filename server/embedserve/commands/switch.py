@@ -3,12 +3,15 @@ user can fix is one line."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from embedserve.commands.cli_errors import cli_errors, usage_errors
+
+EMPTY_PATH = "it is empty, expected a path: is a variable unset?"
 
 
 def switch(name: str, *, help: str, **more: Any) -> Any:  # noqa: A002  # typer's parameter name
@@ -18,7 +21,19 @@ def switch(name: str, *, help: str, **more: Any) -> Any:  # noqa: A002  # typer'
 
 class Command(TyperCommand):
     """A command whose --help option is also shown without a type, and whose errors that a user can
-    fix are one line."""
+    fix are one line.
+
+    An empty path is an error, as for an unset variable in a script: it would be the current folder.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = self.make_parser(ctx).parse_args(args=list(args))[0]
+        rest: list[str] = super().parse_args(ctx, args)
+        known: list[Any] = self.params
+        for one in known:
+            if ctx.params.get(one.name) == Path() and given.get(one.name) == "":
+                raise typer.BadParameter(EMPTY_PATH, ctx=ctx, param=one)
+        return rest
 
     def invoke(self, ctx: Any) -> Any:
         with cli_errors():

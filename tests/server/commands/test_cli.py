@@ -384,3 +384,22 @@ def test_empty_store_is_rejected(arguments: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "it is empty, expected a folder or a URL: is a variable unset?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("publish", "", "tables", "store", "--model", "m"), "'checkpoint'"),
+        (("publish", "checkpoint", "", "store", "--model", "m"), "'tables'"),
+        (("describe", "checkpoint", "--output="), "'--output'"),
+        (("verify", "store", "m", "--cache", ""), "'--cache'"),
+        (("deltas", "verify", "store", "m", "--key", ""), "'--key'"),
+    ],
+)
+def test_empty_path_is_rejected(arguments: tuple[str, ...], name: str) -> None:
+    """Guards against an unset variable in a script: the current folder would be the path."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert name in line
+    assert "it is empty, expected a path: is a variable unset?" in line

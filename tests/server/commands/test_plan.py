@@ -211,9 +211,11 @@ def test_stored_version_is_replanned_for_another_number_of_ranks(two_rank_store:
     ("options", "message"),
     [
         (("--sharding", "rows"), "table 'user': sharding is 'rows', expected one of"),
+        (("--sharding", ""), "table 'user': sharding is '', expected one of"),
         (("--sharding", "nobody=row_wise"), "sharding names table 'nobody'"),
         (("--sharding", "none.json"), "none.json: cannot be read"),
         (("--device-memory", "much"), "device_memory is 'much', expected a size such as 80GB"),
+        (("--device-memory", ""), "device_memory is '', expected a size such as 80GB"),
         (("--device-type", "tpu"), "device_type is 'tpu', expected cpu or cuda"),
         (("--constraints", "none.yaml"), "none.yaml: cannot be read"),
     ],

@@ -86,3 +86,9 @@ def test_a_model_is_published_for_several_hosts(
     assert ModelStore(store).load("m").plan.hosts is None
     error = error_of(*command, "--hosts", "3", "--sharding=table_wise")
     assert "hosts is 3, but part 1 would have no rows: use fewer hosts" in error
+
+
+@pytest.mark.parametrize("option", ["--dtype", "--sharding", "--device-memory"])
+def test_empty_option_is_rejected(command: tuple[str | Path, ...], option: str) -> None:
+    """Guards against an unset variable in a script: a version with the defaults would appear."""
+    assert " is ''" in error_of(*command, option, "")

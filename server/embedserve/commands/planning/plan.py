@@ -82,7 +82,7 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
         raise StoreError(f"{description}: is a store, name one of its models: {names}")
     described = read_description(description)
     tables = described.tables
-    sharding = parse_sharding(options.sharding) if options.sharding else None
+    sharding = parse_sharding(options.sharding) if options.sharding is not None else None
     planned = _planned(tables, sharding, {}, options, described.sharding)
     ids = ids_file_bytes({one.name: one.num_embeddings for one in tables if one.ids.rule == "map"})
     features = len({name for one in tables for name in one.feature_names})
@@ -147,7 +147,7 @@ def _plan_from_metrics(
     assert options.from_metrics is not None
     measured = measured_of(options.from_metrics, manifest, stored)
     tables = manifest.tables
-    sharding = parse_sharding(options.sharding) if options.sharding else None
+    sharding = parse_sharding(options.sharding) if options.sharding is not None else None
     if isinstance(sharding, Plan):
         plan = _planned(tables, sharding, {}, options)
     else:
@@ -201,7 +201,7 @@ def _planned(
 
 def _memory_bytes(options: PlanOptions) -> int | None:
     memory = options.device_memory
-    return parse_bytes(memory, "device_memory") if memory else None
+    return parse_bytes(memory, "device_memory") if memory is not None else None
 
 
 def _show(
