@@ -162,7 +162,10 @@ def _search(
     divided = [table for table in tables if table.name not in shards]
     if divided:
         found = _divided(divided, asked, world_size, device_type, memory_bytes - taken, costs)
-        shards |= {table.name: _table_plan(found[table.name], table) for table in divided}
+        shards |= {
+            table.name: _table_plan(found[table.name], table, range(world_size))
+            for table in divided
+        }
     return replace(plan, tables={table.name: shards[table.name] for table in tables})
 
 
@@ -200,21 +203,25 @@ def _divided(
     raise InvalidModelError(f"no sharding plan, world_size is {world_size}: {reason}") from failure
 
 
-def _table_plan(sharding: Any, table: TableSpec) -> TablePlan:
-    """Converts torchrec's ``sharding`` of ``table``, which may count stored or unpadded columns."""
+def _table_plan(sharding: Any, table: TableSpec, ranks: Sequence[int]) -> TablePlan:
+    """Converts torchrec's ``sharding`` of ``table``, which may count stored or unpadded columns.
 
+    The rank of a shard is its index in ``ranks``.
+    """
     shards = []
     for shard in sharding.sharding_spec.shards:
         (row, column), (rows, stored) = shard.shard_offsets, shard.shard_sizes
         columns = min(stored, table.embedding_dim - column)
-        shards.append(Shard(shard.placement.rank(), row, rows, column, columns))
+        rank = ranks.index(shard.placement.rank())
+        shards.append(Shard(rank, row, rows, column, columns))
     return TablePlan(sharding.sharding_type, tuple(shards))
 
 
 def from_torchrec(
-    sharding: Mapping[str, ParameterSharding], tables: Sequence[TableSpec], world_size: int
+    sharding: Mapping[str, ParameterSharding], tables: Sequence[TableSpec], ranks: Sequence[int]
 ) -> Plan:
-    """Converts the plan with which a model is trained over ``world_size`` ranks.
+    """Converts the plan with which a model is trained over ``ranks``, which are numbered from 0 in
+    the result.
 
     The plan's constraints are the sharding types, so a host with another number of devices makes a
     new plan with the same types.
@@ -234,10 +241,10 @@ def from_torchrec(
         is_copied = kind == "data_parallel"  # torchrec's plans have no shards for this type
         own = sharding[table.name]
         shards[table.name] = (
-            _one_copy_each(table, kind, world_size) if is_copied else _table_plan(own, table)
+            _one_copy_each(table, kind, len(ranks)) if is_copied else _table_plan(own, table, ranks)
         )
     types = {name: TableConstraints(sharding_types=(kind,)) for name, kind in kinds.items()}
-    return _checked(Plan(world_size, shards, types), tables, None, None)
+    return _checked(Plan(len(ranks), shards, types), tables, None, None)
 
 
 def to_torchrec(plan: Plan, device_type: str) -> EmbeddingModuleShardingPlan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,11 +128,16 @@ def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
     Raises:
         InvalidModelError: as in describe_sharded, or serving does not support a table's sharding.
     """
+    from torch.distributed import get_process_group_ranks
+
     from embedserve_store.plans.planner import from_torchrec
 
     tables, _, _ = describe_sharded(module, prefix)
     collection = collection_of(module, prefix)
-    return from_torchrec(collection.module_sharding_plan, tables, collection._env.world_size)
+    ranks: Sequence[int] = range(collection._env.world_size)
+    if (group := getattr(collection._env, "sharding_pg", None)) is not None:  # of a DMPCollection
+        ranks = get_process_group_ranks(group)
+    return from_torchrec(collection.module_sharding_plan, tables, ranks)
 
 
 def save_tables(

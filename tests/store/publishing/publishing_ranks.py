@@ -2,8 +2,9 @@
 
     python publishing_ranks.py FOLDER CASE
 
-CASE is a fault, or ``rounding`` (the ranks round the results that they exchange to float16). Faults
-are ``publishing`` (rank 0 publishes for longer than LIMIT), ``saving`` (rank 1 saves its shards for
+CASE is a fault, ``rounding`` (the ranks round the results that they exchange to float16), or
+``replicas`` (each rank has the whole model, as in TorchRec's DMPCollection). Faults are
+``publishing`` (rank 0 publishes for longer than LIMIT), ``saving`` (rank 1 saves its shards for
 longer), ``unwritable`` (rank 1 cannot write to the store) and ``full`` (its disk is full). FOLDER
 gets ``store/`` and, for each rank, ``outcome-RANK``.
 """
@@ -20,16 +21,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
 import trainer
 from forked_ranks import run_ranks
-from torch.distributed import distributed_c10d
+from torch.distributed import _remote_device, distributed_c10d
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
 
 from embedserve_store.errors import StoreError
 from embedserve_store.publishing import publish, publish_sharded
@@ -61,7 +67,27 @@ def arrange(rank: int, case: str) -> Any:
     return patch.dict({})
 
 
-def sharded(case: str) -> DistributedModelParallel:
+def replicated(rank: int) -> DistributedModelParallel:
+    """Returns a model as in a DMPCollection, which runs on GPUs only: sharded over groups of one
+    rank, whose plans have the ranks of their group."""
+    model = trainer.Ranker("float32")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    groups = mesh.get_group("shard"), mesh.get_group("replicate")
+    whole = {name: table_wise(rank, "cpu") for name in trainer.TABLES}
+    tables = construct_module_sharding_plan(model.sparse["ebc"], whole, None, 2, 2, "cpu")
+    for table in tables.values():
+        table.sharding_spec.shards[0].placement = _remote_device(f"rank:{rank}/cpu")
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv2D(*groups, dist.group.WORLD, mesh),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"sparse.ebc": tables}),
+    )
+
+
+def sharded(case: str, rank: int) -> DistributedModelParallel:
+    if case == "replicas":
+        return replicated(rank)
     config = QCommsConfig(CommType.FP16, CommType.FP16)
     codecs = get_qcomm_codecs_registry(config) if case == "rounding" else None
     sharder = partial(trainer.CpuSharder, qcomm_codecs_registry=codecs)
@@ -70,7 +96,7 @@ def sharded(case: str) -> DistributedModelParallel:
 
 
 def run(rank: int, folder: Path, case: str) -> None:
-    dmp = sharded(case)
+    dmp = sharded(case, rank)
     distributed_c10d._set_pg_timeout(LIMIT)
     with arrange(rank, case), patch.object(distributed_c10d, "default_pg_timeout", LIMIT):
         try:

@@ -30,6 +30,12 @@ def test_results_that_ranks_round_for_each_other_are_compared_unrounded(tmp_path
     assert outcomes(tmp_path, "rounding") == ["1", "none"]
 
 
+def test_replicas_of_a_model_are_published_once(tmp_path: Path) -> None:
+    assert outcomes(tmp_path, "replicas") == ["1", "none"]
+    plan = LocalStore(tmp_path / "store").load("m").plan
+    assert (plan.world_size, plan.tables["user"].sharding_type) == (1, "table_wise")
+
+
 def test_all_ranks_raise_if_one_rank_cannot_write_the_store(tmp_path: Path) -> None:
     rejection = "StoreError: cannot be written on rank 1"
     assert outcomes(tmp_path, "unwritable") == [rejection, rejection]
