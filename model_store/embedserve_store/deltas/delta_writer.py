@@ -100,19 +100,22 @@ class DeltaWriter:
         """
         self._is_closed = False
         self._tracked: TrackedRows | None = None
-        self._pushes = PushRunner()
-        self._ranks = Ranks()
-        self._line = LineAppender(store, model, version, self._ranks, is_alone=is_alone, key=key)
-        base = self._line.base
-        self._tables = {table.name: table for table in base.tables}
-        self._ids = PushedIds(self._line, self._ranks)
-        self._goldens = PushedGoldens(base, self._ranks)
         self._notifier: DeltaNotifier | None = None
-        self._ranks.on_first(lambda: self._make_notifier(notify))
+        self._pushes = PushRunner()
         self._module, self._prefix = module, prefix
-        if module is not None:
-            self._ranks.on_all(lambda: check_same_tables(module, prefix, base))
-            self._tracked = TrackedRows(module, self._ranks, prefix, overlap_steps)
+        ranks = self._ranks = Ranks()
+        try:
+            self._line = LineAppender(store, model, version, ranks, is_alone=is_alone, key=key)
+            self._tables = {table.name: table for table in self._line.base.tables}
+            self._ids = PushedIds(self._line, ranks)
+            self._goldens = PushedGoldens(self._line.base, ranks)
+            ranks.on_first(lambda: self._make_notifier(notify))
+            if module is not None:
+                ranks.on_all(lambda: check_same_tables(module, prefix, self._line.base))
+                self._tracked = TrackedRows(module, ranks, prefix, overlap_steps)
+        except Exception:
+            self.close()
+            raise
 
     @property
     def seq(self) -> int:
@@ -342,8 +345,8 @@ class DeltaWriter:
 
     def _make_notifier(self, notify: Notify | None) -> None:
         """Makes the notifier. Returns nothing: what rank 0 returns is sent to all ranks."""
-        base = self._line.base
-        self._notifier = make_notifier(notify, base.model, self._line.position.line)
+        line = self._line
+        self._notifier = make_notifier(notify, line.base.model, line.position.line)
 
     def _begin(self) -> None:
         """Waits for the push in flight, and raises the error that stops this writer."""

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from store.deltas.conftest import rows
+from torch.distributed import distributed_c10d
 
 from embedserve_store import DeltaWriter, StoreError
 from embedserve_store.deltas import line_appender
@@ -49,6 +50,9 @@ def push(writer: DeltaWriter, kind: str, ids: list[int], removed: list[int]) -> 
 
 def run(rank: int, store: str, kind: str) -> None:
     *pushes, last = (push[rank] for push in PUSHES[kind])
+    with pytest.raises(StoreError, match="there is no model 'other'"):
+        DeltaWriter(store, model="other")
+    assert len(distributed_c10d._world.pg_map) == 1  # the group of that writer has ended
     with DeltaWriter(store, model="m") as writer:
         outcomes = [push(writer, kind, *own) for own in pushes]
         limit = 5000 if kind == "rows" else DELTA_BYTES_MAX  # room for one file
