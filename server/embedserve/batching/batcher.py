@@ -138,7 +138,7 @@ class Batcher:
         pending.request = request
         pending.batcher = self
         pending.queued_s = perf_counter()
-        queue.pending.append(pending)
+        queue.pending[pending] = None
         queue.examples += examples
         queue.ids += ids
         if not self._is_scheduled and not queue.is_saturated:
@@ -154,8 +154,7 @@ class Batcher:
             else self._inline_queue
         )
         queue.withdraw(pending)
-        # Frees its arrays: the entry may stay in the deque for a while.
-        pending.request = NO_REQUEST
+        pending.request = NO_REQUEST  # frees its arrays
         if queue.is_full:
             self._try_reopen(queue)
 

@@ -13,15 +13,10 @@ source nothing, and an expired one no more than its rejection.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from embedserve.batching.pending_request import PendingRequest
-
-GONE_MIN = 1024
-"""Number of withdrawn requests from which the deques are compacted.
-
-Compaction also requires that they make up half of all entries, so that its cost is amortised."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +24,12 @@ class Source:
     """Queued requests of one source.
 
     Attributes:
-        pending: requests in order of arrival, with withdrawn requests still among them.
-        examples, ids: totals of the requests that were not withdrawn.
+        pending: requests in order of arrival, as keys: any of them may be withdrawn.
+        examples, ids: totals of the requests.
     """
 
     key: object
-    pending: deque[PendingRequest] = field(default_factory=deque)
+    pending: OrderedDict[PendingRequest, None] = field(default_factory=OrderedDict)
     examples: int = 0
     ids: int = 0
 
@@ -54,7 +49,6 @@ class FairQueue:
         self._sources: dict[object, Source] = {}
         self.source_of: dict[PendingRequest, Source] = {}
         self._pushes = 0  # orders entries with the same start by insertion
-        self._gone = 0
 
     def put(self, pending: PendingRequest) -> None:
         key, request = pending.source, pending.request
@@ -63,7 +57,7 @@ class FairQueue:
             source = self._sources[key] = Source(key)
             self._pushes += 1
             heapq.heappush(self._starts, (self._now, self._pushes, source))
-        source.pending.append(pending)
+        source.pending[pending] = None
         source.examples += request.batch_size
         source.ids += request.ids.size
         self.source_of[pending] = source
@@ -72,12 +66,8 @@ class FairQueue:
         """Returns the request to take next, None if the queue is empty."""
         while self._starts:
             start, _, source = self._starts[0]
-            pending = source.pending
-            while pending and pending[0] not in self.source_of:
-                pending.popleft()
-                self._gone -= 1
-            if pending:
-                return pending[0]
+            if source.pending:
+                return next(iter(source.pending))
             self._now = max(self._now, start)
             heapq.heappop(self._starts)
             del self._sources[source.key]
@@ -86,36 +76,26 @@ class FairQueue:
     def pop(self, work: int) -> None:
         """Removes the request that ``first`` returned and charges ``work`` to its source."""
         start, _, source = self._starts[0]
-        pending = source.pending.popleft()
-        self._uncount(pending, self.source_of.pop(pending))
         self._now = start
         self._pushes += 1
         heapq.heapreplace(self._starts, (start + work, self._pushes, source))
-        self._forget_if_empty()
+        self._remove(next(iter(source.pending)))
 
     def withdraw(self, pending: PendingRequest) -> bool:
         """Removes ``pending``, whose request is still set; returns False if it is not queued."""
-        source = self.source_of.pop(pending, None)
-        if source is None:
+        if pending not in self.source_of:
             return False
-        self._uncount(pending, source)
-        self._gone += 1
-        self._forget_if_empty()
-        if self._gone >= GONE_MIN and self._gone >= len(self.source_of):
-            self._gone = 0
-            for one in self._sources.values():
-                one.pending = deque([left for left in one.pending if left in self.source_of])
+        self._remove(pending)
         return True
 
-    def _uncount(self, pending: PendingRequest, source: Source) -> None:
+    def _remove(self, pending: PendingRequest) -> None:
+        source = self.source_of.pop(pending)
+        del source.pending[pending]
         source.examples -= pending.request.batch_size
         source.ids -= pending.request.ids.size
-
-    def _forget_if_empty(self) -> None:
         if not self.source_of:
             self._starts.clear()
             self._sources.clear()
-            self._gone = 0
 
     def held_by(self, key: object) -> tuple[int, int]:
         """Returns (examples, ids), the totals of the requests of one source."""

@@ -6,10 +6,9 @@ each source. Abandoned and expired requests cost no lookup.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
-from embedserve.batching.fair_queue import GONE_MIN, FairQueue
+from embedserve.batching.fair_queue import FairQueue
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
@@ -38,10 +37,10 @@ class RequestQueue:
     Times are perf_counter seconds.
 
     Attributes:
-        pending: requests since the last batch, in order of arrival. Each waits until it is taken or
-            withdrawn; its ``batcher`` is None from then on.
-        examples, ids: totals of all queued requests. Code that appends to ``pending`` adds the
-            sizes of the request.
+        pending: requests since the last batch, in order of arrival, as keys: any of them may be
+            withdrawn. The ``batcher`` of a request is None once it is taken or withdrawn.
+        examples, ids: totals of all queued requests. Code that adds to ``pending`` adds the sizes
+            of the request.
         is_full: whether the queue is full: from the time it fills up until an eighth of it is free.
         in_flight: number of batches of this queue that have left the event loop: they are looked up
             in threads, on a GPU or in shards.
@@ -75,10 +74,9 @@ class RequestQueue:
         self.in_flight = 0
         self.is_saturated = False
         self._in_flight_max = in_flight_max
-        self.pending: deque[PendingRequest] = deque()
+        self.pending: dict[PendingRequest, None] = {}
         # Earlier requests, by source: they did not fit into a batch, or a share had to be checked.
         self._backlog = FairQueue()
-        self._withdrawn = 0  # withdrawn requests that are still in self.pending
         self._work_bytes = work_bytes
         self._output_per_example = model.response_bytes_per_example
         self._output_per_id = model.response_bytes_per_id
@@ -140,22 +138,13 @@ class RequestQueue:
     def withdraw(self, pending: PendingRequest) -> None:
         """Removes ``pending``, whose batcher is already None and whose request is still set."""
         self._uncount(pending.request)
-        if self._backlog.withdraw(pending):
-            return
-        self._withdrawn += 1
-        if not self.examples:
-            self.pending.clear()
-            self._withdrawn = 0
-        elif self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self.pending):
-            self.pending = deque(
-                [pending for pending in self.pending if pending.batcher is not None]
-            )
-            self._withdrawn = 0
+        if not self._backlog.withdraw(pending):
+            del self.pending[pending]
 
     @property
     def requests(self) -> int:
         """Number of requests that wait."""
-        return len(self.pending) + len(self._backlog.source_of) - self._withdrawn
+        return len(self.pending) + len(self._backlog.source_of)
 
     def begin_batch(self) -> None:
         """Records that a batch leaves the event loop; ``end_batch`` records its end."""
@@ -172,14 +161,12 @@ class RequestQueue:
 
     def first_s(self) -> float:
         """Returns the time when the next request was queued."""
-        return (self._backlog.first() or self.pending[0]).queued_s
+        return (self._backlog.first() or next(iter(self.pending))).queued_s
 
     def _move_to_backlog(self) -> None:
-        taken, self.pending = self.pending, deque()
-        self._withdrawn = 0
+        taken, self.pending = self.pending, {}
         for pending in taken:
-            if pending.batcher is not None:
-                self._backlog.put(pending)
+            self._backlog.put(pending)
 
     def fills_a_batch(self) -> bool:
         """Whether the queued requests fill a batch, so that more waiting gains nothing."""
@@ -199,9 +186,9 @@ class RequestQueue:
         """
         is_too_much = self._is_too_much(self.examples, self.ids)
         is_too_much = is_too_much or len(self.pending) > BATCH_REQUESTS_MAX
-        if is_too_much or self._backlog.source_of or self._withdrawn:
+        if is_too_much or self._backlog.source_of:
             return self._take_some(now_s)
-        taken, self.pending = self.pending, deque()
+        taken, self.pending = self.pending, {}
         self.examples = self.ids = 0
         for pending in taken:
             pending.batcher = None

@@ -18,13 +18,15 @@ from server.fake_engine import Bags, FakeEngine, make_request
 from server.pending_requests import FutureRequest, submit
 from server.waiting import until
 
-from embedserve.batching.fair_queue import GONE_MIN, FairQueue
+from embedserve.batching.fair_queue import FairQueue
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
 from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
 
 WORK_MAX = 50
+MANY = 1024
+"""Requests of one source that are abandoned."""
 
 
 class Queued:
@@ -205,9 +207,9 @@ async def test_lone_request_over_its_share_is_accepted(
 async def test_abandoned_requests_leave_other_queued_requests_in_place(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
-    limits = Limits(inline_bytes_max=0, queue_examples_max=2 * GONE_MIN)
+    limits = Limits(inline_bytes_max=0, queue_examples_max=2 * MANY)
     batcher, _ = await busy_batcher(engine, make_batcher, limits, ZERO)
-    answers = [submit(batcher, one_id(engine, i % 7), source="a") for i in range(GONE_MIN)]
+    answers = [submit(batcher, one_id(engine, i % 7), source="a") for i in range(MANY)]
     with pytest.raises(OverloadedError, match="share"):
         submit(batcher, one_id(engine), source="a")
     answers += [submit(batcher, one_id(engine, i % 7), source="b") for i in range(9)]
