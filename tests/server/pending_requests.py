@@ -31,7 +31,7 @@ class FutureRequest(PendingRequest):
         self._source = source
         self.deadline_s = deadline_s
         self.is_waiting = True
-        self.batcher = None
+        self.queue = None
         self.queued_s = 0.0
         self.request = NO_REQUEST
         self.ticket = None

@@ -27,10 +27,9 @@ from time import perf_counter
 from embedserve.batching.batch_runner import BatchRunner
 from embedserve.batching.join import adapt_to_model, check_names
 from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.batching.pending_request import NO_REQUEST, BatchTicket, PendingRequest
+from embedserve.batching.pending_request import BatchTicket, PendingRequest
 from embedserve.batching.request_queue import RequestQueue, work_bytes
 from embedserve.config import Limits
-from embedserve.errors import OverloadedError
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
@@ -49,8 +48,9 @@ class Batcher:
     All calls come from one event loop, that of the first request. Times are perf_counter seconds.
 
     Attributes:
-        on_full: callback when a queue becomes full.
-        on_room: callback when a full queue accepts requests again.
+        queues: the two queues.
+        unsized_queue: queue that a request of unknown size is checked against, before it is
+            decoded: rejections under overload are cheap.
         runner: runner of the batches.
     """
 
@@ -68,8 +68,6 @@ class Batcher:
             executor: thread pool for batches that are too large for the event loop's thread.
             threads: number of sub-batches that a large batch is split into; see BatchRunner.
         """
-        self.on_full: Callable[[], None] = lambda: None
-        self.on_room: Callable[[], None] = lambda: None
         self.model = model
         self.runner = BatchRunner(engine, model, metrics, executor, threads, self._schedule_next)
         self._limits = limits
@@ -95,11 +93,8 @@ class Batcher:
         self._offloaded_queue = RequestQueue(
             queue + of_large, model, limits, self._work_bytes, in_flight_max
         )
-        self._queues = (self._inline_queue, self._offloaded_queue)
-        # The queue of requests whose size is not known yet: the inline one, where it is used.
-        self._unsized_queue = (
-            self._inline_queue if self._inline_bytes_max else self._offloaded_queue
-        )
+        self.queues = (self._inline_queue, self._offloaded_queue)
+        self.unsized_queue = self.queues[0 if self._inline_bytes_max else 1]
         self._is_scheduled = False
         self._on_retired: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -119,7 +114,7 @@ class Batcher:
                 source.
         """
         examples, ids = request.batch_size, request.ids.size
-        # Inlines _is_offloaded, as this runs for every request.
+        # Inlines _work_bytes, as this runs for every request.
         work_bytes = examples * self._work_per_example + ids * self._work_per_id
         queue = self._offloaded_queue if work_bytes > self._inline_bytes_max else self._inline_queue
         if work_bytes <= self._join_bytes_max:
@@ -131,35 +126,18 @@ class Batcher:
             or queue.examples + examples > queue.per_source_examples_max
             or queue.ids + ids > queue.per_source_ids_max
         ):
-            self._check_room(request, queue, pending.source)
+            queue.check_room(examples, ids, pending.source)
         if self._loop is None:
             # Cached: in Python 3.11 get_running_loop makes a system call.
             self._loop = asyncio.get_running_loop()
         pending.request = request
-        pending.batcher = self
+        pending.queue = queue
         pending.queued_s = perf_counter()
         queue.pending[pending] = None
         queue.examples += examples
         queue.ids += ids
         if not self._is_scheduled and not queue.is_saturated:
             self._schedule()
-
-    def withdraw(self, pending: PendingRequest) -> None:
-        """Removes ``pending`` from its queue and from the queue's totals."""
-        pending.batcher = None
-        request = pending.request
-        queue = (
-            self._offloaded_queue
-            if self._is_offloaded(request.batch_size, request.ids.size)
-            else self._inline_queue
-        )
-        queue.withdraw(pending)
-        pending.request = NO_REQUEST  # frees its arrays
-        if queue.is_full:
-            self._try_reopen(queue)
-
-    def _is_offloaded(self, examples: int, ids: int) -> bool:
-        return self._work_bytes(examples, ids) > self._inline_bytes_max
 
     def _count_queue(self) -> tuple[int, int]:
         inline, offloaded = self._inline_queue, self._offloaded_queue
@@ -170,37 +148,15 @@ class Batcher:
         """Whether a queue is full: from the time it fills up until an eighth of it is free."""
         return self._inline_queue.is_full or self._offloaded_queue.is_full
 
-    @property
-    def has_full_unsized_queue(self) -> bool:
-        """Whether the queue that a request of unknown size is checked against is full."""
-        return self._unsized_queue.is_full
-
-    def check_unsized_queue(self) -> None:
-        """Raises OverloadedError while a request of unknown size has no room.
-
-        Called before a request is decoded, so that rejections under overload are cheap.
-        """
-        self._unsized_queue.check_not_full()
-
-    def check_queue_for(self, bags: int, ids: int) -> None:
-        """Raises OverloadedError while the queue for a request of this estimated size is full."""
-        examples = bags // len(self.model.features)
-        queue = self._offloaded_queue if self._is_offloaded(examples, ids) else self._unsized_queue
-        queue.check_not_full()
+    def queue_for(self, bags: int, ids: int) -> RequestQueue:
+        """Returns the queue that a request of this estimated size is checked against."""
+        work_bytes = self._work_bytes(bags // len(self.model.features), ids)
+        is_offloaded = work_bytes > self._inline_bytes_max
+        return self._offloaded_queue if is_offloaded else self.unsized_queue
 
     def note_damage(self) -> None:
         """Marks the model as damaged in the metrics; called only while this version is active."""
         self._metrics.is_damaged = True
-
-    def _check_room(self, request: LookupRequest, queue: RequestQueue, source: object) -> None:
-        """Raises OverloadedError if ``queue`` has no room; calls on_full if that fills it."""
-        was_open = not queue.is_full
-        try:
-            queue.check_room(request.batch_size, request.ids.size, source)
-        except OverloadedError:
-            if queue.is_full and was_open:
-                self.on_full()
-            raise
 
     def _schedule(self) -> None:
         """Schedules the next batch; at least one queue is ready.
@@ -217,7 +173,7 @@ class Batcher:
         self._loop.call_soon(self._step)
 
     def _waits_for_company(self) -> bool:
-        ready = [queue for queue in self._queues if queue.is_ready()]
+        ready = [queue for queue in self.queues if queue.is_ready()]
         if any(queue.fills_a_batch() for queue in ready):
             return False
         start_s = min(queue.first_s() for queue in ready) + self._limits.delay_ms_max / 1000
@@ -247,7 +203,7 @@ class Batcher:
         self._retire_if_idle(on_retired)
 
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
-        if not any(queue.requests or queue.in_flight for queue in self._queues):
+        if not any(queue.requests or queue.in_flight for queue in self.queues):
             self._on_retired = None
             del self.runner  # a reference to this batcher must not keep the rows mapped
             on_retired()
@@ -261,7 +217,7 @@ class Batcher:
         self._is_scheduled = False
         if self._timer is not None:
             self._stop_timer(self._timer)
-        for queue in self._queues:
+        for queue in self.queues:
             if queue.examples and not queue.is_saturated:
                 work_bytes = queue.examples * self._work_per_example + queue.ids * self._work_per_id
                 taken = self._take(queue)
@@ -283,7 +239,7 @@ class Batcher:
         now_s = perf_counter()
         taken = queue.take(now_s)
         if queue.is_full:
-            self._try_reopen(queue)
+            queue.try_reopen()
         counts = self._counts
         counts.bound()
         ticket = BatchTicket(self.model, now_s, counts.requests.count_answered)
@@ -291,7 +247,3 @@ class Batcher:
             pending.ticket = ticket
         counts.wait_seconds.observe_many([now_s - pending.queued_s for pending in taken])
         return taken
-
-    def _try_reopen(self, queue: RequestQueue) -> None:
-        if queue.try_reopen():
-            self.on_room()

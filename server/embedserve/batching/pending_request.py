@@ -19,7 +19,7 @@ from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from embedserve.batching.batcher import Batcher
+    from embedserve.batching.request_queue import RequestQueue
 
 NO_REQUEST = LookupRequest("", (), np.empty(0, np.int64), np.empty(0, np.int32), None, 0)
 """Request of a pending request that is not queued: no examples, no ids."""
@@ -57,22 +57,22 @@ class PendingRequest(ABC):
     """One request, and the client that waits for it. Times are perf_counter seconds.
 
     Attributes:
-        batcher: batcher that has the request in a queue; None before, and once its batch is taken.
         deadline_s: time after which the client no longer needs the response. There is no timer:
             steps compare it as they begin, from decoding to the lookup of a large batch.
         is_waiting: whether the client still waits. False once the response is written, the request
             is rejected, or it is abandoned.
+        queue: queue that has the request; None before, and once its batch is taken.
         queued_s: time when the request was queued; 0 before.
         request: decoded request, in the model's order; a large one is in its caller's order until
             its batch is joined. NO_REQUEST before it is queued, and once withdrawn.
         ticket: ticket of its batch; None until the batch is taken.
     """
 
-    __slots__ = ("batcher", "deadline_s", "is_waiting", "queued_s", "request", "ticket")
+    __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request", "ticket")
 
-    batcher: Batcher | None
     deadline_s: float
     is_waiting: bool
+    queue: RequestQueue | None
     queued_s: float
     request: LookupRequest
     ticket: BatchTicket | None
@@ -109,5 +109,5 @@ class PendingRequest(ABC):
     def abandon(self) -> None:
         """Abandons the request: it is not notified, and if still queued leaves without a lookup."""
         self.is_waiting = False
-        if self.batcher is not None:
-            self.batcher.withdraw(self)
+        if self.queue is not None:
+            self.queue.withdraw(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from embedserve.batching.fair_queue import FairQueue
-from embedserve.batching.pending_request import PendingRequest
+from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
 from embedserve.lookup_types import LookupRequest
@@ -38,10 +38,13 @@ class RequestQueue:
 
     Attributes:
         pending: requests since the last batch, in order of arrival, as keys: any of them may be
-            withdrawn. The ``batcher`` of a request is None once it is taken or withdrawn.
+            withdrawn.
         examples, ids: totals of all queued requests. Code that adds to ``pending`` adds the sizes
             of the request.
         is_full: whether the queue is full: from the time it fills up until an eighth of it is free.
+        on_full: callback when the queue becomes full.
+        on_room: callback when the full queue accepts requests again.
+        model: model that the requests are for.
         in_flight: number of batches of this queue that have left the event loop: they are looked up
             in threads, on a GPU or in shards.
         is_saturated: whether that number is at its limit, so that the next batch has to wait.
@@ -65,12 +68,14 @@ class RequestQueue:
             in_flight_max: maximum number of batches off the event loop.
         """
         self._name = name
-        self._model = model
+        self.model = model
         self._limits = limits
         self.per_source_examples_max = int(SOURCE_SHARE * limits.queue_examples_max)
         self.per_source_ids_max = int(SOURCE_SHARE * limits.queue_ids_max)
         self.examples = self.ids = 0
         self.is_full = False
+        self.on_full: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] = lambda: None
         self.in_flight = 0
         self.is_saturated = False
         self._in_flight_max = in_flight_max
@@ -90,7 +95,7 @@ class RequestQueue:
         if self.is_full:
             raise OverloadedError(
                 f"{self._name} is full: it holds {self.examples} examples and {self.ids} ids"
-            ).of(self._model)
+            ).of(self.model)
 
     def check_room(self, examples: int, ids: int, source: object) -> None:
         """Raises OverloadedError if the queue has no room for a request from ``source``.
@@ -115,17 +120,19 @@ class RequestQueue:
             ("ids", self.ids, ids, self._limits.queue_ids_max),
         ):
             if held and held + more > most:
-                self.is_full = not self._has_free_eighth()
+                if not self._has_free_eighth():
+                    self.is_full = True
+                    self.on_full()
                 raise OverloadedError(
                     f"{self._name} holds {held} {what}; {more} more would exceed its limit "
                     f"of {most}"
                 )
 
-    def try_reopen(self) -> bool:
-        """Reopens a full queue if enough of it is free; returns whether the queue is open."""
-        if self._has_free_eighth():
+    def try_reopen(self) -> None:
+        """Reopens a full queue if enough of it is free."""
+        if self.is_full and self._has_free_eighth():
             self.is_full = False
-        return not self.is_full
+            self.on_room()
 
     def _has_free_eighth(self) -> bool:
         """Whether an eighth is free. The queue is then not full: it rejects a request only for the
@@ -136,10 +143,13 @@ class RequestQueue:
         )
 
     def withdraw(self, pending: PendingRequest) -> None:
-        """Removes ``pending``, whose batcher is already None and whose request is still set."""
+        """Removes ``pending``, which is in this queue."""
         self._uncount(pending.request)
         if not self._backlog.withdraw(pending):
             del self.pending[pending]
+        pending.queue = None
+        pending.request = NO_REQUEST  # frees its arrays
+        self.try_reopen()
 
     @property
     def requests(self) -> int:
@@ -191,7 +201,7 @@ class RequestQueue:
         taken, self.pending = self.pending, {}
         self.examples = self.ids = 0
         for pending in taken:
-            pending.batcher = None
+            pending.queue = None
         return [
             pending
             for pending in taken
@@ -215,7 +225,7 @@ class RequestQueue:
             work_bytes = 0 if is_late else self._work_bytes(examples, ids)
             self._backlog.pop(REQUEST_BYTES + work_bytes)
             self._uncount(pending.request)
-            pending.batcher = None
+            pending.queue = None
             if is_late:
                 self._reject_expired(pending, now_s)
             else:
@@ -239,7 +249,7 @@ class RequestQueue:
         """Rejects a request whose deadline passed in the queue; returns False for a filter."""
         waited_ms = (now_s - pending.queued_s) * 1000
         error = DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
-        pending.reject(error.of(self._model))
+        pending.reject(error.of(self.model))
         return False
 
 

@@ -6,7 +6,6 @@ version's batcher checks features, and for a whole batch together ids and weight
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,13 +13,13 @@ from typing import Any, NoReturn, Protocol
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import PendingRequest
+from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import ShadowExecutor
 from embedserve.config import Limits
 from embedserve.errors import (
     EmbedServeError,
     InvalidRequestError,
     NotReadyError,
-    OverloadedError,
     RequestTooLargeError,
     UnknownModelError,
     shortened,
@@ -101,7 +100,8 @@ class ModelRegistry:
         before = self._batchers.get(name)
         if self._on_batch_done is not None:
             batcher.runner.on_batch_done = self._on_batch_done
-        batcher.on_full, batcher.on_room = self._update_flags, self._on_queue_reopened
+        for queue in batcher.queues:
+            queue.on_full, queue.on_room = self._update_flags, self._on_queue_reopened
         self._batchers[name] = batcher
         self.since[name] = now_iso()
         self.pending_versions.pop(name, None)
@@ -231,10 +231,10 @@ class ModelRegistry:
             batchers = self._possible(named) or batchers
         if not batchers or not all(batcher.has_full_queue for batcher in batchers):
             return
-        _check_any_passes(batchers, lambda batcher: batcher.check_unsized_queue())
+        _check_room([batcher.unsized_queue for batcher in batchers])
         if not is_quick or len(body) <= QUICK_BYTES_MAX:
             bags, ids = estimator.estimate_size(body)
-            _check_any_passes(batchers, lambda batcher: batcher.check_queue_for(bags, ids))
+            _check_room([batcher.queue_for(bags, ids) for batcher in batchers])
 
     def check_unsized_queue(self, model: str) -> None:
         """Raises OverloadedError if the queues would reject any body; called before it arrives.
@@ -243,7 +243,7 @@ class ModelRegistry:
         body may name a model whose queue has room.
         """
         if batchers := self._possible(model):
-            _check_any_passes(batchers, lambda batcher: batcher.check_unsized_queue())
+            _check_room([batcher.unsized_queue for batcher in batchers])
 
     def _possible(self, name: str) -> Sequence[Batcher]:
         """Returns all batchers that may serve a request for ``name``, before its body is read."""
@@ -266,7 +266,7 @@ class ModelRegistry:
         """Sets has_full_queue and has_full_unsized_queue."""
         batchers = self._batchers.values()
         self.has_full_queue = any(batcher.has_full_queue for batcher in batchers)
-        self.has_full_unsized_queue = any(batcher.has_full_unsized_queue for batcher in batchers)
+        self.has_full_unsized_queue = any(batcher.unsized_queue.is_full for batcher in batchers)
 
     def _on_queue_reopened(self) -> None:
         self._update_flags()
@@ -353,12 +353,10 @@ class ModelRegistry:
         )
 
 
-def _check_any_passes(batchers: Sequence[Batcher], check: Callable[[Batcher], None]) -> None:
-    """Raises OverloadedError if ``check`` raises it for each of ``batchers``."""
-    for batcher in batchers[1:]:
-        with contextlib.suppress(OverloadedError):
-            return check(batcher)
-    check(batchers[0])
+def _check_room(queues: Sequence[RequestQueue]) -> None:
+    """Raises OverloadedError if all ``queues`` are full."""
+    if all(queue.is_full for queue in queues):
+        queues[0].check_not_full()
 
 
 def _shown(batcher: Batcher) -> str:

@@ -111,8 +111,8 @@ class RequestContext(PendingRequest):
         timeout_s = options.timeout_s
         self.deadline_s = NEVER if timeout_s is None else start_s + timeout_s
         self.is_waiting = True
-        self.batcher = None
         self.queued_s = 0.0
+        self.queue = None
         self.request = NO_REQUEST
         self.ticket = None
 
@@ -266,11 +266,11 @@ class RequestContext(PendingRequest):
 
     @property
     def version(self) -> ModelInfo | None:
-        """Version that serves the request: that of its batch or else of its batcher. None before
-        it is enqueued."""
+        """Version that serves the request: that of its batch or else of its queue. None before it
+        is enqueued."""
         if self.ticket is not None:
             return self.ticket.model
-        return None if self.batcher is None else self.batcher.model
+        return None if self.queue is None else self.queue.model
 
 
 class RequestPipeline:

@@ -47,20 +47,23 @@ async def test_large_requests_fill_only_their_own_queue(
     batcher, running = await busy_batcher(engine, make_batcher, limits)
     large = engine.request(USER)
     answers = [running, *(submit(batcher, engine.request(USER)) for _ in range(2))]
-    batcher.check_queue_for(*LARGE)
+    batcher.queue_for(*LARGE).check_not_full()
     with pytest.raises(OverloadedError, match=r"large requests holds 2 examples; 1 more would"):
         submit(batcher, engine.request(USER))
     assert batcher.has_full_queue
-    for attempt in (lambda: batcher.check_queue_for(*LARGE), lambda: submit(batcher, large)):
+    for attempt in (
+        lambda: batcher.queue_for(*LARGE).check_not_full(),
+        lambda: submit(batcher, large),
+    ):
         with pytest.raises(OverloadedError, match=r"large requests is full: it holds 2 examples"):
             attempt()
-    batcher.check_unsized_queue()
-    batcher.check_queue_for(*SMALL)
+    batcher.unsized_queue.check_not_full()
+    batcher.queue_for(*SMALL).check_not_full()
     result = await submit(batcher, engine.request(small))
     assert np.array_equal(result.values, engine.expected(small))
     engine.release()
     await asyncio.gather(*answers)
-    batcher.check_queue_for(*LARGE)
+    batcher.queue_for(*LARGE).check_not_full()
     await submit(batcher, large)
 
 
@@ -91,14 +94,14 @@ async def test_request_that_does_not_fit_blocks_no_smaller_requests(
         submit(batcher, ids(engine, 50), source="a")
     with pytest.raises(OverloadedError, match="holds 40 ids; 70 more would exceed its limit"):
         submit(batcher, ids(engine, 70), source="b")
-    batcher.check_queue_for(*LARGE)
+    batcher.queue_for(*LARGE).check_not_full()
     answers.append(submit(batcher, ids(engine, 48), source="c"))
     with pytest.raises(OverloadedError, match="holds 88 ids; 20 more would exceed its limit"):
         submit(batcher, ids(engine, 20), source="d")
     assert batcher.has_full_queue
     engine.release()
     await asyncio.gather(*answers)
-    batcher.check_queue_for(*LARGE)
+    batcher.queue_for(*LARGE).check_not_full()
 
 
 def ids(engine: FakeEngine, count: int) -> LookupRequest:

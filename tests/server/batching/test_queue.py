@@ -37,14 +37,14 @@ async def test_full_queue_accepts_requests_once_an_eighth_is_free(
     limits = Limits(inline_bytes_max=0, queue_examples_max=16, batch_ids_max=2)
     batcher, running = await busy_batcher(engine, make_batcher, limits, ONE)
     answers = [running, *(submit(batcher, engine.request(ONE)) for _ in range(16))]
-    batcher.check_unsized_queue()
+    batcher.unsized_queue.check_not_full()
     with pytest.raises(OverloadedError, match="16 examples; 1 more would exceed its limit of 16"):
         submit(batcher, engine.request(ONE))
     with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
-        batcher.check_unsized_queue()
+        batcher.unsized_queue.check_not_full()
     engine.release()
     await asyncio.gather(*answers)
-    batcher.check_unsized_queue()
+    batcher.unsized_queue.check_not_full()
     assert np.array_equal((await submit(batcher, engine.request(ONE))).values, engine.expected(ONE))
 
 
@@ -126,7 +126,7 @@ async def test_request_abandoned_during_its_lookup_gets_no_result(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD, ONE)
-    assert running.pending.batcher is None
+    assert running.pending.queue is None
     running.pending.abandon()
     engine.release()
     await submit(batcher, engine.request(ONE))
@@ -175,7 +175,7 @@ async def test_full_queue_reopens_once_enough_requests_are_abandoned(
     limits = Limits(inline_bytes_max=0, queue_examples_max=16)
     batcher, running = await busy_batcher(engine, make_batcher, limits, ONE)
     rooms: list[bool] = []
-    batcher.on_room = lambda: rooms.append(not batcher.has_full_queue)
+    batcher.queues[1].on_room = lambda: rooms.append(not batcher.has_full_queue)
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(16)]
     assert not batcher.has_full_queue
     with pytest.raises(OverloadedError):
@@ -197,7 +197,7 @@ async def test_full_queue_reopens_when_its_batch_begins(
     limits = Limits(inline_bytes_max=0, queue_ids_max=8)
     batcher, running = await busy_batcher(engine, make_batcher, limits, ONE)
     has_room = asyncio.Event()
-    batcher.on_room = has_room.set
+    batcher.queues[1].on_room = has_room.set
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(8)]
     with pytest.raises(OverloadedError):
         submit(batcher, engine.request(ONE))

@@ -154,10 +154,9 @@ class EmbedStream(BidiCall):
         context = response.context
         if context is None:
             return
-        batcher = context.batcher
         nbytes = self._response_bytes_max
-        if batcher is not None:
-            nbytes = context.request.response_bytes(batcher.model)
+        if context.queue is not None:
+            nbytes = context.request.response_bytes(context.queue.model)
         self._response_bytes += nbytes - response.reserved_bytes
         response.reserved_bytes = nbytes
 
