@@ -293,7 +293,8 @@ class Supervisor:
 
     def _reap(self, worker: _Worker, status: int) -> None:
         """Clears the place of a worker that exited with ``status``, and schedules its restart."""
-        while worker.channel is not None:  # reads its last messages
+        pid, worker.pid = worker.pid, 0  # the coordinator may want to end it for its last messages
+        while worker.channel is not None:
             self._receive(worker)
         how = described(status)
         if status == -signal.SIGBUS and (found := self._find_damage()):
@@ -303,7 +304,7 @@ class Supervisor:
         if not self._is_stopping:
             self._coordinator.on_worker_exit(worker.index, how)
         was_ready = worker.is_listening
-        pid, worker.pid, worker.warm_status, worker.is_listening = worker.pid, 0, None, False
+        worker.warm_status, worker.is_listening = None, False
         if self._is_stopping:
             return
         if not self._were_ready:

@@ -16,6 +16,16 @@ from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.messages import (
+    START,
+    LoadState,
+    NameStatus,
+    StartReport,
+    WorkerStage,
+    WorkerStatus,
+    report_to_bytes,
+)
+from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -165,3 +175,48 @@ def test_reload_signal_does_not_interrupt_a_rollout() -> None:
     counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
     Supervisor(wait_for_signal, counters, 1, 0, coordinator).run()
     assert coordinator.was_at_work == [False]
+
+
+class LateCoordinator(RolloutCoordinator):
+    """Lets a ready worker report a failure and end while the supervisor does not wait for events.
+    Ends the server then."""
+
+    def __init__(self) -> None:
+        super().__init__({"m": RolloutVersion(1, "")}, lambda name, path: None)
+        self.read, self.write = os.pipe()
+        self.is_ready = False
+        self.ended: list[str] = []
+
+    def advance_rollout(self) -> None:
+        if self.is_ready and not self.ended:
+            os.write(self.write, b"!")
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+
+    def on_worker_exit(self, worker: int, how: str) -> None:
+        self.ended.append(how)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_last_message_of_a_worker_that_has_ended_does_not_end_the_server() -> None:
+    """Covers a worker that the coordinator ends for this message: its process is there no more."""
+    coordinator = LateCoordinator()
+
+    def worker_main(index: int, channel: socket.socket) -> int:
+        def send(report: StartReport | WorkerStatus) -> None:
+            channel.sendall(report_to_bytes(report) + b"\n")
+
+        send(StartReport(WorkerStage.WARM, {"m": NameStatus(1)}))
+        channel.recv(len(START) + 1)
+        send(StartReport(WorkerStage.LISTENING))
+        os.read(coordinator.read, 1)
+        send(WorkerStatus({"m": NameStatus(1, state=LoadState.FAILED, reason="damaged")}))
+        return 0
+
+    def on_ready() -> None:
+        coordinator.is_ready = True
+
+    counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
+    Supervisor(worker_main, counters, 1, 0, coordinator, on_ready=on_ready).run()
+    assert coordinator.ended == ["ended with exit code 0"]
+    os.close(coordinator.read)
+    os.close(coordinator.write)
