@@ -27,8 +27,9 @@ LIST_HEADERS = frozenset({FORWARDED, X_FORWARDED_FOR})
 """Names of list headers, whose repeated lines form one list (RFC 9110, section 5.3)."""
 CERTIFICATE = "embedserve.certificate"
 """Key for the client certificate, in a transport's extra info and in an ASGI scope."""
-CLIENT = "embedserve.client"
-"""Key of an ASGI scope for the authenticated caller; absent without authentication."""
+CALLER = "embedserve.caller"
+"""Key of an ASGI scope for the CallerQuota of the authenticated caller; absent without
+authentication."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +67,8 @@ class Authenticator:
     """Authenticates callers by token or certificate, and applies their limits.
 
     Attributes:
-        names: names of all callers, and UNKNOWN for unauthenticated requests: the same object until
-            the token file is read again.
+        names: names of all callers, and UNKNOWN for unauthenticated requests. Each reading of the
+            token file makes a new object, by which CallerMetrics notices a change.
         reloader: reloader of the token file, which polls it for changes.
     """
 
@@ -96,7 +97,7 @@ class Authenticator:
         self.refresh_expiry()
 
     def refresh_expiry(self) -> None:
-        """Applies expiry to callers and cached certificates; called about every second."""
+        """Applies expiry to callers and cached certificates; called every EXPIRY_CHECK_S."""
         self._clock.refresh()
         now_s = self._clock.now_s()
         for caller in self._callers.values():

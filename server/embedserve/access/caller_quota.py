@@ -1,7 +1,8 @@
 """Limits and counters of one named caller: its rate, its concurrent requests, its models.
 
-A request within the limits costs a few comparisons. Rejections are charged, too: a caller that
-retries immediately after each rejection waits longer for the next one.
+The rate is a token bucket, kept as the one time at which it is full again (``free_s``). A request
+within the limits costs a few comparisons. Rejections are charged, too: a caller that retries
+immediately after each rejection waits longer for the next one.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ class CallerQuota:
         models: names of the models that the caller may use; None: all.
         active: number of embed requests in flight.
         active_max: limit on ``active``; 0 if the caller may not embed.
-        free_s: time (perf_counter) when the rate has paid for all requests so far.
-        interval_s: seconds of the rate that each request costs.
-        answered_count: number of requests that ended as OK on the fast path since the last
-            take_outcomes.
-        outcomes: number of all other requests by outcome since the last take_outcomes.
+        free_s: time (perf_counter) when the rate has paid for all requests so far: each adds
+            ``interval_s``, and it may be up to a burst ahead.
+        interval_s: seconds between two requests at the caller's rate.
+        answered_count: number of answered requests that telemetry did not observe, since the last
+            take_outcomes. `RequestContext.write` adds to it without a lookup of the outcome.
+        outcomes: number of all other requests by outcome, since the last take_outcomes; "OK" are
+            those that telemetry observed.
     """
 
     __slots__ = (

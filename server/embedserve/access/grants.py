@@ -27,7 +27,7 @@ ROLES = ("embed", "admin")
 EMBEDDERS = frozenset({"embed"})
 """Roles that may look up vectors."""
 CALLERS = frozenset(ROLES)
-"""Roles that may list models."""
+"""Roles that may request what describes the models: all roles."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 NEVER = float("inf")
@@ -44,8 +44,8 @@ class Grant:
         certificate: common name, DNS name or URI of the client certificate that identifies it; ""
             for none.
         models: names of the models that it may use; None: all.
-        roles: roles of the caller. embed: vector lookups and the list of models. admin: metrics,
-            pages and server administration.
+        roles: roles of the caller. embed: vector lookups, and what describes the models. admin:
+            what describes the models, metrics, pages and server administration.
         expires_s: expiry in Unix seconds; infinite: never.
         requests_per_second: long-term request rate per process; infinite: no limit.
         concurrent: limit on embed requests in flight per process; infinite: no limit.
@@ -92,9 +92,9 @@ def read_grants(path: str) -> list[Grant]:
             continue
         try:
             grant = grant_of(line)
-            for one in (f"name {grant.name}", *grant.sha256, f"certificate {grant.certificate}"):
-                if one and not one.endswith(" ") and (before := taken.setdefault(one, number)):
-                    _check(before == number, f"the same name or token as line {before}")
+            for one in _identities(grant):
+                before = taken.setdefault(one, number)
+                _check(before == number, f"the same name or token as line {before}")
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         grants.append(grant)
@@ -103,6 +103,12 @@ def read_grants(path: str) -> list[Grant]:
     if not grants:  # as in a file that was truncated to be written anew
         raise ValueError(f"{path} has no line of a caller")
     return grants
+
+
+def _identities(grant: Grant) -> list[str]:
+    """Returns all by which ``grant`` is found, which no other line of the file may have."""
+    certificates = [f"certificate {grant.certificate}"] if grant.certificate else []
+    return [f"name {grant.name}", *grant.sha256, *certificates]
 
 
 def grant_of(line: str) -> Grant:

@@ -10,8 +10,8 @@ from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from embedserve.access.authenticator import (
+    CALLER,
     CERTIFICATE,
-    CLIENT,
     Authenticator,
     headers_by_name,
     one_header,
@@ -38,8 +38,8 @@ def roles_of(path: str) -> frozenset[str]:
     """Returns the roles that may request ``path``; any one is enough, and an empty set admits
     everybody.
 
-    Probes have no tokens, and the console's page prompts for a token itself. Unlisted paths are for
-    administrators only.
+    Probes have no tokens, and the console's page prompts for a token itself. Every caller may
+    request all paths below /models/ and /v2/; a path that is not listed is for administrators only.
     """
     if (
         path == "/"
@@ -65,7 +65,7 @@ class AuthMiddleware:
         self, app: ASGIApp, authenticator: Authenticator, addresses: ClientAddresses
     ) -> None:
         self._app = app
-        self._access = authenticator
+        self._authenticator = authenticator
         self._addresses = addresses
         self._log = RateLimitedLogger(logger, LINES_MAX)
 
@@ -75,8 +75,8 @@ class AuthMiddleware:
         if roles:
             authorization = one_header(scope["headers"], b"authorization")
             try:
-                client = self._access.check(authorization, scope.get(CERTIFICATE), roles)
-                scope[CLIENT] = client
+                certificate = scope.get(CERTIFICATE)
+                scope[CALLER] = self._authenticator.check(authorization, certificate, roles)
             except EmbedServeError as error:
                 given_id = one_header(scope["headers"], REQUEST_ID)
                 app = error_response(error, error.http_status, scope["path"], given_id)

@@ -16,7 +16,7 @@ from functools import partial
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
-from embedserve.access.authenticator import CLIENT
+from embedserve.access.authenticator import CALLER
 from embedserve.api.admin import check_json
 from embedserve.api.dependencies import ModelsDep
 from embedserve.deltas.status import HELD, SharedDeltaState
@@ -79,7 +79,7 @@ async def _hold(
 ) -> DeltaProgress:
     find = partial(_shared_state, served, name)
     model, _ = served.model(name), find()
-    caller = request.scope.get(CLIENT)
+    caller = request.scope.get(CALLER)
     by = f" by {caller.grant.name!r}" if caller is not None else ""
     action = "hold" if is_held else "go-on"
     logger.info("%s: deltas %s, as requested%s", model.served_as, action, by)

@@ -334,8 +334,9 @@ def management_app(
 
 def _authenticate(app: FastAPI, pipeline: RequestPipeline) -> None:
     """Adds AuthMiddleware to ``app``, if the server has an authenticator."""
-    if (access := pipeline.authenticator) is not None:
-        app.add_middleware(AuthMiddleware, authenticator=access, addresses=pipeline.addresses)
+    if (authenticator := pipeline.authenticator) is not None:
+        addresses = pipeline.addresses
+        app.add_middleware(AuthMiddleware, authenticator=authenticator, addresses=addresses)
 
 
 def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:

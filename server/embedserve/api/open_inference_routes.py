@@ -6,7 +6,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from embedserve.access.authenticator import CLIENT
+from embedserve.access.authenticator import CALLER
 from embedserve.api.dependencies import ModelsDep, PipelineDep, json_body_of, read_json
 from embedserve.open_inference_service import (
     configuration,
@@ -147,7 +147,7 @@ async def server(pipeline: PipelineDep) -> Server:
 @router.get("/models/stats", summary="Get statistics of all models")
 async def statistics_of_all(pipeline: PipelineDep, request: Request) -> Statistics:
     """Returns request counts and times of every model that the caller may use."""
-    stats = {"model_stats": statistics(pipeline, quota=request.scope.get(CLIENT))}
+    stats = {"model_stats": statistics(pipeline, quota=request.scope.get(CALLER))}
     return Statistics.model_validate(stats)
 
 
@@ -194,7 +194,7 @@ async def statistics_of_version(
     model: str, version: str, pipeline: PipelineDep, request: Request
 ) -> Statistics:
     """Returns request counts and times of a version."""
-    stats = {"model_stats": statistics(pipeline, model, version, request.scope.get(CLIENT))}
+    stats = {"model_stats": statistics(pipeline, model, version, request.scope.get(CALLER))}
     return Statistics.model_validate(stats)
 
 

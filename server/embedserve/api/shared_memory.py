@@ -45,13 +45,13 @@ async def _owner(request: Request, pipeline: PipelineDep) -> str:
     if one_header(headers, ORIGIN_HEADER) is not None:
         raise PermissionDeniedError("a browser's page has no shared memory: Origin is set")
     pipeline.models.check_loaded()
-    access = pipeline.authenticator
-    if access is None:
+    authenticator = pipeline.authenticator
+    if authenticator is None:
         return EVERYBODY
     authorization = one_header(headers, b"authorization")
     # AuthMiddleware has already charged the request to the caller's rate limit.
     certificate = request.scope.get(CERTIFICATE)
-    return access.check(authorization, certificate, EMBEDDERS, charge=False).grant.name
+    return authenticator.check(authorization, certificate, EMBEDDERS, charge=False).grant.name
 
 
 async def _regions(pipeline: PipelineDep) -> RegionRegistry:

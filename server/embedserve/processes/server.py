@@ -321,7 +321,7 @@ def _wires(
         pipeline,
         management_app(pipeline, admin, labels, authenticates=asks),
         certificates if asks else None,
-        GrpcService(pipeline, asks_admins=asks),
+        GrpcService(pipeline, authenticates=asks),
         MANAGEMENT_LIMITS,
         None if asks else names,
     )

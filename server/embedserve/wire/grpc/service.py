@@ -91,7 +91,7 @@ class GrpcService:
         pipeline: RequestPipeline,
         *,
         has_management: bool = True,
-        asks_admins: bool = True,
+        authenticates: bool = True,
         lists_models: bool = False,
     ) -> None:
         """
@@ -99,12 +99,13 @@ class GrpcService:
             pipeline: request pipeline.
             has_management: whether models, statistics and reflection are served, besides inference
                 and health.
-            asks_admins: whether management methods require authentication.
+            authenticates: whether callers of management methods are authenticated, if the server
+                has an authenticator.
             lists_models: whether models are served without the rest of management, as on a shard,
                 whose router asks which versions it holds.
         """
         self._pipeline = pipeline
-        authenticator = pipeline.authenticator if asks_admins else None
+        authenticator = pipeline.authenticator if authenticates else None
         self._metrics = pipeline.metrics.protocols["grpc"]
         models = pipeline.models
         self.health = health.HealthStatuses(
@@ -212,10 +213,9 @@ class GrpcService:
         authenticator, roles, quota = method.authenticator, method.roles, None
         try:
             if authenticator is not None:
-                authorization, client = headers.by_name.get(b"authorization"), stream.connection
-                quota = authenticator.check(
-                    authorization, client.certificate, roles, charge=method.charge
-                )
+                authorization = headers.by_name.get(b"authorization")
+                certificate = stream.connection.certificate
+                quota = authenticator.check(authorization, certificate, roles, charge=method.charge)
             return method.make(headers, stream, quota)
         except EmbedServeError as error:
             return self.rejecting(error, [*headers.by_name.items()])(stream)
