@@ -1,1 +1,1 @@
-"""The management application: health, metrics, models and the OpenAPI pages."""
+"""The management application: all routes without a lookup, the console and the OpenAPI pages."""

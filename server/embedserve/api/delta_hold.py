@@ -93,7 +93,8 @@ async def _switch(find: Callable[[], SharedDeltaState], *, is_held: bool) -> Non
     somebody reverses it.
 
     Args:
-        find: returns the served version. If it is another one meanwhile, that gets the hold.
+        find: returns the state of the served version's deltas. If another version serves meanwhile,
+            it gets the hold.
     """
     requested_at = time.time()
     before: SharedDeltaState | None = None

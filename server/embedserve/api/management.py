@@ -1,6 +1,7 @@
-"""Management routes, on FastAPI: health, metrics, models and the OpenAPI pages.
+"""The management application, on FastAPI, and its routes of health, metrics and models.
 
-The OpenAPI description also covers the embed routes, which the wire serves.
+Other modules of this package have the other routes, each on a ``router`` of its own. The OpenAPI
+description also covers the embed routes, which the wire serves.
 """
 
 from __future__ import annotations

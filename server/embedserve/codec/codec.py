@@ -1,7 +1,7 @@
-"""The codecs by name. Each codec is a set of pure functions with the content type of its bytes.
+"""The codecs by name. A codec is a set of functions, with the content type of its bytes.
 
-Tensors in shared memory are read and written here, too, through the regions that a decoder is bound
-to. They are treated like the bytes of a body.
+Codecs also read tensors from shared memory and write them there, through the regions that a decoder
+is bound to, and treat them like the bytes of a body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Process metrics summed over all workers: processor time, memory, descriptors and connections.
+"""Process metrics summed over all workers: processor time, memory, descriptors, connections, and
+log lines that were dropped.
 
 Each worker writes its own values into its row of cells, so that no worker reads another's /proc.
 The processor time of a worker that died stays counted. Reading /proc takes file descriptors: once
@@ -26,11 +27,12 @@ OPEN_FDS = "process_open_fds"
 MAX_FDS = "process_max_fds"
 GAUGES = ("process_virtual_memory_bytes", "process_resident_memory_bytes", OPEN_FDS, MAX_FDS)
 PROCESS_CELLS = 3 + len(GAUGES)
+"""CPU seconds, start time, the gauges, and dropped log lines, in this order."""
 CONNECTION_CELLS = 2
 
 
 class ProcessMetrics:
-    """The process metrics of prometheus_client, summed over one or several workers."""
+    """The process metrics of prometheus_client, and dropped log lines, over all workers."""
 
     def __init__(self, counters: WorkerCounters, clock: Callable[[], float] = monotonic) -> None:
         self._cells = counters.allocate(PROCESS_CELLS)

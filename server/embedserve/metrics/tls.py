@@ -27,7 +27,7 @@ class TlsMetrics:
 
     def __init__(self, counters: WorkerCounters) -> None:
         self.handshakes: Counter[str] = Counter()
-        self.expires_s: Callable[[], float] = float
+        self.expires_s: Callable[[], float] = lambda: 0.0
         self._cells = counters.allocate(TLS_CELLS)
         self._before = self._cells.own[:-1].copy()
 

@@ -6,7 +6,8 @@ import re
 from random import getrandbits
 
 HeaderList = list[tuple[bytes, bytes]]
-"""Extra response headers, or gRPC trailers, with telemetry of the request."""
+"""Response headers, or gRPC trailers, beyond those of every response: of a codec and of
+telemetry."""
 REQUEST_ID = b"x-request-id"
 ID_BYTES_MAX = 128
 """Bytes of a caller's request id; bounded, because the id is copied into responses and log lines.

@@ -1,8 +1,9 @@
 """gRPC server based on grpcio's asyncio server, over the same pipeline.
 
 Selected by `serve --grpc-server grpcio`. It is the reference for the gRPC implementation in
-``wire/grpc``, and a fallback for operators. It serves the methods of GrpcService; grpcio handles
-the transport.
+``wire/grpc``, and a fallback for operators. It serves the methods of GrpcService, without TLS,
+tokens and shared memory, with which config_checks.py rejects it. grpcio handles the transport,
+health and reflection.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ UNARY_WORK = 2048
 
 
 class GrpcEmbedCall(EmbedCallHandler[Stream]):
-    """An Embed call as stream handler, from its header block to its response.
+    """A unary lookup (Embed, ModelInfer or Predict) as stream handler, from its header block to its
+    response.
 
     While a queue is full the call may be rejected before its message arrives.
     """

@@ -35,7 +35,7 @@ TEMPLATES_MAX = 1024
 TEMPLATES_PER_LENGTH_MAX = 8
 """Templates cached per header length; a new one evicts the oldest."""
 
-READ_HEADERS = {
+LITERAL_HEADERS = {
     b"accept",
     b"connection",
     b"content-encoding",
@@ -46,14 +46,16 @@ READ_HEADERS = {
     b"transfer-encoding",
     b"upgrade",
 }
-"""Headers whose values affect the handling of a request and are literal in a template. The values
-of all other headers are gaps."""
-SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT, *LIST_HEADERS)
-"""Headers that a template may have once. If a request repeats such a header, llhttp parses it, and
+"""Headers whose values are literal in a template: those that `read_headers` parses, or that decide
+how a request is read. The values of all other headers are gaps: the few that count are read from
+the gaps of each request."""
+UNREPEATED_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT, *LIST_HEADERS)
+"""Headers that no template has twice. If a request repeats such a header, llhttp parses it, and
 headers_by_name decides its value."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
+"""Headers of requests that are no plain embed requests, and have no template."""
 SPECIAL_CHARACTERS = set("%?#")
-"""Characters of a URL that is not a literal path."""
+"""Characters of a URL that is not a literal path, and has no template."""
 CONTROLS = bytes(c for c in (*range(32), 127) if c != ord("\t"))
 """Control characters: never part of a header value (RFC 9110, section 5.5), or the end of a line.
 """
@@ -103,7 +105,7 @@ class HeaderTemplate:
         start = 0
         for line in _LINE.finditer(head):
             name = line[1].lower()
-            if name in READ_HEADERS:
+            if name in LITERAL_HEADERS:
                 continue
             self.gaps.append((name, *line.span(2)))
             literals.append((start, head[start : line.start(2)]))
@@ -231,7 +233,7 @@ class HeaderTemplateCache:
         names = [name for name, _ in request.headers]
         if SPECIAL_HEADERS.intersection(names):
             return None
-        if any(names.count(name) > 1 for name in SEVERAL_HEADERS):
+        if any(names.count(name) > 1 for name in UNREPEATED_HEADERS):
             return None
         path = request.target.decode("latin-1")
         route = embed_route(path)

@@ -1,4 +1,5 @@
-// Tiles: rate, latency, batches, rejections and queue length, each with a line of the last minutes.
+// Tiles: rate, latency, batches, rejections and queue length, each with a line of the last minutes. To add one, add an
+// entry to TILES.
 
 import { byId, drawn, element, fill, number, say, seconds } from "./page.js";
 import { sumOf } from "./metrics.js";
