@@ -31,6 +31,6 @@ def encoded(codec: Codec, result: LookupResult) -> bytes:
         parts, nbytes = inline
         assert b"".join(parts) == whole
         assert nbytes == len(whole)
-        if codec.head_bytes is not None:
-            assert codec.head_bytes(parts) == codec.head_bytes(encoded_chunks)
+        if codec.json_bytes is not None:
+            assert codec.json_bytes(parts) == codec.json_bytes(encoded_chunks)
     return whole

@@ -67,7 +67,7 @@ class Codec:
         encode_error: function from an error to the body of a REST error response.
         encode_streamed_error: function from an error to the message that a stream sends in place of
             the response.
-        head_bytes: function from the chunks of a response to the bytes of its JSON, which are sent
+        json_bytes: function from the chunks of a response to the bytes of its JSON, which are sent
             in a header; 0 where the whole response is JSON. None for formats without binary values
             behind JSON.
         response_headers: function from a result to headers of its response, or gRPC trailers. None
@@ -85,7 +85,7 @@ class Codec:
     peek_model: Callable[[bytes], str] = lambda body: ""
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
     encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_responses.encode_error
-    head_bytes: Callable[[ResponseChunks], int] | None = None
+    json_bytes: Callable[[ResponseChunks], int] | None = None
     response_headers: Callable[[LookupResult], list[tuple[bytes, bytes]]] | None = None
     in_regions: Callable[[Regions], Decode] | None = None
 
@@ -222,7 +222,7 @@ def _infer(decoder: BodyDecoder, json_bytes: int | None = None) -> Codec:
         try_encode_inline=body_responses.try_encode_inline,
         estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
         encode_error=body_responses.encode_error,
-        head_bytes=body_responses.head_bytes,
+        json_bytes=body_responses.json_bytes_of,
         in_regions=partial(_in_regions, decode),
     )
 

@@ -46,14 +46,14 @@ class Caller:
 
     def put(self, inputs: list[Input], gap: int = 0) -> list[tuple[int, int]]:
         """Writes the inputs; returns (offset, bytes) of each."""
-        places, data = [], b""
+        locations, data = [], b""
         for one in inputs:
             data += bytes(gap)
-            places.append((len(data), len(one.raw)))
+            locations.append((len(data), len(one.raw)))
             data += one.raw
         with (self._folder / "ids").open("r+b") as file:
             file.write(data)
-        return places
+        return locations
 
     def cut(self) -> None:
         (self._folder / "ids").write_bytes(b"")
@@ -73,11 +73,11 @@ def caller(tmp_path: Path) -> Iterator[Callable[[str], Caller]]:
             region.close()
 
 
-def region_parameters(region: str, place: tuple[int, int]) -> dict[str, Any]:
+def region_parameters(region: str, location: tuple[int, int]) -> dict[str, Any]:
     return {
         "shared_memory_region": region,
-        "shared_memory_offset": place[0],
-        "shared_memory_byte_size": place[1],
+        "shared_memory_offset": location[0],
+        "shared_memory_byte_size": location[1],
     }
 
 
@@ -85,11 +85,11 @@ OUTPUT = "pooled"
 OUTPUT_PLACE = (64, 4096)
 
 
-def body(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "") -> bytes:
+def body(inputs: list[Input], locations: list[tuple[int, int]], request_id: str = "") -> bytes:
     request: dict[str, Any] = {
         "inputs": [
-            one.head | {"parameters": region_parameters("ids", place)}
-            for one, place in zip(inputs, places, strict=True)
+            one.head | {"parameters": region_parameters("ids", location)}
+            for one, location in zip(inputs, locations, strict=True)
         ],
         "outputs": [{"name": OUTPUT, "parameters": region_parameters("vectors", OUTPUT_PLACE)}],
         "parameters": {"output_dtype": "FP16"},
@@ -97,15 +97,15 @@ def body(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "
     return json.dumps(request | ({"id": request_id} if request_id else {})).encode()
 
 
-def message(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "") -> bytes:
+def message(inputs: list[Input], locations: list[tuple[int, int]], request_id: str = "") -> bytes:
     infer_request = InferRequest([], (OUTPUT,), request_id, {"output_dtype": "FP16"})
     request = infer_request.message("shop", is_raw=True)
     tensors = [(request.outputs[0], "vectors", OUTPUT_PLACE)]
-    for one, place in zip(inputs, places, strict=True):
+    for one, location in zip(inputs, locations, strict=True):
         added = request.inputs.add(name=one.name, datatype=one.datatype, shape=one.sizes)
-        tensors.append((added, "ids", place))  # type: ignore[arg-type]
-    for tensor, region, place in tensors:
-        for name, value in region_parameters(region, place).items():
+        tensors.append((added, "ids", location))  # type: ignore[arg-type]
+    for tensor, region, location in tensors:
+        for name, value in region_parameters(region, location).items():
             kind = "string_param" if isinstance(value, str) else "int64_param"
             setattr(tensor.parameters[name], kind, value)
     return request.SerializeToString(deterministic=True)
@@ -150,13 +150,13 @@ def contents(request: LookupRequest) -> tuple[object, ...]:
     assert request.output is not None
     options = request.output.format_options
     assert isinstance(options, ResponseOptions)
-    places = options.places
-    assert places is not None
+    locations = options.locations
+    assert locations is not None
     assert request.weights is None
     return (
         (request.model, request.features, request.batch_size, request.output_dtype),
         (request.ids.tolist(), request.lengths.tolist(), request.output.has_all),
-        {name: (id(one.region), one.offset, one.nbytes) for name, one in places.items()},
+        {name: (id(one.region), one.offset, one.nbytes) for name, one in locations.items()},
     )
 
 
@@ -177,13 +177,13 @@ def test_template_reads_the_current_region_contents(
     make, decoder = request_format
     one = caller("one")
     request_body = make(jagged(BAGS), one.put(jagged(BAGS), gap))
-    assert decoder.of_placed.find(request_body, LIMITS) is None
+    assert decoder.shared_memory_templates.find(request_body, LIMITS) is None
     for bags in (BAGS, OTHER_BAGS, BAGS):
         one.put(jagged(bags), gap)
         for is_inline in (True, False):
             request = decode(decoder, request_body, one.regions, is_inline=is_inline)
             assert contents(request) == expected(bags, one)
-        assert decoder.of_placed.find(request_body, LIMITS) is not None
+        assert decoder.shared_memory_templates.find(request_body, LIMITS) is not None
 
 
 def test_cached_template_uses_the_regions_of_each_caller(
@@ -253,7 +253,7 @@ def test_large_inputs_are_not_decoded_inline(
             decode(decoder, request_body, one.regions)
         request = decoder.decode_request(request_body, "shop", LIMITS, regions=one.regions)
         assert contents(request) == expected(bags, one)
-    assert decoder.of_placed.find(request_body, LIMITS) is not None
+    assert decoder.shared_memory_templates.find(request_body, LIMITS) is not None
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_weights_strings_request_ids_and_empty_ids_are_not_cached(
     ):
         request_body = make(inputs, one.put(inputs), request_id)
         assert decode(decoder, request_body, one.regions).features
-        assert decoder.of_placed.find(request_body, LIMITS) is None
+        assert decoder.shared_memory_templates.find(request_body, LIMITS) is None
 
 
 def test_template_cache_is_bounded(caller: Callable[[str], Caller], request_format: Any) -> None:
@@ -307,9 +307,12 @@ def test_template_cache_is_bounded(caller: Callable[[str], Caller], request_form
 
     first = decode_feature("first")
     every = [decode_feature(f"f{at}") for at in range(TEMPLATES_MAX)]
-    assert decoder.of_placed.find(first, LIMITS) is None
-    assert all(decoder.of_placed.find(one, LIMITS) is not None for one in every)
-    assert decoder.of_placed.find(decode_feature("f" * TEMPLATE_BYTES_MAX), LIMITS) is None
+    assert decoder.shared_memory_templates.find(first, LIMITS) is None
+    assert all(decoder.shared_memory_templates.find(one, LIMITS) is not None for one in every)
+    assert (
+        decoder.shared_memory_templates.find(decode_feature("f" * TEMPLATE_BYTES_MAX), LIMITS)
+        is None
+    )
 
 
 def test_requests_with_min_seq_are_read_and_not_cached(
@@ -320,7 +323,7 @@ def test_requests_with_min_seq_are_read_and_not_cached(
     inputs = jagged(BAGS)
     plain = make(inputs, one.put(inputs))
     decode(decoder, plain, one.regions)
-    before = [*decoder.of_placed.templates]
+    before = [*decoder.shared_memory_templates.templates]
     assert before
     for seq in (7, 7, 8):
         encoded = with_min_seq(plain, seq)
@@ -328,6 +331,6 @@ def test_requests_with_min_seq_are_read_and_not_cached(
             request = decode(decoder, encoded, one.regions, is_inline=is_inline)
             assert request.min_seq == seq
             assert contents(request) == expected(BAGS, one)
-    assert decoder.of_placed.templates == before
+    assert decoder.shared_memory_templates.templates == before
     again = decode(decoder, plain, one.regions)
     assert again.min_seq is None

@@ -19,7 +19,7 @@ from embedserve.codec.open_inference.body_structs import (
     Input,
     Output,
     Parameters,
-    Placed,
+    SharedMemoryParameters,
     Sizes,
 )
 from embedserve.codec.open_inference.json_template import JsonTemplateCache
@@ -34,7 +34,7 @@ from embedserve.codec.open_inference.shared_memory_template import (
     SharedMemoryTemplateCache,
     read_request,
 )
-from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, find_place
+from embedserve.codec.open_inference.shared_memory_tensors import LocatedTensor, find_location
 from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import (
     BYTES,
@@ -62,7 +62,7 @@ class BodyDecoder:
 
     def __init__(self) -> None:
         self.templates = JsonTemplateCache()
-        self.of_placed = SharedMemoryTemplateCache()
+        self.shared_memory_templates = SharedMemoryTemplateCache()
 
     def decode_request(
         self,
@@ -96,11 +96,11 @@ class BodyDecoder:
                 if known is not None:
                     return known
         if regions and json_bytes in (None, len(body)):
-            of_placed = self.of_placed.find(body, limits)
-            if of_placed is not None:
-                if is_inline and not of_placed.is_quick:
+            template = self.shared_memory_templates.find(body, limits)
+            if template is not None:
+                if is_inline and not template.is_quick:
                     raise WouldBlockError
-                known = of_placed.read_known(regions, model)
+                known = template.read_known(regions, model)
                 if known is not None:
                     return known
         head, rest = _cut(body, json_bytes, limits)
@@ -112,14 +112,14 @@ class BodyDecoder:
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise _problem(error) from error
         tensors = _tensors(parsed.inputs, rest, limits, regions, is_inline=is_inline)
-        request, of_placed = read_request(model, *tensors, regions, limits, is_inline=is_inline)
+        request, template = read_request(model, *tensors, regions, limits, is_inline=is_inline)
         parameters = parsed.parameters or Parameters()
         is_binary = parameters.binary_data_output
         if parsed.outputs:
             names = [one.name for one in parsed.outputs]
             are_binary = [_is_binary(one, is_binary) for one in parsed.outputs]
-            places = _places(parsed.outputs, regions)
-            set_output(request, parsed.id, names, are_binary, is_binary, limits, places)
+            locations = _locations(parsed.outputs, regions)
+            set_output(request, parsed.id, names, are_binary, is_binary, limits, locations)
         else:
             set_output(request, parsed.id, (), (), is_binary, limits)
         set_output_dtype(request, parameters.output_dtype)
@@ -128,8 +128,8 @@ class BodyDecoder:
             return request
         if is_inline and len(rest) and _is_plain(parsed, request):
             self.templates.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
-        if of_placed is not None:
-            self.of_placed.remember(head, of_placed, request)
+        if template is not None:
+            self.shared_memory_templates.remember(head, template, request)
         return request
 
 
@@ -151,14 +151,16 @@ def _is_plain(parsed: InferBody, request: LookupRequest) -> bool:
     """Returns whether the inputs are F.ids and then F.lengths of each feature, integers in binary.
     No tensor may be in shared memory, which belongs to a single caller."""
     names = [f"{name}.{role}" for name in request.features for role in ("ids", "lengths")]
-    parameters: list[Placed | None] = [one.parameters for one in parsed.inputs]
+    parameters: list[SharedMemoryParameters | None] = [one.parameters for one in parsed.inputs]
     parameters += [one.parameters for one in parsed.outputs]
-    is_other = bool(request.string_features) or any(map(_is_placed, filter(None, parameters)))
+    is_other = bool(request.string_features) or any(
+        map(_is_in_shared_memory, filter(None, parameters))
+    )
     are_binary = all(one.data is None for one in parsed.inputs)
     return are_binary and not is_other and [one.name for one in parsed.inputs] == names
 
 
-def _is_placed(parameters: Placed) -> bool:
+def _is_in_shared_memory(parameters: SharedMemoryParameters) -> bool:
     """Returns whether a tensor with these parameters is in shared memory."""
     return (
         parameters.shared_memory_region is not None
@@ -166,15 +168,19 @@ def _is_placed(parameters: Placed) -> bool:
     )
 
 
-def _place(tensor: InputTensor | str, parameters: Placed, regions: Regions | None) -> MemorySlice:
+def _location(
+    tensor: InputTensor | str, parameters: SharedMemoryParameters, regions: Regions | None
+) -> MemorySlice:
     region, byte_size = parameters.shared_memory_region, parameters.shared_memory_byte_size
-    return find_place(tensor, region, byte_size, parameters.shared_memory_offset, regions)
+    return find_location(tensor, region, byte_size, parameters.shared_memory_offset, regions)
 
 
-def _places(outputs: list[Output], regions: Regions | None) -> dict[str, MemorySlice] | None:
+def _locations(outputs: list[Output], regions: Regions | None) -> dict[str, MemorySlice] | None:
     """Returns the locations of the outputs that are requested in shared memory, by name."""
     parameters = [(one.name, one.parameters) for one in outputs if one.parameters is not None]
-    return {name: _place(name, one, regions) for name, one in parameters if _is_placed(one)} or None
+    return {
+        name: _location(name, one, regions) for name, one in parameters if _is_in_shared_memory(one)
+    } or None
 
 
 def _sizes_of_same(head: bytes, parsed: InferBody) -> list[tuple[int, int]] | None:
@@ -233,19 +239,19 @@ def _tensors(
     regions: Regions | None,
     *,
     is_inline: bool,
-) -> tuple[list[InputTensor], list[PlacedTensor]]:
+) -> tuple[list[InputTensor], list[LocatedTensor]]:
     """Returns (all inputs, the inputs in shared memory, which have no data yet)."""
     tensors, position = [], 0
     text_bytes = 0
-    placed: list[PlacedTensor] = []
+    located: list[LocatedTensor] = []
     for one in inputs:
         tensor = InputTensor(one.name, one.datatype, one.shape, b"")
         parameters = one.parameters
         size = None if parameters is None else parameters.binary_data_size
-        if parameters is not None and _is_placed(parameters):
+        if parameters is not None and _is_in_shared_memory(parameters):
             if one.data is not None or size is not None:
                 raise wrong(tensor, "has both data and a region of shared memory: send one")
-            placed.append((tensor, _place(tensor, parameters, regions)))
+            located.append((tensor, _location(tensor, parameters, regions)))
         elif size is None:
             tensor.data = _from_json(tensor, one.data)
         elif one.data is not None:
@@ -273,7 +279,7 @@ def _tensors(
             f"add up to {position}",
             "body",
         )
-    return tensors, placed
+    return tensors, located
 
 
 def _check_text(nbytes: int, limits: Limits) -> None:
@@ -336,6 +342,6 @@ def _is_binary(output: Output, is_binary: bool) -> bool:
         return is_binary
     if parameters.classification:
         raise classification_error(output.name)
-    if _is_placed(parameters):
+    if _is_in_shared_memory(parameters):
         return False
     return is_binary if parameters.binary_data is None else parameters.binary_data

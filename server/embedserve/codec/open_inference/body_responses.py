@@ -24,7 +24,7 @@ from embedserve.codec.open_inference.outputs import (
     prefix_key,
     response_options_of,
     tensors_of,
-    write_placed,
+    write_to_shared_memory,
 )
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.errors import EmbedServeError
@@ -37,10 +37,14 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     options, _ = response_options_of(result)
     if options.is_binary and not options.others:
         return with_size([*_encode(result, options)]) if is_quick(result, options) else None
-    if result.values.size > INLINE_VALUES_MAX or result.extra_chunks or options.places is not None:
+    if (
+        result.values.size > INLINE_VALUES_MAX
+        or result.extra_chunks
+        or options.locations is not None
+    ):
         return None
     chunks = [*_encode(result, options)]
-    return with_size(chunks if head_bytes(chunks) else [b"".join(chunks)])
+    return with_size(chunks if json_bytes_of(chunks) else [b"".join(chunks)])
 
 
 def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
@@ -58,7 +62,7 @@ def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | 
     tensors = None
     if described is None:
         tensors = tensors_of(result, options, result.output)
-        write_placed(tensors, result, options)
+        write_to_shared_memory(tensors, result, options)
         if not any(_in_binary(one, options) for one in tensors):
             yield from _all_json(head, tensors, result, options)
             return
@@ -113,8 +117,8 @@ def _described(
         if _in_binary(one, options):
             size = one.nbytes(itemsize)
             outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (start, size))
-        elif (place := options.place(one.name)) is not None:
-            outputs.append(start + _place_parameters(place, one.nbytes(itemsize)) + b"}")
+        elif (location := options.location(one.name)) is not None:
+            outputs.append(start + _location_parameters(location, one.nbytes(itemsize)) + b"}")
         else:
             outputs.append(start + b"".join(_values(one, result)) + b"}")
     return b',"outputs":[' + b",".join(outputs) + b"]}"
@@ -127,9 +131,9 @@ def _all_json(
     before = head + b',"outputs":['
     for at, one in enumerate(tensors):
         before += (b"," if at else b"") + _start(one, itemsize)
-        place = options.place(one.name)
-        if place is not None:
-            before += _place_parameters(place, one.nbytes(itemsize)) + b"}"
+        location = options.location(one.name)
+        if location is not None:
+            before += _location_parameters(location, one.nbytes(itemsize)) + b"}"
             continue
         yield before
         yield from _values(one, result)
@@ -137,9 +141,9 @@ def _all_json(
     yield before + b"]}"
 
 
-def _place_parameters(place: MemorySlice, nbytes: int) -> bytes:
+def _location_parameters(location: MemorySlice, nbytes: int) -> bytes:
     """Returns the parameters of an output of ``nbytes`` that is in shared memory."""
-    fields = {REGION: place.region.name, OFFSET: place.offset, BYTE_SIZE: nbytes}
+    fields = {REGION: location.region.name, OFFSET: location.offset, BYTE_SIZE: nbytes}
     return b',"parameters":' + orjson.dumps(fields)
 
 
@@ -156,7 +160,7 @@ def _values(tensor: OutputTensor, result: LookupResult) -> Iterator[bytes]:
     yield b"]" if before == b"," else before + b"]"
 
 
-def head_bytes(chunks: ResponseChunks) -> int:
+def json_bytes_of(chunks: ResponseChunks) -> int:
     """Returns the bytes of the JSON of a response with binary values behind it; 0 for any other
     response.
 

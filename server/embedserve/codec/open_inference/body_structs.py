@@ -9,13 +9,13 @@ import msgspec
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
-class Placed(msgspec.Struct, gc=False):
+class SharedMemoryParameters(msgspec.Struct, gc=False):
     shared_memory_region: str | None = None
     shared_memory_byte_size: _Size | None = None
     shared_memory_offset: _Size = 0
 
 
-class _InputParameters(Placed, gc=False):
+class _InputParameters(SharedMemoryParameters, gc=False):
     binary_data_size: _Size | None = None
 
 
@@ -27,7 +27,7 @@ class Input(msgspec.Struct, gc=False):
     parameters: _InputParameters | None = None
 
 
-class _OutputParameters(Placed, gc=False):
+class _OutputParameters(SharedMemoryParameters, gc=False):
     binary_data: bool | None = None
     classification: int = 0
 

@@ -36,7 +36,11 @@ from embedserve.codec.open_inference.shared_memory_template import (
     SharedMemoryTemplateCache,
     read_request,
 )
-from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, is_placed, place_in
+from embedserve.codec.open_inference.shared_memory_tensors import (
+    LocatedTensor,
+    is_in_shared_memory,
+    location_in,
+)
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     InputTensor,
@@ -86,7 +90,7 @@ class MessageDecoder:
 
     def __init__(self) -> None:
         self.templates = MessageTemplateCache()
-        self.of_placed = SharedMemoryTemplateCache()
+        self.shared_memory_templates = SharedMemoryTemplateCache()
 
     def decode_request(
         self,
@@ -114,7 +118,7 @@ class MessageDecoder:
             known = self.templates.read(body, limits)
             if known is not None:
                 return known
-        template = self.of_placed.find(body, limits) if regions else None
+        template = self.shared_memory_templates.find(body, limits) if regions else None
         if template is not None and regions is not None:
             if is_inline and not template.is_quick:
                 raise WouldBlockError
@@ -161,23 +165,23 @@ class MessageDecoder:
         is_inline: bool,
     ) -> LookupRequest:
         """Returns the request in ``message``, which _Parsed describes, of the bytes ``body``."""
-        are_placed = [is_placed(one.parameters) for one in message.inputs]
-        if raw and len(raw) != are_placed.count(False):
+        are_shared = [is_in_shared_memory(one.parameters) for one in message.inputs]
+        if raw and len(raw) != are_shared.count(False):
             raise InvalidRequestError(
-                f"raw_input_contents has {len(raw)} entries for {are_placed.count(False)} inputs",
+                f"raw_input_contents has {len(raw)} entries for {are_shared.count(False)} inputs",
                 "raw_input_contents",
             )
         tensors: list[InputTensor] = []
-        placed: list[PlacedTensor] = []
+        located: list[LocatedTensor] = []
         left = iter(raw)
         for at, one in enumerate(message.inputs):
             tensor = InputTensor(one.name, one.datatype, one.shape[:], b"")
             tensors.append(tensor)
             has_contents = one.HasField("contents") or (contents is not None and bool(contents[at]))
-            if are_placed[at]:
+            if are_shared[at]:
                 if has_contents:
                     raise wrong(tensor, "has both contents and a region of shared memory: send one")
-                placed.append((tensor, place_in(one.parameters, tensor, regions)))
+                located.append((tensor, location_in(one.parameters, tensor, regions)))
             elif not raw:
                 if contents is not None:
                     tensor.data = from_contents(tensor, contents[at], limits)
@@ -190,16 +194,18 @@ class MessageDecoder:
                 tensor.data = raw_strings(tensor, data, limits) if one.datatype == BYTES else data
         model = versioned(message.model_name, message.model_version)
         request, template = read_request(
-            model, tensors, placed, regions, limits, is_inline=is_inline
+            model, tensors, located, regions, limits, is_inline=is_inline
         )
         outputs = message.outputs
         names = [one.name for one in outputs] if outputs else ()
-        places = {
-            one.name: place_in(one.parameters, one.name, regions)
+        locations = {
+            one.name: location_in(one.parameters, one.name, regions)
             for one in outputs
-            if _is_output_placed(one)
+            if _is_output_in_shared_memory(one)
         }
-        set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
+        set_output(
+            request, message.id, names, (True,) * len(names), True, limits, locations or None
+        )
         if message.parameters and "output_dtype" in message.parameters:
             set_output_dtype(request, message.parameters["output_dtype"].string_param)
         if message.parameters and "min_seq" in message.parameters:
@@ -207,7 +213,7 @@ class MessageDecoder:
             kind = parameter.WhichOneof("parameter_choice")
             set_min_seq(request, getattr(parameter, kind) if kind else "")
         if template is not None and not message.id and request.min_seq is None:
-            self.of_placed.remember(body, template, request)
+            self.shared_memory_templates.remember(body, template, request)
         return request
 
 
@@ -250,13 +256,13 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     return min(bags, len(body)), min(ids, len(body))
 
 
-def _is_output_placed(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> bool:
+def _is_output_in_shared_memory(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> bool:
     """Returns whether ``output`` is requested in shared memory. Raises InvalidRequestError for a
     classification."""
     parameters = output.parameters
     if "classification" in parameters and parameters["classification"].int64_param:
         raise classification_error(output.name)
-    return is_placed(parameters)
+    return is_in_shared_memory(parameters)
 
 
 def _parse_inline(body: bytes, limits: Limits) -> _Parsed:
@@ -272,7 +278,7 @@ def _parse_inline(body: bytes, limits: Limits) -> _Parsed:
     if sum(map(len, rest)) > small_bytes:
         raise WouldBlockError
     message = _parse(b"".join(rest))
-    inputs = [one for one in message.inputs if not is_placed(one.parameters)]
+    inputs = [one for one in message.inputs if not is_in_shared_memory(one.parameters)]
     texts = zip(raw, inputs, strict=False)
     if sum(len(one) for one, of in texts if of.datatype == BYTES) > INLINE_BYTES_MAX:
         raise WouldBlockError

@@ -17,7 +17,7 @@ from embedserve.codec.open_inference.outputs import (
     prefix_key,
     response_options_of,
     tensors_of,
-    write_placed,
+    write_to_shared_memory,
 )
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, number_of, tag_of, varint
@@ -67,12 +67,12 @@ def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode."""
     options, output = response_options_of(result)
     described, starts, tensors = _described_once(result, options, output)
-    write_placed(tensors, result, options)
+    write_to_shared_memory(tensors, result, options)
     yield _head(result, options) + described
-    placed = options.places or ()
+    located = options.locations or ()
     for start, one in zip(starts, tensors, strict=True):
         yield start
-        if one.name in placed:
+        if one.name in located:
             continue
         for values in one.chunks(result):
             yield values.data
@@ -124,25 +124,25 @@ def _described(
         pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
         for one in tensors
     ]
-    if options.places is not None:
+    if options.locations is not None:
         for one, output in zip(tensors, outputs, strict=True):
-            if (place := options.place(one.name)) is not None:
-                _set_place(output, place, one.nbytes(result.values.itemsize))
+            if (location := options.location(one.name)) is not None:
+                _set_location(output, location, one.nbytes(result.values.itemsize))
     return pb.ModelInferResponse(outputs=outputs).SerializeToString()
 
 
-def _set_place(output: _OutputMessage, place: MemorySlice, nbytes: int) -> None:
+def _set_location(output: _OutputMessage, location: MemorySlice, nbytes: int) -> None:
     parameters = output.parameters
-    parameters[REGION].string_param = place.region.name
-    parameters[OFFSET].int64_param = place.offset
+    parameters[REGION].string_param = location.region.name
+    parameters[OFFSET].int64_param = location.offset
     parameters[BYTE_SIZE].int64_param = nbytes
 
 
 def _raw_start(tensor: OutputTensor, result: LookupResult, options: ResponseOptions) -> bytes:
     """Returns the tag and length of an output's raw contents. The length is 0 for an output in
     shared memory, because clients expect an entry for every output."""
-    is_placed = options.place(tensor.name) is not None
-    return RAW_OUTPUT_TAG + varint(0 if is_placed else tensor.nbytes(result.values.itemsize))
+    is_shared = options.location(tensor.name) is not None
+    return RAW_OUTPUT_TAG + varint(0 if is_shared else tensor.nbytes(result.values.itemsize))
 
 
 def try_encode_streamed_inline(result: LookupResult) -> EncodedResponse | None:

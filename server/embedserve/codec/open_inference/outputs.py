@@ -38,7 +38,7 @@ UNKNOWN_IDS = "unknown_ids."
 """Prefix of the parameters of a response that count unknown ids."""
 MISSING_IDS = "missing_ids."
 """Prefix of the parameters of a response that count ids whose rows no server could look up."""
-PLACES_MAX = 64
+LOCATIONS_MAX = 64
 """Outputs of a request in shared memory. Their locations stay in memory while the request waits."""
 
 
@@ -52,7 +52,7 @@ class ResponseOptions:
         has_keys: whether keys are requested, too; the response then has them all.
         is_binary: whether most outputs are binary, in REST. In gRPC all outputs are raw.
         others: names of the outputs in the opposite format.
-        places: locations of the outputs in shared memory, by name; None where there are none.
+        locations: locations of the outputs in shared memory, by name; None where there are none.
     """
 
     request_id: str = ""
@@ -60,10 +60,10 @@ class ResponseOptions:
     has_keys: bool = True
     is_binary: bool = False
     others: frozenset[str] = frozenset()
-    places: Mapping[str, MemorySlice] | None = None
+    locations: Mapping[str, MemorySlice] | None = None
 
-    def place(self, name: str) -> MemorySlice | None:
-        return None if self.places is None else self.places.get(name)
+    def location(self, name: str) -> MemorySlice | None:
+        return None if self.locations is None else self.locations.get(name)
 
 
 def set_output(
@@ -73,7 +73,7 @@ def set_output(
     are_binary: Sequence[bool],
     is_binary: bool,
     limits: Limits,
-    places: Mapping[str, MemorySlice] | None = None,
+    locations: Mapping[str, MemorySlice] | None = None,
 ) -> None:
     """Sets the response options of ``request``: its id and the outputs with these names. Without
     names, all keys are returned.
@@ -81,7 +81,7 @@ def set_output(
     Args:
         are_binary: whether each of ``names`` is binary.
         is_binary: whether all outputs are binary, where there are no ``names``.
-        places: locations of the outputs in shared memory, by name.
+        locations: locations of the outputs in shared memory, by name.
 
     Raises:
         InvalidRequestError: the id is too long, or `pooled` is named twice.
@@ -116,14 +116,16 @@ def set_output(
             f"the limit is {OTHERS_MAX}",
             "outputs",
         )
-    if places is not None and len(places) > PLACES_MAX:
+    if locations is not None and len(locations) > LOCATIONS_MAX:
         raise RequestTooLargeError(
-            f"outputs: {len(places)} are requested in shared memory, the limit is {PLACES_MAX}: "
-            f"ask for {POOLED!r}",
+            f"outputs: {len(locations)} are requested in shared memory, the limit is "
+            f"{LOCATIONS_MAX}: ask for {POOLED!r}",
             "outputs",
         )
-    options = ResponseOptions(request_id, has_pooled, bool(keys), most, frozenset(others), places)
-    request.output = OutputOptions(keys, "outputs", has_pooled, options, places is not None)
+    options = ResponseOptions(
+        request_id, has_pooled, bool(keys), most, frozenset(others), locations
+    )
+    request.output = OutputOptions(keys, "outputs", has_pooled, options, locations is not None)
 
 
 def classification_error(name: str) -> InvalidRequestError:
@@ -258,7 +260,7 @@ def _rows_of(result: LookupResult) -> list[OutputTensor]:
     return tensors
 
 
-def write_placed(
+def write_to_shared_memory(
     tensors: Sequence[OutputTensor], result: LookupResult, options: ResponseOptions
 ) -> None:
     """Writes the values of the outputs that are requested in shared memory.
@@ -267,18 +269,20 @@ def write_placed(
         InvalidRequestError: an output has more bytes than its location, or two overlap, and nothing
             is written; or a region no longer exists.
     """
-    if options.places is None:
+    if options.locations is None:
         return
-    placed = [(one, options.places[one.name]) for one in tensors if one.name in options.places]
+    located = [
+        (one, options.locations[one.name]) for one in tensors if one.name in options.locations
+    ]
     spans = []
-    for one, place in placed:
+    for one, location in located:
         nbytes = one.nbytes(result.values.itemsize)
-        start = place.region.offset + place.offset
-        spans.append((place.region.file, start, start + nbytes, one.name))
-        if nbytes > place.nbytes:
+        start = location.region.offset + location.offset
+        spans.append((location.region.file, start, start + nbytes, one.name))
+        if nbytes > location.nbytes:
             raise InvalidRequestError(
                 f"output {one.name!r} has {nbytes} bytes, and its shared_memory_byte_size is "
-                f"{place.nbytes}",
+                f"{location.nbytes}",
                 f"outputs.{one.name}",
             )
     spans.sort()
@@ -288,14 +292,14 @@ def write_placed(
                 f"outputs {name!r} and {next_name!r} overlap in shared memory",
                 f"outputs.{next_name}",
             )
-    for one, place in placed:
-        place.write(values.data for values in one.chunks(result))
+    for one, location in located:
+        location.write(values.data for values in one.chunks(result))
 
 
 def is_quick(result: LookupResult, options: ResponseOptions) -> bool:
     """Returns whether the values are encoded as bytes in about a millisecond. A write to shared
     memory waits for the kernel's lock of the file, which its owner can hold for seconds."""
-    if options.places is not None:
+    if options.locations is not None:
         return False
     if result.extra_chunks or result.lengths is not None:
         return result.values.nbytes <= INLINE_BYTES_MAX and not result.extra_chunks
@@ -325,7 +329,7 @@ def prefix_key(
         result.extra_chunks
         or result.lengths is not None
         or options.others
-        or options.places is not None
+        or options.locations is not None
     ):
         return None
     if options.has_pooled and options.has_keys:

@@ -19,8 +19,8 @@ import numpy as np
 from embedserve.codec.open_inference.message_template import TEMPLATE_INPUTS_MAX
 from embedserve.codec.open_inference.outputs import ResponseOptions
 from embedserve.codec.open_inference.shared_memory_tensors import (
-    PlacedTensor,
-    read_placed,
+    LocatedTensor,
+    read_shared_memory,
     runs,
 )
 from embedserve.codec.open_inference.tensors import (
@@ -50,20 +50,24 @@ class SharedMemoryTemplate:
         nbytes: bytes of all ids and lengths.
     """
 
-    def __init__(self, sizes: FeatureSizes, placed: Sequence[PlacedTensor], limits: Limits) -> None:
+    def __init__(
+        self, sizes: FeatureSizes, located: Sequence[LocatedTensor], limits: Limits
+    ) -> None:
         """
         Args:
-            sizes: sizes of ``placed``, all inputs of the request.
+            sizes: sizes of ``located``, all inputs of the request.
             limits: limits that the sizes were checked against.
         """
         self._features, self._counts, self._batch_size = sizes
         self._limits = limits
         self._runs: list[_Run] = []
         first = 0
-        for run in runs(placed):
-            (_, place), (_, last) = run[0], run[-1]
+        for run in runs(located):
+            (_, location), (_, last) = run[0], run[-1]
             which = slice(first, first + len(run))
-            self._runs.append((place.region.name, place.offset, last.offset + last.nbytes, which))
+            self._runs.append(
+                (location.region.name, location.offset, last.offset + last.nbytes, which)
+            )
             first = which.stop
         ends = [8 * count for count in accumulate(self._counts, initial=0)]
         self._ids_bytes, width = ends[-1], _INT32.itemsize * self._batch_size
@@ -100,10 +104,10 @@ class SharedMemoryTemplate:
         """
         found: list[Region] = []
         for name, start, end, _ in self._runs:
-            place = _place(name, start, end - start, regions)
-            if place is None:
+            location = _location(name, start, end - start, regions)
+            if location is None:
                 return None
-            found.append(place.region)
+            found.append(location.region)
         whole = np.empty(self.nbytes, np.uint8)
         view = whole.data
         slices = [view[one] for one in self._slices]
@@ -122,16 +126,15 @@ class SharedMemoryTemplate:
         assert output is not None
         options = output.format_options
         assert isinstance(options, ResponseOptions)
-        if (
-            options.places is not None
-        ):  # whose regions may since belong to another caller or be gone
-            places: dict[str, MemorySlice] = {}
-            for name, was in options.places.items():
-                place = _place(was.region.name, was.offset, was.nbytes, regions)
-                if place is None:
+        if options.locations is not None:
+            # Their regions may since belong to another caller, or be gone.
+            locations: dict[str, MemorySlice] = {}
+            for name, was in options.locations.items():
+                location = _location(was.region.name, was.offset, was.nbytes, regions)
+                if location is None:
                     return None
-                places[name] = place
-            options = replace(options, places=places)
+                locations[name] = location
+            options = replace(options, locations=locations)
             output = replace(output, format_options=options)
         request = self.read(self._model if model is None else model, regions)
         if request is not None:
@@ -142,7 +145,7 @@ class SharedMemoryTemplate:
 def read_request(
     model: str,
     tensors: Sequence[InputTensor],
-    placed: Sequence[PlacedTensor],
+    located: Sequence[LocatedTensor],
     regions: Regions | None,
     limits: Limits,
     *,
@@ -151,40 +154,40 @@ def read_request(
     """Returns (the request with ``tensors``, its template or None).
 
     Args:
-        placed: the tensors in shared memory, which have no data yet.
+        located: the tensors in shared memory, which have no data yet.
 
     Raises:
-        InvalidRequestError: the inputs are invalid, as in lookup_request and read_placed.
+        InvalidRequestError: the inputs are invalid, as in lookup_request and read_shared_memory.
         RequestTooLargeError: the inputs are too large, as in these functions.
         WouldBlockError: ``is_inline``, and it would take long.
     """
-    template = _template_of(placed, limits) if len(placed) == len(tensors) else None
+    template = _template_of(located, limits) if len(located) == len(tensors) else None
     if template is not None and regions is not None:
         if is_inline and not template.is_quick:
             raise WouldBlockError
         request = template.read(model, regions)
         if request is not None:
             return request, template
-    if placed:
-        read_placed(placed, limits, is_inline=is_inline)
+    if located:
+        read_shared_memory(located, limits, is_inline=is_inline)
     return lookup_request(model, tensors, limits, is_inline=is_inline), None
 
 
-def _template_of(placed: Sequence[PlacedTensor], limits: Limits) -> SharedMemoryTemplate | None:
+def _template_of(located: Sequence[LocatedTensor], limits: Limits) -> SharedMemoryTemplate | None:
     """Returns the template of inputs that are all in shared memory. Returns None where their layout
     has no template, or they exceed ``limits``."""
-    if not 0 < len(placed) <= TEMPLATE_INPUTS_MAX:
+    if not 0 < len(located) <= TEMPLATE_INPUTS_MAX:
         return None
     sizes = plain_sizes(
-        [tensor for tensor, _ in placed], [place.nbytes for _, place in placed], limits
+        [tensor for tensor, _ in located], [location.nbytes for _, location in located], limits
     )
     if sizes is None or not any(sizes[1]):
         return None
-    template = SharedMemoryTemplate(sizes, placed, limits)
+    template = SharedMemoryTemplate(sizes, located, limits)
     return template if template.nbytes <= limits.body_bytes_max else None
 
 
-def _place(name: str, offset: int, nbytes: int, regions: Regions) -> MemorySlice | None:
+def _location(name: str, offset: int, nbytes: int, regions: Regions) -> MemorySlice | None:
     region = regions.get(name)
     if region is None or offset + nbytes > region.byte_size:
         return None

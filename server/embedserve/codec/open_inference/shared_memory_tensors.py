@@ -30,10 +30,11 @@ INLINE_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are read on the event loop's thread."""
 INLINE_TENSORS_MAX = 128
 _Parameters = Mapping[str, pb.InferParameter]
-PlacedTensor = tuple[InputTensor, MemorySlice]
+LocatedTensor = tuple[InputTensor, MemorySlice]
+"""An input in shared memory, which has no data yet, and its location."""
 
 
-def find_place(
+def find_location(
     tensor: InputTensor | str,
     region: str | None,
     byte_size: int | None,
@@ -78,22 +79,24 @@ def _error(kind: type[EmbedServeError], tensor: InputTensor | str, problem: str)
     return kind(f"output {shortened(tensor)!r} {problem}", f"outputs.{shortened(tensor)}")
 
 
-def is_placed(parameters: _Parameters) -> bool:
+def is_in_shared_memory(parameters: _Parameters) -> bool:
     """Returns whether a tensor of a message with these parameters is in shared memory."""
     return bool(parameters) and (REGION in parameters or BYTE_SIZE in parameters)
 
 
-def place_in(
+def location_in(
     parameters: _Parameters, tensor: InputTensor | str, regions: Regions | None
 ) -> MemorySlice:
-    """Returns the location of ``tensor`` in ``parameters``, with the errors of find_place."""
+    """Returns the location of ``tensor`` in ``parameters``, with the errors of find_location."""
     region = parameters[REGION].string_param if REGION in parameters else None
     byte_size = parameters[BYTE_SIZE].int64_param if BYTE_SIZE in parameters else None
     offset = parameters[OFFSET].int64_param if OFFSET in parameters else 0
-    return find_place(tensor, region, byte_size, offset, regions)
+    return find_location(tensor, region, byte_size, offset, regions)
 
 
-def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bool) -> None:
+def read_shared_memory(
+    located: Sequence[LocatedTensor], limits: Limits, *, is_inline: bool
+) -> None:
     """Sets the data of each tensor.
 
     Raises:
@@ -102,41 +105,41 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bo
             are read.
         WouldBlockError: ``is_inline``, and reading would take long.
     """
-    nbytes = sum(place.nbytes for _, place in placed)
+    nbytes = sum(location.nbytes for _, location in located)
     if nbytes > limits.body_bytes_max:
         raise RequestTooLargeError(
             f"inputs has {nbytes} bytes in shared memory, {limits.describe('body_bytes_max')}",
             "inputs",
         )
-    text_bytes = sum(place.nbytes for tensor, place in placed if tensor.datatype == BYTES)
+    text_bytes = sum(location.nbytes for tensor, location in located if tensor.datatype == BYTES)
     if text_bytes > limits.request_text_bytes_max:
         raise RequestTooLargeError(
             f"inputs has {text_bytes} bytes of strings in shared memory, "
             + limits.describe("request_text_bytes_max"),
             "inputs",
         )
-    is_much = nbytes > INLINE_BYTES_MAX or len(placed) > INLINE_TENSORS_MAX
+    is_much = nbytes > INLINE_BYTES_MAX or len(located) > INLINE_TENSORS_MAX
     if is_inline and (is_much or text_bytes > INLINE_TEXT_BYTES_MAX):
         raise WouldBlockError
-    for run in runs(placed):
+    for run in runs(located):
         (_, first), (_, last) = run[0], run[-1]
         data = memoryview(first.region.read(first.offset, last.offset + last.nbytes - first.offset))
-        for tensor, place in run:
-            start = place.offset - first.offset
-            of_tensor = data[start : start + place.nbytes]
+        for tensor, location in run:
+            start = location.offset - first.offset
+            of_tensor = data[start : start + location.nbytes]
             is_text = tensor.datatype == BYTES
             tensor.data = read_strings(tensor, of_tensor, limits) if is_text else of_tensor
 
 
-def runs(placed: Sequence[PlacedTensor]) -> Iterator[list[PlacedTensor]]:
+def runs(located: Sequence[LocatedTensor]) -> Iterator[list[LocatedTensor]]:
     """Yields runs of contiguous tensors, which are read at once. Most callers store their tensors
     in one run."""
-    run: list[PlacedTensor] = []
-    for one in placed:
+    run: list[LocatedTensor] = []
+    for one in located:
         if run:
-            before, place = run[-1][1], one[1]
+            before, location = run[-1][1], one[1]
             end = before.offset + before.nbytes
-            if place.region is not before.region or place.offset != end:
+            if location.region is not before.region or location.offset != end:
                 yield run
                 run = []
         run.append(one)

@@ -129,7 +129,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         assert self._context is not None
         codec = self._context.options.response_codec
         content_type, more = codec.content_type, b"" if headers is None else lines_of(headers)
-        if codec.head_bytes is not None:
+        if codec.json_bytes is not None:
             (_, content_type), *others = content_headers(codec, chunks)
             more += lines_of(others)
         self._write(STATUS_LINES[200], content_type, more, chunks, nbytes)

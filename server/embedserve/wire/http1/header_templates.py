@@ -158,7 +158,7 @@ class HeaderTemplate:
         codec, timeout_s = one.codec, one.timeout_s
         if self._timeout_gap is not None:
             timeout_s = parse_timeout_ms(data[self._timeout_gap].strip(BLANKS))
-        if self._json_length_gap is not None and one.codec.head_bytes is not None:
+        if self._json_length_gap is not None and one.codec.json_bytes is not None:
             codec = infer_codec(self._codecs, data[self._json_length_gap].strip(BLANKS))
         return RequestOptions(
             one.model, codec, one.response_codec, timeout_s, one.metrics, one.has_id

@@ -214,7 +214,7 @@ def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
 
 def content_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
     """Returns the headers of a response encoded by ``codec``, without content-length."""
-    json_bytes = 0 if codec.head_bytes is None else codec.head_bytes(chunks)
+    json_bytes = 0 if codec.json_bytes is None else codec.json_bytes(chunks)
     if not json_bytes:
         return [(b"content-type", codec.content_type)]
     return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]
