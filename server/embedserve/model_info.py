@@ -86,6 +86,14 @@ class ModelInfo:
     key_selections: dict[tuple[str, ...], ModelInfo] = field(default_factory=dict)
     """Cache of ``with_keys``, by the selected keys."""
 
+    def cache_response_prefix(self, key: tuple[object, ...] | None, prefix: object) -> None:
+        """Caches what begins all responses with this ``key``, unless it is None."""
+        if key is None:
+            return
+        if len(self.response_prefix_cache) >= self.response_prefixes_max:
+            self.response_prefix_cache.clear()
+        self.response_prefix_cache[key] = prefix
+
     @cached_property
     def json_start(self) -> bytes:
         """JSON that every JSON response begins with, serialized once by orjson."""

@@ -273,8 +273,8 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
         size += lengths.size
     if size > INLINE_VALUES_MAX:
         return None
-    is_whole = not more and lengths is None and result.unknown_ids is None
-    if is_whole and result.missing_ids is None and values.dtype is _FLOAT32:
+    is_plain = not more and lengths is None and result.unknown_ids is None
+    if is_plain and result.missing_ids is None and values.dtype is _FLOAT32:
         # Most responses are encoded as one chunk here: the chunks of encode_result cost a quarter
         # more.
         start, end = result.model.json_start, _end(result)

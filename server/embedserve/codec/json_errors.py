@@ -53,7 +53,7 @@ def explain_invalid_json(body: bytes) -> InvalidRequestError | None:
     return (
         _features(parsed)
         or _weights(parsed)
-        or _choices(parsed)
+        or _version_and_dtype(parsed)
         or _output_keys(parsed)
         or _min_seq(parsed)
     )
@@ -144,7 +144,7 @@ def _same_shape(name: str, ids: list[Any], weights: list[Any]) -> InvalidRequest
         return None
     for i, (bag, weight_bag) in enumerate(zip(id_bags, weight_bags, strict=True)):
         if len(bag) != len(weight_bag):
-            return _wrong(f"weights.{name}[{i}]", unlike(len(weight_bag), len(bag)))
+            return _wrong(f"weights.{name}[{i}]", weights_mismatch(len(weight_bag), len(bag)))
     return None
 
 
@@ -152,7 +152,7 @@ def _as_bags(bags: list[Any]) -> list[list[Any]]:
     return bags if bags and isinstance(bags[0], list) else [bags]
 
 
-def _choices(parsed: dict[str, Any]) -> InvalidRequestError | None:
+def _version_and_dtype(parsed: dict[str, Any]) -> InvalidRequestError | None:
     version = parsed.get("version")
     if isinstance(version, bool) or not isinstance(version, int | str | None):
         return _wrong("version", f"is {_quote(version)}, expected a number or an alias")
@@ -262,7 +262,7 @@ def _problem(value: Any, are_right: _Check) -> str:
     return "weights are finite float32 numbers" if is_number else "weights are numbers"
 
 
-def unlike(weights: int, ids: int) -> str:
+def weights_mismatch(weights: int, ids: int) -> str:
     """Returns what is wrong with the weights of a bag, such as "has 2 weights for 1 id"."""
     return f"has {counted(weights, 'weight')} for {counted(ids, 'id')}"
 

@@ -18,7 +18,6 @@ import numpy as np
 from embedserve.codec.open_inference.outputs import (
     OutputTensor,
     ResponseOptions,
-    cache_prefix,
     is_quick,
     tensors_of,
 )
@@ -346,7 +345,7 @@ def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTenso
     if made is None:
         tensors = tensors_of(result, _RESPONSE_OPTIONS, _OUTPUT)
         made = [_start(one) for one in tensors], tensors
-        cache_prefix(result.model, key, made)
+        result.model.cache_response_prefix(key, made)
     starts: tuple[Sequence[bytes], Sequence[OutputTensor]] = made
     return starts
 

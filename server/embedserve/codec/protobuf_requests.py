@@ -140,14 +140,14 @@ class ProtobufDecoder:
         except DecodeError:
             return None
 
-        def array(field: str, per_limit: int, limit: str) -> np.ndarray:
+        def array(field: str, factor: int, limit: str) -> np.ndarray:
             numbers, raw = getattr(message, field), getattr(message, f"{field}_bytes")
             if raw and numbers:
                 raise _both_given(field)
             if raw:
-                return _array(field, {f"{field}_bytes": (raw,)}, per_limit, limits, limit)
-            if len(numbers) > per_limit * getattr(limits, limit):
-                raise _too_many(field, per_limit * getattr(limits, limit), limits.describe(limit))
+                return _array(field, {f"{field}_bytes": (raw,)}, factor, limits, limit)
+            if len(numbers) > factor * getattr(limits, limit):
+                raise _too_many(field, factor * getattr(limits, limit), limits.describe(limit))
             return np.array(numbers[:], DTYPES[field])
 
         request = _request(message, array, model, limits)
@@ -172,8 +172,8 @@ class ProtobufDecoder:
         except DecodeError as error:
             raise _malformed(error) from error
 
-        def array(field: str, per_limit: int, limit: str) -> np.ndarray:
-            return _array(field, numbers, per_limit, limits, limit)
+        def array(field: str, factor: int, limit: str) -> np.ndarray:
+            return _array(field, numbers, factor, limits, limit)
 
         request = _request(message, array, model, limits)
         self._remember(body, message.model, request.features)
@@ -242,7 +242,8 @@ def _request(
 
     Args:
         array: function that returns a numeric field, from the field's name, a factor and the name
-            of a limit. The field may have at most factor times the limit numbers.
+            of a limit. The field may have at most factor times the limit numbers: lengths, for
+            example, as many as there are features for each example.
     """
     check_feature_count("keys", len(message.keys), limits)
     features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
@@ -348,18 +349,18 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
     request.string_features = string_keys
 
 
-def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit: str) -> np.ndarray:
+def _array(field: str, numbers: _Numbers, factor: int, limits: Limits, limit: str) -> np.ndarray:
     """Returns a field given as numbers, packed or unpacked, or as little-endian bytes in
     FIELD_bytes.
 
     Raises:
         InvalidRequestError: the numbers are malformed, or given in both fields.
-        RequestTooLargeError: the field has over ``per_limit`` times ``limit`` numbers.
+        RequestTooLargeError: the field has over ``factor`` times ``limit`` numbers.
     """
     packed = numbers.get(field, ())
     nbytes = sum(map(len, packed))
     raw = numbers.get(f"{field}_bytes", (b"",))[-1]
-    dtype, count_max = DTYPES[field], per_limit * getattr(limits, limit)
+    dtype, count_max = DTYPES[field], factor * getattr(limits, limit)
     if len(raw) and nbytes:
         raise _both_given(field)
     is_fixed = len(raw) or dtype is _FLOAT32

@@ -21,8 +21,8 @@ VALUES_TAG = b"\x32"
 SEQ_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "seq"), VARINT)])
 INLINE_LENGTHS_MAX = 32_768
 """Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
-ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
-"""Fields of an IdRule message where the rule itself leaves them out."""
+ID_RULE_DEFAULTS = {"id_type": "int64", "unknown": "error"}
+"""Values of fields of an IdRule message that the stored rule leaves out."""
 DESCRIPTION = ("Model message",)
 """Key of a model's description in its cache of response prefixes."""
 
@@ -79,9 +79,7 @@ def _little_endian(values: np.ndarray) -> np.ndarray:
 def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
     """Returns all bytes before the values of a pooled response, and caches them with the model."""
     start = _sizes(model, batch_size, itemsize) + VALUES_TAG + varint(size)
-    if len(model.response_prefix_cache) >= model.response_prefixes_max:
-        model.response_prefix_cache.clear()
-    model.response_prefix_cache[size, itemsize] = start
+    model.cache_response_prefix((size, itemsize), start)
     return start
 
 
@@ -109,13 +107,10 @@ def model_message(model: ModelInfo, status: dict[str, Any]) -> embedding_pb2.Mod
 
     The description is cached: routers ask each shard for it once a second.
     """
-    cache = model.response_prefix_cache
-    described = cache.get(DESCRIPTION)
+    described = model.response_prefix_cache.get(DESCRIPTION)
     if described is None:
         described = _described(model)
-        if len(cache) >= model.response_prefixes_max:
-            cache.clear()
-        cache[DESCRIPTION] = described
+        model.cache_response_prefix(DESCRIPTION, described)
     message = embedding_pb2.Model()
     message.CopyFrom(described)
     return ParseDict(status, message, ignore_unknown_fields=True)
@@ -124,5 +119,5 @@ def model_message(model: ModelInfo, status: dict[str, Any]) -> embedding_pb2.Mod
 def _described(model: ModelInfo) -> embedding_pb2.Model:
     described = describe(model)
     for table in described["tables"]:
-        table["ids"] = ALWAYS_OF_A_RULE | table["ids"]
+        table["ids"] = ID_RULE_DEFAULTS | table["ids"]
     return ParseDict(described, embedding_pb2.Model(), ignore_unknown_fields=True)

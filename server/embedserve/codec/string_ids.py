@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from embedserve_store.ids.string_hashes import hash_strings
 
-FEW = 2048
-"""Number of strings that are parsed as integers in a fraction of a millisecond. Up to this many are
-parsed lazily, only if a table has integer ids."""
+INLINE_STRINGS_MAX = 2048
+"""Strings that are parsed as integers on the event loop's thread, in a fraction of a millisecond.
+Up to this many are parsed lazily, only if a table has integer ids."""
 CHUNK = 256
 """Number of strings that are parsed together. The strings of a chunk are parsed individually only
 where a string is not an integer."""
@@ -121,7 +121,7 @@ def merge_string_ids(
     ids[~are_strings] = integers
     of_features = dict(compress(zip(features, counts, strict=True), is_string))
     string_ids = HashedStrings(hashes, strings, of_features)
-    if len(strings) > FEW:
+    if len(strings) > INLINE_STRINGS_MAX:
         # Parse here, because requests this large are decoded off the event loop, while their model
         # is resolved on the event loop's thread.
         _ = string_ids.integers

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from embedserve.codec.string_ids import CHUNK, FEW, integers_of, merge_string_ids
+from embedserve.codec.string_ids import CHUNK, INLINE_STRINGS_MAX, integers_of, merge_string_ids
 from embedserve_store.ids.string_hashes import hash_strings
 
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
@@ -74,7 +74,7 @@ def test_no_function_is_called_per_string(strings: list[str]) -> None:
     assert calls < 10_000
 
 
-@pytest.mark.parametrize("count", [3, FEW + 1])
+@pytest.mark.parametrize("count", [3, INLINE_STRINGS_MAX + 1])
 def test_strings_are_stored_by_hash_and_integers_by_feature(count: int) -> None:
     numbers = [str(one) for one in range(count)]
     names = ["Heat", "7"]
@@ -89,7 +89,7 @@ def test_strings_are_stored_by_hash_and_integers_by_feature(count: int) -> None:
     assert {strings[value] for value in strings} == {*numbers, *names}
     assert len(strings) == len({*numbers, *names})
     is_read = "integers" in vars(strings)
-    assert is_read == (count > FEW)  # many are parsed in the codec thread
+    assert is_read == (count > INLINE_STRINGS_MAX)  # many are parsed in the codec thread
     assert np.array_equal(strings.integers["user"], np.arange(count))
     assert strings.integers["title"] == 0
     with pytest.raises(KeyError):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedserve.codec.arrow.columns import (
-    Column,
-)
+from embedserve.codec.arrow.columns import Column
 from embedserve.codec.arrow.stream import RecordBatch
-from embedserve.codec.json_errors import unlike
+from embedserve.codec.json_errors import weights_mismatch
 from embedserve.errors import InvalidRequestError
 from embedserve.request_checks import find_bag
 
@@ -24,6 +22,7 @@ def check_buffer(batch: RecordBatch, column: Column, buffer: int, nbytes: int) -
 
 
 def check_sign(batch: RecordBatch, column: Column, ids: np.ndarray, lengths: np.ndarray) -> None:
+    """Raises InvalidRequestError if one of ``ids``, uint64, is larger than an int64."""
     is_large = ids > INT64_MAX
     if is_large.any():
         at = int(is_large.argmax())
@@ -33,10 +32,11 @@ def check_sign(batch: RecordBatch, column: Column, ids: np.ndarray, lengths: np.
 def check_weights(
     batch: RecordBatch, column: Column, lengths: np.ndarray, of_ids: np.ndarray
 ) -> None:
+    """Raises InvalidRequestError unless the bags of weights have the lengths ``of_ids``."""
     is_other = lengths != of_ids
     if is_other.any():
         at = int(is_other.argmax())
-        raise column.wrong(unlike(lengths[at], of_ids[at]), batch.first + at)
+        raise column.wrong(weights_mismatch(lengths[at], of_ids[at]), batch.first + at)
 
 
 def wrong_offsets(column: Column, offsets: np.ndarray, count: int) -> InvalidRequestError:

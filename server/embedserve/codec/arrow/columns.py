@@ -23,7 +23,7 @@ _UINT64 = np.dtype("<u8")
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class ValueType:
     """The type of ids or weights.
 
     Attributes:
@@ -46,7 +46,7 @@ class Column:
     Attributes:
         name: name of the column.
         field: name in error messages, features.F or weights.F.
-        values: type of the ids or weights.
+        value_type: type of the ids or weights.
         offsets: dtype of the offsets of lists; None where all bags have the same number of values.
         size: number of values of each bag if that number is fixed.
         node, buffer: positions of its first node and buffer in a batch.
@@ -56,7 +56,7 @@ class Column:
 
     name: str
     field: str
-    values: Values
+    value_type: ValueType
     offsets: np.dtype | None
     size: int
     node: int
@@ -72,7 +72,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ArrowOptions:
     """The response options of a caller."""
 
     version: str = ""
@@ -82,7 +82,7 @@ class Options:
     min_seq: int | None = None
 
 
-PLAIN = Options()
+PLAIN = ArrowOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class Schema:
     weights: Mapping[int, int]
     nodes: int
     buffers: int
-    options: Options
+    options: ArrowOptions
 
     @cached_property
     def own_nodes(self) -> np.ndarray:
@@ -118,15 +118,15 @@ class Schema:
     def is_string(self) -> tuple[bool, ...]:
         """Whether the ids of each feature are strings."""
         of_features = self.columns[: len(self.features)]
-        return tuple(one.values.offsets is not None for one in of_features)
+        return tuple(one.value_type.offsets is not None for one in of_features)
 
     @cached_property
     def plain(self) -> tuple[np.dtype, np.dtype] | None:
         """(dtype of ids, dtype of offsets) shared by all columns if they are lists of the same
         integer type without weights; None otherwise, and for uint64."""
-        forms = {(one.offsets, one.values.name) for one in self.columns}
+        forms = {(one.offsets, one.value_type.name) for one in self.columns}
         first = self.columns[0]
-        ids, offsets = first.values.dtype, first.offsets
+        ids, offsets = first.value_type.dtype, first.offsets
         if len(forms) > 1 or self.weights or ids is None or offsets is None:
             return None
         return None if ids == _UINT64 else (ids, offsets)

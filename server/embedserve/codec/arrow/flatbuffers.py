@@ -1,8 +1,8 @@
 """Reads and writes the subset of FlatBuffers that Arrow's messages need.
 
-A table has values for some of its numbered fields. Positions among the bytes locate the values that
-are read, and no position is trusted. Reading past the end raises an error of MALFORMED, and
-references are followed only where a caller reads them. (flatbuffers.dev, "FlatBuffer Internals")
+A table has values for some of its numbered fields, at positions that the message itself states. No
+position is trusted: reading past the end raises an error of MALFORMED, and a reference to another
+table is followed only when a caller reads it. (flatbuffers.dev, "FlatBuffer Internals")
 """
 
 from __future__ import annotations

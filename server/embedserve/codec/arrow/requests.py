@@ -21,13 +21,13 @@ from embedserve.codec.arrow.checks import (
 from embedserve.codec.arrow.columns import (
     IN_ONE,
     PLAIN,
+    ArrowOptions,
     Column,
-    Options,
     Schema,
     SchemaTemplateCache,
 )
 from embedserve.codec.arrow.stream import RecordBatch, read_batches, read_schema
-from embedserve.codec.string_ids import FEW, merge_string_ids
+from embedserve.codec.string_ids import INLINE_STRINGS_MAX, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, OutputOptions, WouldBlockError
@@ -76,14 +76,14 @@ class ArrowDecoder:
         batches = read_batches(body, at, schema, limits, is_inline=is_inline)
         request = None
         if len(batches) == 1:
-            request = _quick(body, model, schema, batches[0], limits)
+            request = _decode_plain(body, model, schema, batches[0], limits)
         if request is None:
             bags = _BagReader(body, schema, limits, is_inline)
             for batch in batches:
                 bags.add(batch)
             request = bags.request(model)
         if schema.options is not PLAIN:
-            _want(request, schema.options, limits)
+            _apply_options(request, schema.options, limits)
         return request
 
     def estimate_size(self, body: bytes) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class ArrowDecoder:
         return min(bags, len(body)), min(ids, len(body))
 
 
-def _quick(
+def _decode_plain(
     body: bytes, model: str, schema: Schema, batch: RecordBatch, limits: Limits
 ) -> LookupRequest | None:
     """Decodes a batch in the most common layout, lists of integers only. Returns None for a batch
@@ -139,7 +139,7 @@ def _quick(
     return LookupRequest(model, schema.features, integers, of_all, None, rows)
 
 
-def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
+def _apply_options(request: LookupRequest, options: ArrowOptions, limits: Limits) -> None:
     """Applies the response options of the caller to ``request``."""
     request.output_dtype = options.output_dtype
     request.min_seq = options.min_seq
@@ -176,10 +176,10 @@ class _BagReader:
     def _add_column(self, at: int, batch: RecordBatch, lengths: np.ndarray) -> None:
         """Reads the column at position ``at`` and fills ``lengths``, int32 [rows]."""
         column = self._schema.columns[at]
-        start, end, offsets = self._place(batch, column)
+        start, end, offsets = self._value_range(batch, column)
         if at < len(self._schema.features):
             self._count_ids(end - start)
-        values, dtype = column.values, column.values.dtype
+        value_type, dtype = column.value_type, column.value_type.dtype
         if dtype is not None:
             count = int(batch.lengths[column.value_node])  # includes values outside of all bags
             check_buffer(batch, column, column.value_buffer + 1, count * dtype.itemsize)
@@ -188,15 +188,15 @@ class _BagReader:
         else:
             np.subtract(offsets[1:], offsets[:-1], out=lengths, casting="unsafe")
         keep = None
-        if batch.nulls or not values.buffers:
+        if batch.nulls or not value_type.buffers:
             keep = self._without_nulls(batch, column, lengths, start, end)
-        if values.offsets is not None:
+        if value_type.offsets is not None:
             self._strings[at] += self._read_strings(batch, column, start, end, keep, lengths)
         elif dtype is not None:
             first = batch.starts[column.value_buffer + 1] + start * dtype.itemsize
             numbers = np.frombuffer(self._body, dtype, end - start, first)
             numbers = numbers if keep is None else numbers[keep]
-            if values.name == "uint64":
+            if value_type.name == "uint64":
                 check_sign(batch, column, numbers, lengths)
             self._numbers[at].append(numbers)
 
@@ -212,7 +212,9 @@ class _BagReader:
                 "features",
             )
 
-    def _place(self, batch: RecordBatch, column: Column) -> tuple[int, int, np.ndarray | None]:
+    def _value_range(
+        self, batch: RecordBatch, column: Column
+    ) -> tuple[int, int, np.ndarray | None]:
         """Returns (start of the column's values, their end, offsets of the bags), as positions in
         the array of values.
 
@@ -251,14 +253,14 @@ class _BagReader:
             InvalidRequestError: a value in a bag is null.
         """
         keep = None
-        is_one_each = column.value_node == column.node
+        is_flat = column.value_node == column.node
         if (batch.nulls and batch.nulls[column.node]) or (
-            is_one_each and not column.values.buffers
+            is_flat and not column.value_type.buffers
         ):
-            is_valid = self._valid(batch, column, column.buffer, 0, batch.rows, is_one_each)
+            is_valid = self._valid(batch, column, column.buffer, 0, batch.rows, is_flat)
             keep = np.repeat(is_valid, lengths)
             lengths[~is_valid] = 0
-        if not is_one_each and (not column.values.buffers or batch.nulls[column.value_node]):
+        if not is_flat and (not column.value_type.buffers or batch.nulls[column.value_node]):
             is_value = self._valid(batch, column, column.value_buffer, start, end, True)
             is_value = is_value if keep is None else is_value[keep]
             if not is_value.all():
@@ -268,8 +270,13 @@ class _BagReader:
     def _valid(
         self, batch: RecordBatch, column: Column, buffer: int, start: int, end: int, of_values: bool
     ) -> np.ndarray:
-        """Returns which elements are not null by the bitmap in ``buffer``, bool [end - start]."""
-        if of_values and not column.values.buffers:
+        """Returns which elements are not null by the bitmap in ``buffer``, bool [end - start].
+
+        Args:
+            of_values: whether the elements are values, not lists of them. Values of the null type
+                have no bitmap: all are null.
+        """
+        if of_values and not column.value_type.buffers:
             return np.zeros(end - start, bool)
         first = start // 8
         nbytes = (end + 7) // 8
@@ -287,7 +294,7 @@ class _BagReader:
         keep: np.ndarray | None,
         lengths: np.ndarray,
     ) -> list[str]:
-        dtype, buffer = column.values.offsets, column.value_buffer
+        dtype, buffer = column.value_type.offsets, column.value_buffer
         assert dtype is not None
         count = int(batch.lengths[column.value_node])
         if count:  # an array of length 0 may have no offsets
@@ -320,7 +327,9 @@ class _BagReader:
         decoded."""
         self._texts += count
         self._text_bytes += nbytes
-        if self._is_inline and (self._texts > FEW or self._text_bytes > INLINE_TEXT_BYTES_MAX):
+        if self._is_inline and (
+            self._texts > INLINE_STRINGS_MAX or self._text_bytes > INLINE_TEXT_BYTES_MAX
+        ):
             raise WouldBlockError
         for what, found, limit in (
             ("strings", self._texts, "request_values_max"),

@@ -42,7 +42,6 @@ from embedserve.codec.arrow.stream import (
 from embedserve.codec.open_inference.outputs import (
     OutputTensor,
     ResponseOptions,
-    cache_prefix,
     tensors_of,
 )
 from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
@@ -174,7 +173,7 @@ def _start(result: LookupResult, body: _BodyBuffers) -> bytes:
         made = result.model.response_prefix_cache.get(key)
     if made is None:
         made = _make_start(result, body)
-        cache_prefix(result.model, key, made)
+        result.model.cache_response_prefix(key, made)
     start, seq_at = made
     return start if result.seq is None else _with_seq(start, seq_at, result.seq)
 

@@ -18,10 +18,10 @@ from embedserve.codec.arrow.columns import (
     BY_KEY,
     IN_ONE,
     PLAIN,
+    ArrowOptions,
     Column,
-    Options,
     Schema,
-    Values,
+    ValueType,
 )
 from embedserve.codec.arrow.flatbuffers import INT16, INT32, MALFORMED, UINT8, FlatTable
 from embedserve.config import Limits
@@ -105,7 +105,7 @@ def _schema(table: FlatTable, limits: Limits) -> Schema:
         (*features.values(), *weights.values()),
         weights_at,
         last.value_node + 1,
-        last.value_buffer + last.values.buffers,
+        last.value_buffer + last.value_type.buffers,
         _options(table),
     )
 
@@ -120,7 +120,7 @@ def _columns(table: FlatTable) -> dict[str, Column]:
             raise column.wrong("is two columns of one name")
         columns[column.name] = column
         nodes = column.value_node + 1
-        buffers = column.value_buffer + column.values.buffers
+        buffers = column.value_buffer + column.value_type.buffers
     return columns
 
 
@@ -131,13 +131,13 @@ def _weights(columns: Mapping[str, Column]) -> dict[str, Column]:
         of = name.removesuffix(WEIGHTS)
         if of != name and of in columns:
             found[of] = column = replace(one, field=f"weights.{of}")
-            if column.values.name not in FLOATS:
-                raise column.wrong(f"are of type {column.values.name}, expected floats")
+            if column.value_type.name not in FLOATS:
+                raise column.wrong(f"are of type {column.value_type.name}, expected floats")
     return found
 
 
 def _of_ids(column: Column) -> Column:
-    name = column.values.name
+    name = column.value_type.name
     if name in FLOATS:
         of = column.name.removesuffix(WEIGHTS)
         beside = "" if of == column.name else f", and there is no column {of!r} that it weighs"
@@ -157,13 +157,13 @@ def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
     name = table.text(NAME)
     field, kind = f"features.{name}", table.number(TYPE_KIND, UINT8)
     if kind not in _LISTS and kind != FIXED_SIZE_LIST:
-        return Column(name, field, _values(field, table), None, 1, node, buffer, node, buffer)
+        return Column(name, field, _value_type(field, table), None, 1, node, buffer, node, buffer)
     if table.table(DICTIONARY) is not None:
         raise _wrong_type(field, "dictionary")
     children = list(islice(table.tables(CHILDREN), 2))
     if len(children) != 1:
         raise ValueError(f"the lists of {name!r} have values of {table.size(CHILDREN)} types")
-    values = _values(field, children[0])
+    values = _value_type(field, children[0])
     if kind in _LISTS:
         return Column(name, field, values, _LISTS[kind], 0, node, buffer, node + 1, buffer + 2)
     of = table.table(TYPE)
@@ -173,23 +173,23 @@ def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
     return Column(name, field, values, None, size, node, buffer, node + 1, buffer + 1)
 
 
-def _values(field: str, table: FlatTable) -> Values:
+def _value_type(field: str, table: FlatTable) -> ValueType:
     """Returns the type of values that are not lists."""
     kind, of = table.number(TYPE_KIND, UINT8), table.table(TYPE)
     name = KINDS[kind] if kind < len(KINDS) else f"{kind}"
     if table.table(DICTIONARY) is not None:
         name = "dictionary"
     elif kind == NULL:
-        return Values(name, buffers=0)
+        return ValueType(name, buffers=0)
     elif kind in _TEXTS:
-        return Values(name, offsets=_TEXTS[kind], buffers=3)
+        return ValueType(name, offsets=_TEXTS[kind], buffers=3)
     elif kind == INT and of is not None:
         name = f"{'' if of.number(1, UINT8) else 'u'}int{of.number(0, INT32)}"
     elif kind == FLOAT and of is not None:
         precision = of.number(0, INT16)
         name = FLOATS[precision] if 0 <= precision < len(FLOATS) else name
     if name in _NUMBERS:
-        return Values(name, _NUMBERS[name])
+        return ValueType(name, _NUMBERS[name])
     raise _wrong_type(field, name)
 
 
@@ -200,7 +200,7 @@ def _wrong_type(field: str, name: str) -> InvalidRequestError:
     )
 
 
-def _options(table: FlatTable) -> Options:
+def _options(table: FlatTable) -> ArrowOptions:
     """Returns the response options in the metadata with embedserve's prefix."""
     count = table.size(METADATA)
     if count > METADATA_MAX:
@@ -212,7 +212,7 @@ def _options(table: FlatTable) -> Options:
         key = one.text(KEY) if one.size(KEY) <= NAME_BYTES_MAX else ""
         if key.startswith(PREFIX):
             found[key.removeprefix(PREFIX)] = _option(key, one)
-    return Options(**found) if found else PLAIN  # type: ignore[arg-type]  # as in _READERS
+    return ArrowOptions(**found) if found else PLAIN  # type: ignore[arg-type]  # as in _READERS
 
 
 def _option(key: str, entry: FlatTable) -> object:
@@ -255,4 +255,4 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "columns": _one_of(IN_ONE, BY_KEY),
     "min_seq": parse_min_seq,
 }
-"""Parsers of metadata values, by the attribute of Options that they set."""
+"""Parsers of metadata values, by the attribute of ArrowOptions that they set."""

@@ -41,7 +41,7 @@ from embedserve.codec.open_inference.tensors import (
     DTYPES,
     Data,
     InputTensor,
-    count,
+    count_bags_and_ids,
     wrong,
 )
 from embedserve.config import Limits
@@ -143,7 +143,7 @@ def estimate_size(body: bytes, json_bytes: int | None = None) -> tuple[int, int]
         inputs = _SIZES_DECODER.decode(head).inputs
     except (msgspec.DecodeError, RecursionError, ValueError):
         return 0, 0
-    bags, ids = count([(one.name, one.shape) for one in inputs])
+    bags, ids = count_bags_and_ids([(one.name, one.shape) for one in inputs])
     return min(bags, len(body)), min(ids, len(body))
 
 

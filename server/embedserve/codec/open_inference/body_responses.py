@@ -18,7 +18,6 @@ from embedserve.codec.open_inference.outputs import (
     OutputTensor,
     ResponseOptions,
     are_in_order,
-    cache_prefix,
     is_quick,
     parameters_of,
     prefix_key,
@@ -67,7 +66,7 @@ def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | 
             yield from _all_json(head, tensors, result, options)
             return
         described = _described(tensors, result, options)
-        cache_prefix(result.model, key, described)
+        result.model.cache_response_prefix(key, described)
     yield head + described
     if are_in_order(result, options) and not options.others:
         for values in (result.values, *result.extra_chunks):
@@ -90,7 +89,7 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
     if start is None:
         fields = {"model_name": model.name, "model_version": str(model.version)}
         start = orjson.dumps(fields)[:-1]
-        cache_prefix(model, ("v2 model",), start)
+        model.cache_response_prefix(("v2 model",), start)
     if options.request_id:
         start += b',"id":' + orjson.dumps(options.request_id)
     parameters = parameters_of(result)

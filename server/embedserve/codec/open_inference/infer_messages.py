@@ -44,7 +44,7 @@ from embedserve.codec.open_inference.shared_memory_tensors import (
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     InputTensor,
-    count,
+    count_bags_and_ids,
     wrong,
 )
 from embedserve.codec.protobuf_fields import (
@@ -252,7 +252,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
             inputs.append((name, read_varints(sizes).tolist()))
     except (TooManyFieldsError, ValueError):
         return 0, 0
-    bags, ids = count(inputs)
+    bags, ids = count_bags_and_ids(inputs)
     return min(bags, len(body)), min(ids, len(body))
 
 

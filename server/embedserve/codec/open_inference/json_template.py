@@ -153,14 +153,14 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
         return None
 
     def remember(
-        self, head: bytes, like: LookupRequest, estimate_size: Callable[[bytes], TensorSizes | None]
+        self, head: bytes, like: LookupRequest, sizes_of: Callable[[bytes], TensorSizes | None]
     ) -> None:
         """Caches the template of ``head``, a JSON without a cached template, if its numbers are
         exactly the sizes of its inputs.
 
         Args:
             like: the request in that body.
-            estimate_size: function that returns the sizes in a JSON with other numbers; None where
+            sizes_of: function that returns the sizes in a JSON with other numbers; None where
                 anything else differs, too.
         """
         if len(head) > TEMPLATE_BYTES_MAX:
@@ -175,5 +175,5 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
         marks = [b"%d" % (_MARK + at) for at in range(numbers)]
         marked = b"".join(text for pair in zip(between, marks, strict=False) for text in pair)
         expected = [(_MARK + at, _MARK + at + 1) for at in range(0, numbers, 2)]
-        if estimate_size(marked + between[-1]) == expected:
+        if sizes_of(marked + between[-1]) == expected:
             self.add(JsonTemplate(between, like), len(head))

@@ -11,7 +11,6 @@ from embedserve.codec.open_inference.outputs import (
     DATATYPES,
     OutputTensor,
     ResponseOptions,
-    cache_prefix,
     is_quick,
     parameters_of,
     prefix_key,
@@ -89,7 +88,7 @@ def _described_once(
         tensors = tensors_of(result, options, output)
         starts = [_raw_start(one, result, options) for one in tensors]
         made = _described(tensors, result, options), starts, tensors
-        cache_prefix(result.model, key, made)
+        result.model.cache_response_prefix(key, made)
     described: tuple[bytes, list[bytes], list[OutputTensor]] = made
     return described
 
@@ -102,7 +101,7 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
         start = pb.ModelInferResponse(
             model_name=model.name, model_version=str(model.version)
         ).SerializeToString()
-        cache_prefix(model, ("v2 grpc model",), start)
+        model.cache_response_prefix(("v2 grpc model",), start)
     head: bytes = start
     if options.request_id:
         request_id = options.request_id.encode()

@@ -16,7 +16,6 @@ import numpy as np
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, LookupResult, OutputOptions
-from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
 from embedserve.request_checks import check_min_seq
 from embedserve.shared_memory.region import MemorySlice
@@ -336,11 +335,3 @@ def prefix_key(
         return None
     shape = result.values.shape[0], result.values.itemsize
     return (kind, *shape, options.has_pooled, options.is_binary)
-
-
-def cache_prefix(model: ModelInfo, key: tuple[object, ...] | None, start: object) -> None:
-    if key is None:
-        return
-    if len(model.response_prefix_cache) >= model.response_prefixes_max:
-        model.response_prefix_cache.clear()
-    model.response_prefix_cache[key] = start

@@ -78,7 +78,7 @@ def lookup_request(
         RequestTooLargeError: there are more than ``limits`` allow. Raised before they are joined.
         WouldBlockError: ``is_inline``, and it would take long.
     """
-    quick = _quick(model, tensors, limits)
+    quick = _decode_plain(model, tensors, limits)
     if quick is not None:
         return quick
     features = _by_feature(tensors, limits)
@@ -130,7 +130,9 @@ def plain_sizes(
     return tuple(names), counts, shape[0]
 
 
-def _quick(model: str, tensors: Sequence[InputTensor], limits: Limits) -> LookupRequest | None:
+def _decode_plain(
+    model: str, tensors: Sequence[InputTensor], limits: Limits
+) -> LookupRequest | None:
     """Returns the request with inputs accepted by `plain_sizes`. Returns None for any other inputs,
     and for invalid lengths."""
     data: list[Any] = [one.data for one in tensors]
@@ -333,7 +335,7 @@ def _wrong_lengths(features: Mapping[str, _Feature]) -> InvalidRequestError:
     raise AssertionError("lengths are wrong, but none of them")
 
 
-def count(inputs: Iterable[tuple[str, Sequence[int]]]) -> tuple[int, int]:
+def count_bags_and_ids(inputs: Iterable[tuple[str, Sequence[int]]]) -> tuple[int, int]:
     """Returns (bags, ids) according to names and shapes of inputs, without checking their data."""
     bags = ids = 0
     for name, shape in inputs:
