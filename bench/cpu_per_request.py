@@ -123,7 +123,7 @@ def over_http1(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[by
 
 
 def over_http2(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[bytes]:
-    from embedserve.wire.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, head
+    from embedserve.wire.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame_header
     from embedserve.wire.http2.header_blocks import encode
 
     headers = {":method": "POST", ":scheme": "http", ":path": way.path, ":authority": "localhost"}
@@ -131,8 +131,8 @@ def over_http2(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[by
     block = encode((name.encode(), value.encode()) for name, value in headers.items())
     for stream, body in zip(count(1, 2), cycle(bodies), strict=False):
         message = framed(body)
-        opening = head(len(block), HEADERS, END_HEADERS, stream) + block
-        yield opening + head(len(message), DATA, END_STREAM, stream) + message
+        opening = frame_header(len(block), HEADERS, END_HEADERS, stream) + block
+        yield opening + frame_header(len(message), DATA, END_STREAM, stream) + message
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from embedserve.wire.http2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
-    HEAD,
-    HEAD_BYTES,
+    FRAME_HEADER,
+    FRAME_HEADER_BYTES,
     HEADERS,
     PREFACE,
 )
@@ -55,11 +55,14 @@ LISTED = ListModelsResponse(
 def response(stream_id: int, message: bytes, frame_bytes: int = 16384) -> bytes:
     """Returns the frames of a response."""
     body = framed(message)
-    pieces = [frames.head(len(HEAD_BLOCK), HEADERS, END_HEADERS, stream_id), HEAD_BLOCK]
+    pieces = [frames.frame_header(len(HEAD_BLOCK), HEADERS, END_HEADERS, stream_id), HEAD_BLOCK]
     for start in range(0, len(body), frame_bytes):
         chunk = body[start : start + frame_bytes]
-        pieces += [frames.head(len(chunk), DATA, 0, stream_id), chunk]
-    pieces += [frames.head(len(OK_BLOCK), HEADERS, END_HEADERS | END_STREAM, stream_id), OK_BLOCK]
+        pieces += [frames.frame_header(len(chunk), DATA, 0, stream_id), chunk]
+    pieces += [
+        frames.frame_header(len(OK_BLOCK), HEADERS, END_HEADERS | END_STREAM, stream_id),
+        OK_BLOCK,
+    ]
     return b"".join(pieces)
 
 
@@ -85,9 +88,9 @@ class ConstantShard(asyncio.Protocol):
         if data.startswith(PREFACE):
             position = len(PREFACE)
         lists = set()
-        while position + HEAD_BYTES <= len(data):
-            upper, lower, kind, flags, stream_id = HEAD.unpack_from(data, position)
-            after = position + HEAD_BYTES + (upper << 16 | lower)
+        while position + FRAME_HEADER_BYTES <= len(data):
+            upper, lower, kind, flags, stream_id = FRAME_HEADER.unpack_from(data, position)
+            after = position + FRAME_HEADER_BYTES + (upper << 16 | lower)
             if after > len(data):
                 break
             if kind == HEADERS and b"/ListModels" in data[position:after]:

@@ -21,7 +21,7 @@ from hpack import Decoder
 
 WAIT_S_MAX = 25.0
 """Seconds to wait for whatever a server does immediately; it may share two cores with other work.
-After 30 s (UNREAD_S_MAX, UPLOAD_S_MAX) the server ends the streams that a test does not read."""
+After 30 s (UNSENT_S_MAX, UPLOAD_S_MAX) the server ends the streams that a test does not read."""
 READ_BYTES = 1 << 18
 WIDE = f.settings((f.INITIAL_WINDOW_SIZE, f.WINDOW_MAX))
 """SETTINGS with the largest initial window, so that responses of any size need no WINDOW_UPDATE."""

@@ -84,11 +84,11 @@ def headers_of(peer: ShardPeer, frame: Frame) -> Headers:
 
 def headers(stream_id: int, fields: Headers, flags: int = END_HEADERS) -> bytes:
     block = encode(fields)
-    return frames.head(len(block), HEADERS, flags, stream_id) + block
+    return frames.frame_header(len(block), HEADERS, flags, stream_id) + block
 
 
 def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
-    return frames.head(len(payload), DATA, flags, stream_id) + payload
+    return frames.frame_header(len(payload), DATA, flags, stream_id) + payload
 
 
 def trailers(stream_id: int, fields: Headers = OK_TRAILERS) -> bytes:

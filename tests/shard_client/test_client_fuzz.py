@@ -29,7 +29,9 @@ valid = st.one_of(
     st.builds(frames.settings, st.tuples(st.integers(1, 6), st.sampled_from([0, 1, 99, 20000]))),
 )
 unknown = st.builds(
-    lambda kind, flags, number, payload: frames.head(len(payload), kind, flags, number) + payload,
+    lambda kind, flags, number, payload: (
+        frames.frame_header(len(payload), kind, flags, number) + payload
+    ),
     st.integers(0, 12),
     st.integers(0, 255),
     ids,

@@ -139,9 +139,12 @@ def test_header_block_may_be_continued_and_padded() -> None:
     peer.call(b"x")
     block = encode(RESPONSE_HEADERS)
     first = (
-        frames.head(len(block[:9]) + 4, frames.HEADERS, PADDED, 1) + b"\3" + block[:9] + b"\0" * 3
+        frames.frame_header(len(block[:9]) + 4, frames.HEADERS, PADDED, 1)
+        + b"\3"
+        + block[:9]
+        + b"\0" * 3
     )
-    rest = frames.head(len(block) - 9, CONTINUATION, END_HEADERS, 1) + block[9:]
+    rest = frames.frame_header(len(block) - 9, CONTINUATION, END_HEADERS, 1) + block[9:]
     body = framed(b"m")
     sent = peer.send(first, rest, data(1, b"\2" + body + b"\0\0", PADDED), trailers(1))
     assert peer.replies[0].payload == b"m"
@@ -153,9 +156,11 @@ def test_header_block_in_one_byte_frames_is_read_in_linear_time() -> None:
     peer = ShardPeer()
     peer.call(b"x")
     block = encode([*RESPONSE_HEADERS, (b"x", b"y" * 60_000)])
-    parts = [frames.head(1, CONTINUATION, 0, 1) + block[n : n + 1] for n in range(len(block))]
-    last = frames.head(0, CONTINUATION, END_HEADERS, 1)
-    peer.send(frames.head(0, frames.HEADERS, 0, 1), *parts, last, data(1, framed(b"m")))
+    parts = [
+        frames.frame_header(1, CONTINUATION, 0, 1) + block[n : n + 1] for n in range(len(block))
+    ]
+    last = frames.frame_header(0, CONTINUATION, END_HEADERS, 1)
+    peer.send(frames.frame_header(0, frames.HEADERS, 0, 1), *parts, last, data(1, framed(b"m")))
     peer.send(trailers(1))
     assert peer.replies[0].payload == b"m"
 

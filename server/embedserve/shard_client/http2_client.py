@@ -23,7 +23,7 @@ from embedserve.wire.http2.frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES_MAX,
-    HEAD,
+    FRAME_HEADER,
     HEADERS,
     WINDOW_AT_START,
     WINDOW_MAX,
@@ -147,7 +147,7 @@ class Http2Client:
         self.streams[stream_id] = stream
         if self._block_start:
             block, self._block_start = self._block_start + block, b""
-        pack, size = HEAD.pack, PREFIX_BYTES + nbytes
+        pack, size = FRAME_HEADER.pack, PREFIX_BYTES + nbytes
         head = pack(0, len(block), HEADERS, END_HEADERS, stream_id)
         prefix = PREFIX.pack(0, nbytes)
         if size <= self.window and size <= self.stream_window and size <= self.frame_bytes_max:
@@ -180,7 +180,7 @@ class Http2Client:
         for start in range(0, nbytes, size):
             chunk = unsent[start : min(start + size, nbytes)]
             flags = END_STREAM if start + len(chunk) == len(unsent) else 0
-            pieces += [frames.head(len(chunk), DATA, flags, stream.id), chunk]
+            pieces += [frames.frame_header(len(chunk), DATA, flags, stream.id), chunk]
         if nbytes == len(unsent):
             del self.unsent[stream]
         else:

@@ -16,9 +16,9 @@ from embedserve.wire.http2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
+    FRAME_HEADER,
+    FRAME_HEADER_BYTES,
     HAS_PRIORITY,
-    HEAD,
-    HEAD_BYTES,
     HEADERS,
     PADDED,
     STREAM_MASK,
@@ -90,10 +90,10 @@ class ResponseFrames:
         """Processes the frames in ``data``. Returns the position where the processed bytes end."""
         client, view, end = self._client, memoryview(data), len(data)
         position = self._continue_data(view) if self._cut[2] else 0
-        last_head, unpack = end - HEAD_BYTES, HEAD.unpack_from
+        last_head, unpack = end - FRAME_HEADER_BYTES, FRAME_HEADER.unpack_from
         while position <= last_head and not client.is_closed:
             upper, lower, kind, flags, stream_id = unpack(data, position)
-            start = position + HEAD_BYTES
+            start = position + FRAME_HEADER_BYTES
             length = upper << 16 | lower
             after = start + length
             stream_id &= STREAM_MASK

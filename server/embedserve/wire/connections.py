@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from embedserve.access.client_address import peer_address
 from embedserve.wire.http2.frames import PREFACE
-from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
+from embedserve.wire.http_stream import PROGRESS_BYTES_MIN, UNSENT_S_MAX
 
 if TYPE_CHECKING:
     from embedserve.wire.wire_server import WireServer
@@ -152,14 +152,14 @@ class ReadProgress:
         self._since_s = 0.0
 
     def has_stalled(self, unsent_bytes: int, now_s: float) -> bool:
-        """Returns whether the client has read less than READ_BYTES_MIN for UNREAD_S_MAX.
+        """Returns whether the client has read less than PROGRESS_BYTES_MIN for UNSENT_S_MAX.
 
         Args:
             unsent_bytes: bytes in the write buffer.
             now_s: perf_counter seconds.
         """
-        if 0 < self._unsent_bytes < unsent_bytes + READ_BYTES_MIN:
-            return now_s - self._since_s > UNREAD_S_MAX
+        if 0 < self._unsent_bytes < unsent_bytes + PROGRESS_BYTES_MIN:
+            return now_s - self._since_s > UNSENT_S_MAX
         self._unsent_bytes, self._since_s = unsent_bytes, now_s
         return False
 
@@ -182,7 +182,7 @@ class LingeringClose(Connection):
         self._transport = transport
         self._connection = connection
         self._server = server
-        self._unread_s = perf_counter()  # when output was last unread
+        self._unsent_s = perf_counter()  # when output was last unread
         self._progress = ReadProgress()
         self._bytes_left = LINGER_BYTES_MAX
         server.add(self)
@@ -212,10 +212,10 @@ class LingeringClose(Connection):
     def check_time(self, now_s: float) -> None:
         unsent_bytes = self._transport.get_write_buffer_size()
         if unsent_bytes:
-            self._unread_s = now_s
+            self._unsent_s = now_s
             is_over = self._progress.has_stalled(unsent_bytes, now_s)
         else:
-            is_over = now_s - self._unread_s > LINGER_S_MAX
+            is_over = now_s - self._unsent_s > LINGER_S_MAX
         if is_over:
             self._transport.abort()
 

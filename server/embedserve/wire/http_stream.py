@@ -17,10 +17,10 @@ Headers = list[tuple[bytes, bytes]]
 
 LENGTH_DIGITS_MAX = 19
 """Digits of a length in a header."""
-UNREAD_S_MAX = 30.0
+UNSENT_S_MAX = 30.0
 """Seconds a response may wait for its client to read or to open a flow-control window."""
-READ_BYTES_MIN = 64 << 10
-"""Bytes sent since a client stalled, after which it counts as reading again."""
+PROGRESS_BYTES_MIN = 64 << 10
+"""Bytes that a client must read within UNSENT_S_MAX, or it has stalled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,10 +238,10 @@ class WireServer:
         held = [(one.held_bytes, one.unsent_memory(), one) for one in self._connections]
         sizes: dict[int, int] = {}  # of batches kept by unsent responses, which may share them
         users: Counter[int] = Counter()
-        for _, unread, _ in held:
-            if unread:
-                sizes.update(unread)
-                users.update(unread.keys())
+        for _, unsent, _ in held:
+            if unsent:
+                sizes.update(unsent)
+                users.update(unsent.keys())
         total = sum(nbytes for nbytes, _, _ in held) + sum(sizes.values())
         if total <= limit:
             return
@@ -251,11 +251,11 @@ class WireServer:
         held.sort(key=lambda one: one[0] + sum(one[1].values()))
         cut: Counter[str] = Counter()  # by address
         while total > limit:
-            nbytes, unread, connection = held.pop()
+            nbytes, unsent, connection = held.pop()
             connection.abort()
             self.discard(connection)  # before its connection_lost is called
-            users.subtract(unread.keys())
-            total -= nbytes + sum(sizes[owner] for owner in unread if not users[owner])
+            users.subtract(unsent.keys())
+            total -= nbytes + sum(sizes[owner] for owner in unsent if not users[owner])
             cut[connection.peer] += 1
         most = ", ".join(peer for peer, _ in cut.most_common(CUT_SHOWN))
         self._log.log(

@@ -20,7 +20,7 @@ from embedserve.wire.http2.frames import (
     HEADERS,
     PREFACE,
     SETTINGS,
-    head,
+    frame_header,
 )
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.protocol import STREAM_BYTES
@@ -73,9 +73,9 @@ def counted(server: OurServer) -> tuple[float, float]:
 def http2_body() -> bytes:
     """Returns an HTTP/2 request and as much of its body as the initial windows admit."""
     block = b"\x83\x86\x44\x06/embed"
-    frames = [head(len(block), HEADERS, END_HEADERS, 1) + block]
-    frames += [head(16_000, DATA, 0, 1) + bytes(16_000)] * 4
-    return PREFACE + head(0, 4, 0, 0) + b"".join(frames)
+    frames = [frame_header(len(block), HEADERS, END_HEADERS, 1) + block]
+    frames += [frame_header(16_000, DATA, 0, 1) + bytes(16_000)] * 4
+    return PREFACE + frame_header(0, 4, 0, 0) + b"".join(frames)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,13 @@ async def read_blocks(
     server: OurServer, numbers: range
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Opens an HTTP/2 connection and sends probes with different headers, one for each number."""
-    reader, writer = await server.open(PREFACE + head(0, SETTINGS, 0, 0))
+    reader, writer = await server.open(PREFACE + frame_header(0, SETTINGS, 0, 0))
     for number in numbers:
         named = encode([(b":path", b"/health/live"), (b"n", b"%d" % number)])
         block = b"\x82\x86" + named + b"\x8f" * 100
-        writer.write(head(len(block), HEADERS, END_HEADERS | END_STREAM, 2 * number + 1) + block)
+        writer.write(
+            frame_header(len(block), HEADERS, END_HEADERS | END_STREAM, 2 * number + 1) + block
+        )
     return reader, writer
 
 

@@ -25,10 +25,10 @@ from embedserve.wire import connections
 from embedserve.wire.connections import LINGER_S_MAX, Connection, LingeringClose
 from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http2.connection import Http2Connection
-from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
+from embedserve.wire.http2.frames import FRAME_HEADER_BYTES, PREFACE, ErrorCode
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
 from embedserve.wire.http2.protocol import Http2Protocol
-from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
+from embedserve.wire.http_stream import PROGRESS_BYTES_MIN, UNSENT_S_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 EXAMPLES = 10_000
@@ -57,7 +57,7 @@ def requesting_client(examples: int = EXAMPLES, window: int = WINDOW) -> H2Conne
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readexactly(HEAD_BYTES)
+    head = await reader.readexactly(FRAME_HEADER_BYTES)
     return head + await reader.readexactly(int.from_bytes(head[:3], "big"))
 
 
@@ -144,9 +144,9 @@ async def test_half_closed_connection_without_reads_is_closed(
     await until(transport.is_closing)
     start_s = perf_counter()
     connection.check_time(start_s)
-    connection.check_time(start_s + UNREAD_S_MAX - 1)
+    connection.check_time(start_s + UNSENT_S_MAX - 1)
     assert server.wire.connections
-    connection.check_time(start_s + UNREAD_S_MAX + 1)
+    connection.check_time(start_s + UNSENT_S_MAX + 1)
     await until(lambda: not server.wire.connections)
 
 
@@ -209,16 +209,16 @@ async def test_steadily_read_responses_are_not_cut(
     connection, now_s = connect(server, transport), perf_counter()
     for _ in range(5):
         connection.check_time(now_s)
-        now_s += UNREAD_S_MAX - 1
+        now_s += UNSENT_S_MAX - 1
         connection.check_time(now_s)
-        transport.unsent_bytes -= READ_BYTES_MIN
+        transport.unsent_bytes -= PROGRESS_BYTES_MIN
         now_s += 2
     assert server.wire.connections
     connection.check_time(now_s)
-    transport.unsent_bytes -= READ_BYTES_MIN - 1
-    connection.check_time(now_s + UNREAD_S_MAX)
+    transport.unsent_bytes -= PROGRESS_BYTES_MIN - 1
+    connection.check_time(now_s + UNSENT_S_MAX)
     assert server.wire.connections
-    connection.check_time(now_s + UNREAD_S_MAX + 1)
+    connection.check_time(now_s + UNSENT_S_MAX + 1)
     assert not server.wire.connections
 
 
@@ -236,11 +236,11 @@ async def test_streams_without_window_are_not_reset_while_the_server_reads_none(
     now_s = perf_counter()
     for _ in range(4):
         connection.check_time(now_s)
-        transport.unsent_bytes -= READ_BYTES_MIN
-        now_s += UNREAD_S_MAX / 2
+        transport.unsent_bytes -= PROGRESS_BYTES_MIN
+        now_s += UNSENT_S_MAX / 2
     assert connection._connection.streams == {1: stream}
     connection.resume_writing()
-    connection.check_time(now_s + UNREAD_S_MAX)
+    connection.check_time(now_s + UNSENT_S_MAX)
     assert connection._connection.streams == {}
     transport.abort()
 
@@ -248,7 +248,7 @@ async def test_streams_without_window_are_not_reset_while_the_server_reads_none(
 async def test_last_response_counts_completely_until_it_is_read(server: OurServer) -> None:
     """Checks that the whole response counts: uvloop keeps all chunks of a write until the last."""
     body = bytes(1 << 20)
-    transport = UnreadTransport(READ_BYTES_MIN)
+    transport = UnreadTransport(PROGRESS_BYTES_MIN)
     http1 = server.wire.http1(is_local=False)
     http1.connection_made(transport)
     http1.write(b"head", [body], len(body))
@@ -263,13 +263,13 @@ async def test_last_response_counts_completely_until_it_is_read(server: OurServe
 async def test_client_may_close_after_reading_the_last_response(
     server: OurServer,
 ) -> None:
-    transport = UnreadTransport(READ_BYTES_MIN)
+    transport = UnreadTransport(PROGRESS_BYTES_MIN)
     connection, now_s = lingering(server, transport), perf_counter()
-    connection.check_time(now_s + UNREAD_S_MAX)
+    connection.check_time(now_s + UNSENT_S_MAX)
     transport.unsent_bytes = 0
-    connection.check_time(now_s + UNREAD_S_MAX + LINGER_S_MAX)
+    connection.check_time(now_s + UNSENT_S_MAX + LINGER_S_MAX)
     assert server.wire.connections
-    connection.check_time(now_s + UNREAD_S_MAX + LINGER_S_MAX + 1)
+    connection.check_time(now_s + UNSENT_S_MAX + LINGER_S_MAX + 1)
     assert not server.wire.connections
 
 

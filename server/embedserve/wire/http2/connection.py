@@ -23,17 +23,17 @@ from embedserve.wire.http2.frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES_MAX,
-    HEAD,
-    HEAD_BYTES,
+    FRAME_HEADER,
+    FRAME_HEADER_BYTES,
     HEADERS,
-    RUN_FRAME_BYTES_MIN,
+    JOINED_FRAME_BYTES_MIN,
     SETTINGS,
     STREAM_MASK,
     WINDOW_UPDATE,
     ErrorCode,
     ProtocolViolation,
     StreamError,
-    run_of_data,
+    join_data_frames,
     violation,
 )
 from embedserve.wire.http2.graceful_shutdown import GracefulShutdown
@@ -44,15 +44,15 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import ResponseTokenBucket, TokenBucket
 from embedserve.wire.http2.turns import (
+    ABUSE_BYTES,
+    ABUSE_WORK,
     FRAMES_PER_TURN,
     HEADERS_ONLY_WORK,
-    IDLE_BYTES,
-    IDLE_WORK,
     WORK_PER_TURN,
     MessageTurns,
 )
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.http_stream import NULL_HANDLER, UNREAD_S_MAX, Handler
+from embedserve.wire.http_stream import NULL_HANDLER, UNSENT_S_MAX, Handler
 from embedserve.wire.response_date import ResponseDate
 
 RESETS_PER_FRAME = 1
@@ -172,13 +172,13 @@ class Http2Connection:
     def _read_frames(self, data: bytes) -> int:
         """Processes the complete frames in ``data``. Returns the position where they end."""
         position, end = 0, len(data)
-        last_head = end - HEAD_BYTES
-        unpack = HEAD.unpack_from
+        last_head = end - FRAME_HEADER_BYTES
+        unpack = FRAME_HEADER.unpack_from
         for _ in range(FRAMES_PER_TURN):
             if position > last_head or self._turn_left <= 0:
                 break
             upper, lower, kind, flags, stream_id = unpack(data, position)
-            start = position + HEAD_BYTES
+            start = position + FRAME_HEADER_BYTES
             after = start + (upper << 16 | lower)
             if after - start > FRAME_BYTES_MAX:
                 raise ProtocolViolation(
@@ -194,8 +194,8 @@ class Http2Connection:
                     position = self._read_whole(stream_id, data, start, after, end)
                     if position:
                         continue
-                if kind == DATA and not flags and after - start >= RUN_FRAME_BYTES_MIN:
-                    payload, flags, position = run_of_data(data, start, after, stream_id)
+                if kind == DATA and not flags and after - start >= JOINED_FRAME_BYTES_MIN:
+                    payload, flags, position = join_data_frames(data, start, after, stream_id)
                 else:
                     payload, position = data[start:after], after
                 stream_id &= STREAM_MASK
@@ -225,9 +225,9 @@ class Http2Connection:
         whole body. Returns the position where that frame ends, or 0 for any other request.
         """
         opened = self.blocks.known.get(data[start:after])
-        upper, lower, kind, flags, body_stream_id = HEAD.unpack_from(data, after)
+        upper, lower, kind, flags, body_stream_id = FRAME_HEADER.unpack_from(data, after)
         length = upper << 16 | lower
-        start = after + HEAD_BYTES
+        start = after + FRAME_HEADER_BYTES
         after = start + length
         flow_control = self.flow_control
         if (
@@ -282,8 +282,8 @@ class Http2Connection:
         Raises:
             ProtocolViolation: the bucket is empty, as the client has sent too many ``what``.
         """
-        count = 1 + nbytes // IDLE_BYTES
-        self._turn_left -= count * IDLE_WORK
+        count = 1 + nbytes // ABUSE_BYTES
+        self._turn_left -= count * ABUSE_WORK
         if not bucket.try_take(count):
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {what}")
 
@@ -301,7 +301,7 @@ class Http2Connection:
         """Schedules output after ``stream`` has written; removes it if its response has ended."""
         if stream.is_sent and stream.id in self.streams:
             if not stream.is_received:
-                self.closed_streams.leave_unread(stream.id)
+                self.closed_streams.discard_rest(stream.id)
             self._forget(stream)
         self.on_output()
 
@@ -355,7 +355,7 @@ class Http2Connection:
         Streams whose request is still incomplete are reset now, because grpcio discards a complete
         response if the connection closes while its stream is half open.
         """
-        self.closed_streams.reset_unread()
+        self.closed_streams.reset_incomplete()
         self.is_over = True
 
     def check_time(self, now_s: float) -> None:
@@ -363,11 +363,11 @@ class Http2Connection:
         self.flow_control.check_time(now_s)
         if self.closed_streams.check_time():
             self.on_output()
-        if self.frame_writer.stuck_s(now_s) > UNREAD_S_MAX:
+        if self.frame_writer.stuck_s(now_s) > UNSENT_S_MAX:
             self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")
             return
         for stream in list(self.frame_writer.blocked_streams.values()):
-            if now_s - stream.blocked_since_s > UNREAD_S_MAX:
+            if now_s - stream.blocked_since_s > UNSENT_S_MAX:
                 handler = stream.handler
                 self.cancel(stream, ErrorCode.CANCEL)
                 handler.reset()

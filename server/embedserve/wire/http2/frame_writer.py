@@ -16,7 +16,7 @@ from embedserve.wire.http2.frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES_MAX,
-    HEAD,
+    FRAME_HEADER,
     HEADERS,
     WINDOW_AT_START,
     WINDOW_MAX,
@@ -25,7 +25,7 @@ from embedserve.wire.http2.frames import (
 )
 from embedserve.wire.http2.header_blocks import NO_TABLE
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http_stream import READ_BYTES_MIN
+from embedserve.wire.http_stream import PROGRESS_BYTES_MIN
 
 TURN_BYTES = 64 << 10
 """Bytes of a stream's body that are framed before the next ready stream is scheduled."""
@@ -57,9 +57,9 @@ class FrameWriter:
     """
 
     __slots__ = (
-        "_block_start",
         "_given_bytes",
         "_stuck_since_s",
+        "_table_update",
         "_whole_bytes_max",
         "blocked_streams",
         "frame_bytes_max",
@@ -84,7 +84,7 @@ class FrameWriter:
         self.blocked_streams: dict[int, Stream] = {}
         self.ready: deque[Stream] = deque()
         self.fresh: list[Stream] = []
-        self._block_start = NO_TABLE
+        self._table_update = NO_TABLE
         self._whole_bytes_max = -1  # of a body sent as one string; -1 until NO_TABLE is framed
         self._given_bytes = 0  # added to the connection window since _stuck_since_s
         self._stuck_since_s = perf_counter()
@@ -98,7 +98,8 @@ class FrameWriter:
         tail: bytes,
     ) -> None:
         """Writes a complete response: as one byte string if it fits into one DATA frame, otherwise
-        as the windows allow."""
+        as the windows allow. ``head`` and ``tail`` are the header blocks of headers and trailers;
+        without trailers ``tail`` is b""."""
         if (
             nbytes > stream.send_window
             or nbytes > self.window
@@ -112,15 +113,15 @@ class FrameWriter:
             return
         self.window -= nbytes
         self.response_frames += 1
-        number, pack = stream.id, HEAD.pack
-        head_head = pack(0, len(head), HEADERS, END_HEADERS, number)
+        number, pack = stream.id, FRAME_HEADER.pack
+        of_head = pack(0, len(head), HEADERS, END_HEADERS, number)
         if tail:
-            body_head = pack(0, nbytes, DATA, 0, number)
-            tail_head = pack(0, len(tail), HEADERS, END_HEADERS_AND_STREAM, number)
-            buffers = (head_head, head, body_head, *chunks, tail_head, tail)
+            of_body = pack(0, nbytes, DATA, 0, number)
+            of_tail = pack(0, len(tail), HEADERS, END_HEADERS_AND_STREAM, number)
+            buffers = (of_head, head, of_body, *chunks, of_tail, tail)
         else:
-            body_head = pack(0, nbytes, DATA, END_STREAM, number)
-            buffers = (head_head, head, body_head, *chunks)
+            of_body = pack(0, nbytes, DATA, END_STREAM, number)
+            buffers = (of_head, head, of_body, *chunks)
         connection = stream.connection
         # With other streams open the response waits for the flush: more responses of the same
         # batch may be written together with it.
@@ -131,27 +132,30 @@ class FrameWriter:
     def write_headers(self, stream: Stream, block: bytes, is_end: bool) -> None:
         if stream.is_sent or stream.tail is not None:
             return  # the response has already ended
-        block = self._block_start + block
-        self._block_start = b""
+        block = self._table_update + block
+        self._table_update = b""
         self._whole_bytes_max = FRAME_BYTES_MAX
         flags = END_HEADERS
         if is_end:
             flags |= END_STREAM
-        self._block(stream.id, block, flags)
+        self._write_header_block(stream.id, block, flags)
         if is_end:
             stream.is_sent = True
             self.response_frames += 1
         stream.connection.sent(stream)
 
-    def _block(self, stream_id: int, block: bytes, flags: int) -> None:
+    def _write_header_block(self, stream_id: int, block: bytes, flags: int) -> None:
         """Frames a header block as HEADERS and as many CONTINUATION frames as it needs."""
         first, rest = block[:FRAME_BYTES_MAX], block[FRAME_BYTES_MAX:]
         kind = HEADERS
         while rest:
-            self.out += (frames.head(len(first), kind, flags & ~END_HEADERS, stream_id), first)
+            self.out += (
+                frames.frame_header(len(first), kind, flags & ~END_HEADERS, stream_id),
+                first,
+            )
             kind, flags = frames.CONTINUATION, END_HEADERS
             first, rest = rest[:FRAME_BYTES_MAX], rest[FRAME_BYTES_MAX:]
-        self.out += (frames.head(len(first), kind, flags, stream_id), first)
+        self.out += (frames.frame_header(len(first), kind, flags, stream_id), first)
 
     def write_body(self, stream: Stream, chunks: Sequence[bytes | memoryview], nbytes: int) -> None:
         if stream.is_sent or stream.tail is not None or not nbytes:
@@ -236,7 +240,7 @@ class FrameWriter:
         self.unsent_bytes -= sent
         if stream.blocked_since_s:
             stream.sent_while_blocked += sent
-            if stream.sent_while_blocked >= READ_BYTES_MIN:
+            if stream.sent_while_blocked >= PROGRESS_BYTES_MIN:
                 stream.blocked_since_s = 0.0
         return sent
 
@@ -245,11 +249,11 @@ class FrameWriter:
         out, size = self.out, self.frame_bytes_max
         start = 0
         if len(chunk) > size:
-            head = frames.head(size, DATA, 0, stream.id)
+            head = frames.frame_header(size, DATA, 0, stream.id)
             for start in range(size, len(chunk), size):
                 out.append(head)
                 out.append(chunk[start - size : start])
-        out.append(frames.head(len(chunk) - start, DATA, flags, stream.id))
+        out.append(frames.frame_header(len(chunk) - start, DATA, flags, stream.id))
         out.append(chunk[start:])
         self.response_frames += 1 + start // size
 
@@ -268,11 +272,11 @@ class FrameWriter:
     def _send_tail(self, stream: Stream) -> None:
         if stream.tail:
             self.out.append(
-                frames.head(len(stream.tail), HEADERS, END_HEADERS | END_STREAM, stream.id)
+                frames.frame_header(len(stream.tail), HEADERS, END_HEADERS_AND_STREAM, stream.id)
                 + stream.tail
             )
         else:
-            self.out.append(frames.head(0, DATA, END_STREAM, stream.id))
+            self.out.append(frames.frame_header(0, DATA, END_STREAM, stream.id))
         stream.is_sent = True
         self.response_frames += 1
 
@@ -281,7 +285,7 @@ class FrameWriter:
 
         The value is current only if the method is called periodically.
         """
-        if not self.ready or self.window > 0 or self._given_bytes >= READ_BYTES_MIN:
+        if not self.ready or self.window > 0 or self._given_bytes >= PROGRESS_BYTES_MIN:
             self._stuck_since_s = now_s
             self._given_bytes = 0
         return now_s - self._stuck_since_s

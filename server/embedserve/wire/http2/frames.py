@@ -9,15 +9,15 @@ import struct
 from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEAD_BYTES = 9
-HEAD = struct.Struct(">BHBBI")
+FRAME_HEADER_BYTES = 9
+FRAME_HEADER = struct.Struct(">BHBBI")
 """Frame header: the upper 16 and lower 8 bits of the length, type, flags, stream identifier."""
 FRAME_BYTES_MAX = 16384
 """Bytes of a frame payload, unless the receiver's settings allow more; the server's never do."""
-RUN_FRAMES_MAX = 4
-"""DATA frames joined into one read. Full frames then fill half of a stream's window, at which the
-client gets more window."""
-RUN_FRAME_BYTES_MIN = 1024
+JOINED_FRAMES_MAX = 4
+"""DATA frames of one stream that are read as one. Full frames then fill half of a stream's window,
+at which the client gets more window."""
+JOINED_FRAME_BYTES_MIN = 1024
 """Payload bytes of a DATA frame that may be joined. Shorter frames, except the last, are read and
 charged one by one."""
 STREAM_MASK = 0x7FFFFFFF
@@ -128,7 +128,7 @@ def without_padding(payload: bytes, flags: int) -> bytes:
     return payload[1 : len(payload) - padding]
 
 
-def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[bytes, int, int]:
+def join_data_frames(data: bytes, start: int, after: int, stream_id: int) -> tuple[bytes, int, int]:
     """Joins consecutive DATA frames of one stream, as a large body arrives.
 
     The first frame has no flags, and its payload is data[start:after]. Complete DATA frames of the
@@ -138,10 +138,10 @@ def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[by
         joined payload, flags of the last frame, and position where that frame ends.
     """
     view = memoryview(data)
-    payloads, last_head, flags = [view[start:after]], len(data) - HEAD_BYTES, 0
-    while after <= last_head and not flags and len(payloads) < RUN_FRAMES_MAX:
-        upper, lower, kind, more_flags, number = HEAD.unpack_from(data, after)
-        start = after + HEAD_BYTES
+    payloads, last_head, flags = [view[start:after]], len(data) - FRAME_HEADER_BYTES, 0
+    while after <= last_head and not flags and len(payloads) < JOINED_FRAMES_MAX:
+        upper, lower, kind, more_flags, number = FRAME_HEADER.unpack_from(data, after)
+        start = after + FRAME_HEADER_BYTES
         end = start + (upper << 16 | lower)
         if (
             kind != DATA
@@ -149,7 +149,7 @@ def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[by
             or more_flags & ~END_STREAM
             or end > len(data)
             or end - start > FRAME_BYTES_MAX
-            or (end - start < RUN_FRAME_BYTES_MIN and not more_flags)
+            or (end - start < JOINED_FRAME_BYTES_MIN and not more_flags)
         ):
             break
         payloads.append(view[start:end])
@@ -157,28 +157,30 @@ def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[by
     return b"".join(payloads), flags, after
 
 
-def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
-    return HEAD.pack(length >> 16, length & 0xFFFF, kind, flags, stream_id)
+def frame_header(length: int, kind: int, flags: int, stream_id: int) -> bytes:
+    return FRAME_HEADER.pack(length >> 16, length & 0xFFFF, kind, flags, stream_id)
 
 
 def settings(*pairs: tuple[int, int]) -> bytes:
-    return head(SETTING.size * len(pairs), SETTINGS, 0, 0) + b"".join(
+    return frame_header(SETTING.size * len(pairs), SETTINGS, 0, 0) + b"".join(
         SETTING.pack(*pair) for pair in pairs
     )
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
-    return head(4, WINDOW_UPDATE, 0, stream_id) + increment.to_bytes(4, "big")
+    return frame_header(4, WINDOW_UPDATE, 0, stream_id) + increment.to_bytes(4, "big")
 
 
 def rst_stream(stream_id: int, code: int) -> bytes:
-    return head(4, RST_STREAM, 0, stream_id) + code.to_bytes(4, "big")
+    return frame_header(4, RST_STREAM, 0, stream_id) + code.to_bytes(4, "big")
 
 
 def ping(payload: bytes, flags: int = 0) -> bytes:
-    return head(8, PING, flags, 0) + payload
+    return frame_header(8, PING, flags, 0) + payload
 
 
 def goaway(last_stream_id: int, code: int, reason: str = "") -> bytes:
     text = reason.encode()
-    return head(8 + len(text), GOAWAY, 0, 0) + struct.pack(">II", last_stream_id, code) + text
+    return (
+        frame_header(8 + len(text), GOAWAY, 0, 0) + struct.pack(">II", last_stream_id, code) + text
+    )

@@ -50,48 +50,48 @@ class HeaderBlocks(Generic[T]):
     """
 
     __slots__ = (
+        "_convert",
         "_decoder",
-        "_understand",
         "cached_bytes",
         "known",
         "work",
     )
 
-    def __init__(self, understand: Callable[[Headers], T]) -> None:
+    def __init__(self, convert: Callable[[Headers], T]) -> None:
         """
         Args:
-            understand: converts decoded headers to the cached result; may raise.
+            convert: converts decoded headers to the cached result; may raise.
         """
-        self._understand = understand
+        self._convert = convert
         self._decoder = Decoder(LIST_BYTES_MAX)
         self.known: dict[bytes, T] = {}
         self.cached_bytes = 0
         self.work = 0
 
     def read(self, block: bytes) -> T:
-        """Returns the result of ``understand`` for the headers of ``block``, cached if possible.
+        """Returns the result of ``convert`` for the headers of ``block``, cached if possible.
 
         Raises:
             ProtocolViolation: the block cannot be decoded, and neither can any later block.
-            Exception: ``understand`` raised it; later blocks can still be read.
+            Exception: ``convert`` raised it; later blocks can still be read.
         """
         known = self.known.get(block)
         if known is not None:
             return known
         headers, is_changed = self._decode(block)
-        understood = self._understand(headers)
+        converted = self._convert(headers)
         if not is_changed:
-            self._cache(block, headers, understood)
-        return understood
+            self._cache(block, headers, converted)
+        return converted
 
-    def _cache(self, block: bytes, headers: Headers, understood: T) -> None:
-        """Caches ``understood``, which may keep ``headers``, unless it is large."""
+    def _cache(self, block: bytes, headers: Headers, converted: T) -> None:
+        """Caches ``converted``, which may keep ``headers``, unless it is large."""
         nbytes = len(block) + sum(len(name) + len(value) + HEADER_BYTES for name, value in headers)
         if nbytes > BLOCK_BYTES_MAX:
             return
         if len(self.known) >= BLOCKS_MAX or self.cached_bytes + nbytes > CACHED_BYTES_MAX:
             self.forget()
-        self.known[block] = understood
+        self.known[block] = converted
         self.cached_bytes += nbytes
 
     def forget(self) -> None:

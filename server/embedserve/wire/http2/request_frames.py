@@ -113,7 +113,7 @@ class RequestFrames:
             self._on_later_block(stream_id, flags, block)
             return
         if stream_id != connection.next_id:
-            connection.closed_streams.pass_over(connection.next_id, stream_id)
+            connection.closed_streams.record_skipped(connection.next_id, stream_id)
         connection.next_id = stream_id + 2
         opened = connection.blocks.known.get(block)
         if opened is None:
@@ -141,7 +141,7 @@ class RequestFrames:
         if stream is not None:
             self._on_trailers(stream, flags, block)
             return
-        self._connection.closed_streams.read_headers(stream_id, flags)
+        self._connection.closed_streams.discard_headers(stream_id, flags)
         self._connection.spend(self._abuse_budget, "HEADERS on streams that were reset", len(block))
         self._decode(block)
 
@@ -205,9 +205,9 @@ class RequestFrames:
         connection = self._connection
         if not connection.was_opened(stream_id):
             raise violation(f"DATA on stream {stream_id}, which is not open")
-        if not (length and connection.closed_streams.may_come(stream_id)):
+        if not (length and connection.closed_streams.may_be_in_flight(stream_id)):
             connection.spend(self._abuse_budget, "DATA on streams that ended")
-        connection.closed_streams.read_data(stream_id, flags, length)
+        connection.closed_streams.discard_data(stream_id, flags, length)
 
     def close(self) -> None:
         """Releases an incomplete header block after the connection has ended."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from embedserve.wire.http2.frame_writer import FrameWriter
 
-IDLE_WORK_MAX, IDLE_WORK_PER_SECOND = 1000, 100
-"""Burst of resets, pings, settings and similar frames, and their sustained rate per second."""
+ABUSE_TOKENS_MAX, ABUSE_TOKENS_PER_S = 1000, 100
+"""Resets, or frames without a request such as pings and settings, that a client may send at once,
+and each second in the long run. Each takes a token."""
 
 
 class TokenBucket:
@@ -18,7 +19,7 @@ class TokenBucket:
     __slots__ = ("_at_s", "_left", "_most", "_per_second")
 
     def __init__(
-        self, most: float = IDLE_WORK_MAX, per_second: float = IDLE_WORK_PER_SECOND
+        self, most: float = ABUSE_TOKENS_MAX, per_second: float = ABUSE_TOKENS_PER_S
     ) -> None:
         self._left = self._most = most
         self._per_second = per_second

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from embedserve.wire.http2.inbound_flow_control import WINDOW_LOW, InboundFlowControl
 
 WORK_PER_TURN = 32 << 10
-"""Work units a connection may spend in one event-loop iteration, before it yields to others.
-A decoded header block costs its bytes plus 32 per header, as HPACK counts. A frame without a
-request costs IDLE_WORK, a request that is answered by its headers HEADERS_ONLY_WORK, and a
+"""Work units a connection may spend in one event-loop iteration, before it yields to others. A
+decoded header block costs its bytes plus 32 per header, as HPACK counts. A frame without a request
+costs ABUSE_WORK and a token, a request that is answered by its headers HEADERS_ONLY_WORK, and a
 message of a stream MESSAGE_WORK. The whole budget takes some milliseconds."""
 FRAMES_PER_TURN = 512
 """Frames of any type read in one event-loop iteration; STREAMS_MAX requests need fewer."""
-IDLE_WORK = 1024
+ABUSE_WORK = 1024
 """Work units of one frame without a request. A reset also pays for the stream opened before it."""
 HEADERS_ONLY_WORK = 1024
 """Work units of a request that is answered by its headers alone, such as a rejection. STREAMS_MAX
 does not bound these, as each ends before the next begins."""
-IDLE_BYTES = 64
+ABUSE_BYTES = 64
 """Payload bytes of a frame without a request that are charged as one more frame."""
 
 

@@ -19,7 +19,7 @@ from embedserve.wire.asgi import MANAGEMENT_BODY_BYTES_MAX
 from embedserve.wire.http1.connection import CHUNK_BYTES, HEAD_S_MAX
 from embedserve.wire.http1.request_parser import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.http1.stream import CONTINUE
-from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
+from embedserve.wire.http_stream import PROGRESS_BYTES_MIN, UNSENT_S_MAX
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
 UPGRADE_LINES = (
@@ -298,14 +298,14 @@ async def test_connection_with_an_unread_response_is_closed_after_the_timeout(
     server.wire._checking.cancel()  # the times passed below are ahead of the server's clock
     connection, start_s = server.connection, perf_counter()
     connection.check_time(start_s)
-    connection.check_time(start_s + UNREAD_S_MAX - 1)
+    connection.check_time(start_s + UNSENT_S_MAX - 1)
     before = connection.unsent_bytes
-    await reader.readexactly(2 * READ_BYTES_MIN)
-    await until(lambda: connection.unsent_bytes <= before - READ_BYTES_MIN)
-    connection.check_time(start_s + UNREAD_S_MAX + 1)  # it has read some bytes since
-    connection.check_time(start_s + 2 * UNREAD_S_MAX)
+    await reader.readexactly(2 * PROGRESS_BYTES_MIN)
+    await until(lambda: connection.unsent_bytes <= before - PROGRESS_BYTES_MIN)
+    connection.check_time(start_s + UNSENT_S_MAX + 1)  # it has read some bytes since
+    connection.check_time(start_s + 2 * UNSENT_S_MAX)
     assert connection.is_write_paused
-    connection.check_time(start_s + 2 * UNREAD_S_MAX + 2)
+    connection.check_time(start_s + 2 * UNSENT_S_MAX + 2)
     await until(lambda: not server.wire.connections)
 
 
@@ -318,7 +318,7 @@ async def test_whole_response_counts_as_held_until_the_client_has_read_it(
     connection = server.connection
     whole, before = connection.held_bytes, connection.unsent_bytes
     assert whole > before
-    received = await reader.readexactly(2 * READ_BYTES_MIN)
+    received = await reader.readexactly(2 * PROGRESS_BYTES_MIN)
     await until(lambda: connection.unsent_bytes < before)
     assert connection.held_bytes == whole
     received += await reader.readexactly(whole - len(received))

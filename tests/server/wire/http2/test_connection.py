@@ -31,7 +31,7 @@ from server.wire.http2.peer import (
     update,
 )
 
-from embedserve.wire.http2.closed_streams import UNREAD_BYTES_MAX
+from embedserve.wire.http2.closed_streams import DISCARDED_BYTES_MAX
 from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX
@@ -143,7 +143,7 @@ def test_stream_is_reset_when_its_body_continues_after_an_early_response() -> No
     peer = Peer()
     handler = peer.open(1, is_end=False)
     assert resets(peer.respond(1)) == []
-    assert resets(peer.send(data(1, bytes(UNREAD_BYTES_MAX)))) == []
+    assert resets(peer.send(data(1, bytes(DISCARDED_BYTES_MAX)))) == []
     assert resets(peer.send(data(1, b"x"))) == [(1, ErrorCode.NO_ERROR)]
     assert peer.send(data(1, b"on its way"), peer.headers(1, [(b"x", b"late")])) == []
     assert (handler.body, handler.resets) == (b"", 0)

@@ -19,12 +19,12 @@ from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http2.token_bucket import IDLE_WORK_MAX
+from embedserve.wire.http2.token_bucket import ABUSE_TOKENS_MAX
 from embedserve.wire.http2.turns import (
+    ABUSE_BYTES,
+    ABUSE_WORK,
     FRAMES_PER_TURN,
     HEADERS_ONLY_WORK,
-    IDLE_BYTES,
-    IDLE_WORK,
     WORK_PER_TURN,
 )
 from embedserve.wire.http_stream import NULL_HANDLER, Handler
@@ -54,8 +54,8 @@ def test_flood_of_frames_without_requests_ends_the_connection(name: str) -> None
     while not peer.connection.is_over:
         peer.send(*[FLOODS[name]] * 100)
         sent += 100
-        assert sent < 20 * IDLE_WORK_MAX, "no end to it"
-    assert sent >= IDLE_WORK_MAX
+        assert sent < 20 * ABUSE_TOKENS_MAX, "no end to it"
+    assert sent >= ABUSE_TOKENS_MAX
     last = peer.seen[-1]
     assert isinstance(last, GoAwayFrame)
     assert ErrorCode(last.error_code) is ErrorCode.ENHANCE_YOUR_CALM
@@ -74,7 +74,7 @@ def test_flood_of_empty_continuations_ends_the_connection() -> None:
 
 def test_window_updates_for_each_response_are_allowed() -> None:
     peer = Peer()
-    for i in range(2 * IDLE_WORK_MAX):
+    for i in range(2 * ABUSE_TOKENS_MAX):
         peer.open(2 * i + 1)
         peer.respond(2 * i + 1, b"x")
         peer.send(update(0, 1), update(0, 1))
@@ -83,15 +83,15 @@ def test_window_updates_for_each_response_are_allowed() -> None:
 
 def test_window_updates_for_past_responses_are_bounded() -> None:
     peer = Peer()
-    for i in range(IDLE_WORK_MAX):
+    for i in range(ABUSE_TOKENS_MAX):
         peer.open(2 * i + 1)
         peer.respond(2 * i + 1, b"x")
     sent = 0
     while not peer.connection.is_over:
         peer.send(*[update(0, 1)] * 100)
         sent += 100
-        assert sent < 3 * IDLE_WORK_MAX
-    assert sent >= IDLE_WORK_MAX
+        assert sent < 3 * ABUSE_TOKENS_MAX
+    assert sent >= ABUSE_TOKENS_MAX
 
 
 def test_window_updates_for_each_rejected_call_are_allowed() -> None:
@@ -99,7 +99,7 @@ def test_window_updates_for_each_rejected_call_are_allowed() -> None:
     overloaded server, have no DATA. Their connection may have other calls in flight.
     """
     peer = Peer()
-    for i in range(2 * IDLE_WORK_MAX):
+    for i in range(2 * ABUSE_TOKENS_MAX):
         peer.open(2 * i + 1)
         peer.handlers[2 * i + 1].stream.send_head(OK, is_end=True)
         peer.take()
@@ -112,7 +112,7 @@ def test_a_reset_for_each_response_is_allowed(is_rejected: bool) -> None:
     """Resets as many calls as are answered, far above the rate of the bucket, as a client with many
     calls in flight does that hedges them."""
     peer = Peer()
-    for i in range(2 * IDLE_WORK_MAX):
+    for i in range(2 * ABUSE_TOKENS_MAX):
         peer.open(4 * i + 1)
         lost = peer.open(4 * i + 3)
         if is_rejected:
@@ -134,8 +134,8 @@ def test_resets_of_more_calls_than_are_answered_are_bounded() -> None:
         peer.respond(first, b"x")
         peer.send(RstStreamFrame(first + 2), RstStreamFrame(first + 4))
         sent += 1
-        assert sent < 4 * IDLE_WORK_MAX
-    assert sent >= IDLE_WORK_MAX - 1
+        assert sent < 4 * ABUSE_TOKENS_MAX
+    assert sent >= ABUSE_TOKENS_MAX - 1
 
 
 def test_new_header_blocks_are_parsed_over_several_iterations() -> None:
@@ -186,7 +186,7 @@ def test_resets_are_processed_over_several_iterations() -> None:
     ]
     peer.connection.receive(b"".join(frame.serialize() for frame in frames))
     assert peer.connection.has_more
-    assert 0 < len(peer.handlers) <= 1 + WORK_PER_TURN // IDLE_WORK
+    assert 0 < len(peer.handlers) <= 1 + WORK_PER_TURN // ABUSE_WORK
     peer.send()
     assert len(peer.handlers) == 100
     assert not peer.connection.is_over
@@ -194,7 +194,7 @@ def test_resets_are_processed_over_several_iterations() -> None:
 
 def test_unparsed_bytes_of_a_flood_are_dropped_with_the_connection() -> None:
     peer = Peer()
-    peer.send(*[PingFrame(0)] * IDLE_WORK_MAX)
+    peer.send(*[PingFrame(0)] * ABUSE_TOKENS_MAX)
     peer.connection.receive(b"".join(PingFrame(0).serialize() for _ in range(100)))
     assert peer.connection.is_over
     assert (peer.connection.left_bytes, peer.connection.has_more) == (0, False)
@@ -258,7 +258,7 @@ def test_settings_count_work_per_value() -> None:
     while not peer.connection.is_over:
         peer.send(many)
         sent += 1
-        assert sent <= 2 * IDLE_WORK_MAX * IDLE_BYTES // (6 * values)
+        assert sent <= 2 * ABUSE_TOKENS_MAX * ABUSE_BYTES // (6 * values)
 
 
 # Drain

@@ -29,7 +29,7 @@ from server.wire.http2.peer import (
 from embedserve.wire.http2.frame_writer import KEPT_BYTES_MIN, TURN_BYTES
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http_stream import UNREAD_S_MAX
+from embedserve.wire.http_stream import UNSENT_S_MAX
 
 WINDOW = 65535
 LARGE = np.random.default_rng(0).integers(0, 256, 7_000_000, np.uint8).tobytes()
@@ -287,9 +287,9 @@ def test_stream_without_window_updates_is_reset_after_the_timeout() -> None:
     handlers = [respond(peer, 1, LARGE[:100_000]), respond(peer, 3, b"x" * 100)]
     peer.take()
     blocked_since_s = handlers[0].stream.blocked_since_s
-    peer.connection.check_time(blocked_since_s + UNREAD_S_MAX - 1)
+    peer.connection.check_time(blocked_since_s + UNSENT_S_MAX - 1)
     assert peer.take() == []
-    peer.connection.check_time(perf_counter() + UNREAD_S_MAX)
+    peer.connection.check_time(perf_counter() + UNSENT_S_MAX)
     assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
     assert [one.resets for one in handlers] == [1, 0]
     assert peer.connection.frame_writer.unsent_bytes == 0
@@ -302,7 +302,7 @@ def test_stream_of_a_slow_reader_is_not_reset() -> None:
     peer.take()
     before_s = perf_counter()
     peer.send(update(1, 65_536))
-    peer.connection.check_time(before_s + UNREAD_S_MAX)
+    peer.connection.check_time(before_s + UNSENT_S_MAX)
     assert (resets(peer.take()), handler.resets) == ([], 0)
 
 
@@ -316,7 +316,7 @@ def test_stream_with_one_byte_window_updates_is_reset_after_the_timeout() -> Non
     for _ in range(100):
         peer.send(update(1, 1))
     assert stream.blocked_since_s == blocked_since_s
-    peer.connection.check_time(blocked_since_s + UNREAD_S_MAX + 1)
+    peer.connection.check_time(blocked_since_s + UNSENT_S_MAX + 1)
     assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
 
 
@@ -329,9 +329,9 @@ def test_connection_without_window_progress_is_closed_after_the_timeout() -> Non
     peer.take()
     for _ in range(10):  # a byte at a time is no progress
         peer.send(update(0, 1))
-    peer.connection.check_time(start_s + UNREAD_S_MAX)
+    peer.connection.check_time(start_s + UNSENT_S_MAX)
     assert peer.take() == []
-    peer.connection.check_time(start_s + UNREAD_S_MAX + 1)
+    peer.connection.check_time(start_s + UNSENT_S_MAX + 1)
     assert_connection_error(peer, peer.take(), ErrorCode.ENHANCE_YOUR_CALM)
     assert (handler.resets, peer.connection.frame_writer.unsent_bytes) == (1, 0)
 
@@ -343,7 +343,7 @@ def test_connection_with_periodic_window_updates_stays_open() -> None:
     now_s = perf_counter()
     for _ in range(20):
         peer.connection.check_time(now_s)
-        now_s += UNREAD_S_MAX - 1
+        now_s += UNSENT_S_MAX - 1
         peer.send(update(0, TURN_BYTES))
     assert not peer.connection.is_over
 
@@ -354,7 +354,7 @@ def test_connection_without_unsent_data_needs_no_window_updates() -> None:
     peer.take()
     now_s = perf_counter()
     for i in range(5):
-        peer.connection.check_time(now_s + i * UNREAD_S_MAX)
+        peer.connection.check_time(now_s + i * UNSENT_S_MAX)
     assert not peer.connection.is_over
 
 
@@ -368,7 +368,7 @@ def test_connection_whose_waiting_stream_was_reset_stays_open() -> None:
     peer.connection.check_time(now_s)
     peer.send(RstStreamFrame(1))
     for i in range(5):
-        peer.connection.check_time(now_s + i * UNREAD_S_MAX)
+        peer.connection.check_time(now_s + i * UNSENT_S_MAX)
     assert (peer.connection.is_over, handler.resets) == (False, 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from embedserve.wire.http2.frame_writer import FrameWriter
-from embedserve.wire.http2.token_bucket import IDLE_WORK_MAX, ResponseTokenBucket, TokenBucket
+from embedserve.wire.http2.token_bucket import ABUSE_TOKENS_MAX, ResponseTokenBucket, TokenBucket
 
 
 @pytest.mark.parametrize("capacity", [1, 5])
@@ -21,9 +21,9 @@ def test_bucket_refills_over_time() -> None:
 
 def test_rejected_tries_take_nothing_from_the_refill_of_a_response() -> None:
     writer = FrameWriter()
-    bucket = ResponseTokenBucket(writer, IDLE_WORK_MAX)
-    taken = [bucket.try_take() for _ in range(6 * IDLE_WORK_MAX)]
-    assert taken[IDLE_WORK_MAX - 1]
+    bucket = ResponseTokenBucket(writer, ABUSE_TOKENS_MAX)
+    taken = [bucket.try_take() for _ in range(6 * ABUSE_TOKENS_MAX)]
+    assert taken[ABUSE_TOKENS_MAX - 1]
     assert not all(taken)
     writer.response_frames += 1
     assert bucket.try_take()
