@@ -15,7 +15,7 @@ from hostile.peer import WAIT_S_MAX
 from hostile.target_server import NARROW
 
 from embedserve.processes.memory_bounds import CONNECTION_BYTES, CONNECTION_TLS_BYTES, FREED_SHARE
-from embedserve.wire.tls.handshake import HANDSHAKE_BYTES
+from embedserve.wire.tls.handshake import HANDSHAKE_MEMORY_BYTES
 
 victim, canary = victim_and_canary("narrow", has_tls=True)
 
@@ -69,7 +69,7 @@ def wait_for_end(sock: socket.socket) -> bytes:
     return b"".join(chunks)
 
 
-@pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
+@pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_MEMORY_BYTES))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing", "half a hello", "a hello alone"])
 def test_incomplete_handshakes_hold_bounded_memory(
     connect: Connect, tls: ssl.SSLContext, share: float
@@ -92,7 +92,7 @@ def test_thousand_consecutive_handshakes_complete(victim: Victim, tls: ssl.SSLCo
             assert one.version() == "TLSv1.3"
 
 
-@pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
+@pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_MEMORY_BYTES))
 def test_bursts_of_client_hellos_are_answered(connect: Connect, tls: ssl.SSLContext) -> None:
     """Sends ClientHellos, which cost the client nothing and the server a signature."""
     data = client_hello(tls)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from time import perf_counter
 
-from embedserve.access.authenticator import Certificate, one_header
+from embedserve.access.authenticator import ClientCertificate, one_header
 from embedserve.access.client_address import PEER
 from embedserve.codec.codec import Codec
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestPipeline, ResponseWriter
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.wire.asgi import ASGIApp, Receive, Scope, Send
 from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.http_stream import Headers
@@ -47,7 +47,7 @@ class AsgiWriter(ResponseWriter):
         return one_header(self._scope["headers"], name)
 
     @property
-    def certificate(self) -> Certificate | None:
+    def certificate(self) -> ClientCertificate | None:
         return None
 
     @property
@@ -55,12 +55,12 @@ class AsgiWriter(ResponseWriter):
         return ""
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, parts: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         headers = [*content_headers(self._codec, parts), *(headers or ())]
         self._end(200, headers, b"".join(parts))
 
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def write_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         self._end(
             error.http_status, *encode_error_response(error, headers, self._codec.encode_error)
         )

@@ -15,7 +15,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 
 BODY = b'{"features": {"user": [1]}}'
 SECRET = "secret of the server"
@@ -38,7 +38,7 @@ class RecordingWriter(ResponseWriter):
         self.is_aborted = False
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, parts: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         if self.failure is not None:
             raise self.failure
@@ -46,7 +46,7 @@ class RecordingWriter(ResponseWriter):
         assert len(body) == nbytes
         self.responses.append(body)
 
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def write_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         if self.error_failure is not None:
             raise self.error_failure
         self.responses.append(error)

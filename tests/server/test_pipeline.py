@@ -35,7 +35,7 @@ from embedserve.errors import DeadlineExceededError, OverloadedError
 from embedserve.lookup_types import LookupRequest, ResponseChunks
 from embedserve.pipeline import RequestOptions, RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 from embedserve_proto import embedding_pb2 as pb
 
 BAD = b'{"features": {"user": [99]}}'
@@ -347,7 +347,7 @@ class BufferedWriter(RecordingWriter):
         self.pipeline, self.output = pipeline, output
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, parts: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         super().write_response(parts, nbytes, headers)
         if not self.output.pending:

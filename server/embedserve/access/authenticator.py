@@ -33,7 +33,7 @@ authentication."""
 
 
 @dataclass(frozen=True, eq=False)
-class Certificate:
+class ClientCertificate:
     """Client certificate that the TLS handshake has verified.
 
     Attributes:
@@ -52,7 +52,7 @@ class AdmissionTarget(Protocol):
     start_s: float
 
     @property
-    def certificate(self) -> Certificate | None: ...
+    def certificate(self) -> ClientCertificate | None: ...
 
     @property
     def can_delay_rejection(self) -> bool:
@@ -79,7 +79,7 @@ class Authenticator:
         self.names = frozenset({UNKNOWN})
         self._by_hash: dict[str, CallerQuota] = {}
         self._by_certificate: dict[str, CallerQuota] = {}
-        self._cached: dict[bytes | Certificate | None, CallerQuota] = {}
+        self._cached: dict[bytes | ClientCertificate | None, CallerQuota] = {}
         self._unknown_outcomes: Counter[str] = Counter()
         self.reloader = FileReloader("tokens", [path], lambda: read_grants(path), self._adopt)
 
@@ -102,7 +102,7 @@ class Authenticator:
         now_s = self._clock.now_s()
         for caller in self._callers.values():
             caller.refresh_expiry(now_s)
-        for key in [one for one in self._cached if isinstance(one, Certificate)]:
+        for key in [one for one in self._cached if isinstance(one, ClientCertificate)]:
             if key.expires_s <= now_s:
                 del self._cached[key]
 
@@ -154,7 +154,7 @@ class Authenticator:
     def check(
         self,
         authorization: bytes | None,
-        certificate: Certificate | None,
+        certificate: ClientCertificate | None,
         roles: frozenset[str],
         *,
         charge: bool = True,
@@ -178,8 +178,10 @@ class Authenticator:
         caller = self._callers.get(name)
         return caller is not None and caller.active_max > 0
 
-    def _find(self, authorization: bytes | None, certificate: Certificate | None) -> CallerQuota:
-        key: bytes | Certificate | None
+    def _find(
+        self, authorization: bytes | None, certificate: ClientCertificate | None
+    ) -> CallerQuota:
+        key: bytes | ClientCertificate | None
         if authorization is not None:
             key, caller = authorization, self._by_token(authorization)
         elif certificate is not None:
@@ -204,7 +206,7 @@ class Authenticator:
             raise UnauthenticatedError("the token is wrong: embedserve makes no such tokens")
         raise UnauthenticatedError("the token is unknown: wrong, withdrawn or another server's")
 
-    def _by_certificate_name(self, certificate: Certificate) -> CallerQuota:
+    def _by_certificate_name(self, certificate: ClientCertificate) -> CallerQuota:
         if certificate.expires_s <= self._clock.now_s():
             raise UnauthenticatedError("the client's certificate has expired")
         for name in certificate.names:
@@ -241,10 +243,10 @@ def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     return found
 
 
-def certificate_of(peercert: dict[str, Any] | None, expires_s: float) -> Certificate | None:
+def certificate_of(peercert: dict[str, Any] | None, expires_s: float) -> ClientCertificate | None:
     """Converts ``peercert``, from ssl's getpeercert; returns None if the client sent none."""
     if not peercert:
         return None
     common = [value for rdn in peercert["subject"] for key, value in rdn if key == "commonName"]
     others = [value for kind, value in peercert.get("subjectAltName", ()) if kind in ("DNS", "URI")]
-    return Certificate((*common, *others), expires_s)
+    return ClientCertificate((*common, *others), expires_s)

@@ -28,11 +28,11 @@ class ScrapeText:
         self._registry = registry
         self._text = b""
         self._rendered_s = -math.inf
-        self._is_rendering = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def render(self, received_s: float) -> bytes:
         """Returns the values at ``received_s`` (perf_counter) or later, in Prometheus's format."""
-        async with self._is_rendering:
+        async with self._lock:
             if received_s >= self._rendered_s:
                 start_s = perf_counter()
                 self._text = await self._render()

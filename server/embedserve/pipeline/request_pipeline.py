@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from embedserve.access.authenticator import Authenticator, Certificate
+from embedserve.access.authenticator import Authenticator, ClientCertificate
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.client_address import ClientAddresses
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
@@ -35,7 +35,7 @@ from embedserve.pipeline.codec_executor import (
 from embedserve.pipeline.response_writer import ResponseWriter
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.shared_memory.region_registry import EVERYBODY, NONE, RegionRegistry
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.tracing.trace_context import TRACEPARENT, TraceContext
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class RequestContext(PendingRequest):
         return self.caller or EVERYBODY
 
     @property
-    def certificate(self) -> Certificate | None:
+    def certificate(self) -> ClientCertificate | None:
         return self.writer.certificate
 
     @property
@@ -183,7 +183,7 @@ class RequestContext(PendingRequest):
         self.ticket.observe_latency(seconds)
 
     def _write_observed(
-        self, chunks: ResponseChunks, nbytes: int, encoded_s: float, headers: HeaderList
+        self, chunks: ResponseChunks, nbytes: int, encoded_s: float, headers: ExtraHeaders
     ) -> None:
         """Writes a response that is large, or whose request may have to be logged or traced, or
         needs timing headers. Slow path of `write`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from embedserve.access.authenticator import Certificate
+from embedserve.access.authenticator import ClientCertificate
 from embedserve.errors import DeadlineExceededError, EmbedServeError
 from embedserve.lookup_types import ResponseChunks
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_of
+from embedserve.tracing.request_id import REQUEST_ID, ExtraHeaders, request_id_of
 
 UPLOAD_S_MAX = 30.0
 """Seconds that the body of one request may take to arrive. Slower requests are rejected with
@@ -25,7 +25,7 @@ class ResponseWriter(ABC):
     __slots__ = ()
 
     @property
-    def certificate(self) -> Certificate | None:
+    def certificate(self) -> ClientCertificate | None:
         return None
 
     @property
@@ -59,7 +59,7 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def write_response(
-        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         """Writes the encoded response of ``nbytes`` bytes.
 
@@ -68,7 +68,7 @@ class ResponseWriter(ABC):
         """
 
     @abstractmethod
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def write_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         """Writes ``error`` in the protocol's format, with the telemetry ``headers``."""
 
     def abort(self) -> None:  # noqa: B027  # a writer without a connection has nothing to end

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.request_metrics import LINES_MAX, NO_FAILURES
 from embedserve.tracing.record import RequestRecord, StageTimings
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
+from embedserve.tracing.request_id import REQUEST_ID, ExtraHeaders, usable_id
 from embedserve.tracing.slow_requests import Fields, SlowRequests
 from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
 
@@ -55,21 +55,21 @@ class RequestTelemetry:
 
     def response_headers(
         self, context: RequestContext, end_s: float, *, is_error: bool = False
-    ) -> HeaderList:
+    ) -> ExtraHeaders:
         """Returns the telemetry headers of a response that was encoded, or of an error that came,
         at ``end_s``.
 
         The request id is sent if the caller sent an id, or the response is slow or an error. The
         stage timings are sent if ``tells_times`` is set.
         """
-        headers: HeaderList = []
+        headers: ExtraHeaders = []
         if self._has_id(context) or is_error or end_s - context.start_s >= self._slow_s:
             headers.append((REQUEST_ID, context.request_id))
         if self._tells_times:
             headers.append((SERVER_TIMING, _timings(context, end_s).server_timing()))
         return headers
 
-    def request_id_headers(self, context: RequestContext) -> HeaderList:
+    def request_id_headers(self, context: RequestContext) -> ExtraHeaders:
         """Returns the telemetry headers for a fast request whose caller sent an id. It is on the
         hot path of these requests."""
         given = usable_id(context.writer.header(REQUEST_ID))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from random import getrandbits
 
-HeaderList = list[tuple[bytes, bytes]]
+ExtraHeaders = list[tuple[bytes, bytes]]
 """Response headers, or gRPC trailers, beyond those of every response: of a codec and of
 telemetry."""
 REQUEST_ID = b"x-request-id"
@@ -26,6 +26,6 @@ def request_id_of(given: bytes | None) -> bytes:
     return usable_id(given) or b"%032x" % getrandbits(128)
 
 
-def request_id_header(given: bytes | None) -> HeaderList:
+def request_id_header(given: bytes | None) -> ExtraHeaders:
     """Returns the X-Request-Id response header for a request whose X-Request-Id is ``given``."""
     return [(REQUEST_ID, request_id_of(given))]

@@ -60,8 +60,8 @@ class AsgiHandler(Handler):
         self._body: list[bytes] = []
         self._size = 0
         self._has_started = self._has_ended = False
-        self._has_sent = asyncio.Event()
-        self._is_gone = asyncio.Event()
+        self._sent = asyncio.Event()  # set when the body written so far was sent
+        self._gone = asyncio.Event()  # set once the client is gone
         self._task: asyncio.Task[None] | None = None
         if (request.content_length or 0) > MANAGEMENT_BODY_BYTES_MAX:
             self._reject_size(f"{request.content_length}")
@@ -92,7 +92,7 @@ class AsgiHandler(Handler):
         write_error(self._stream, error, headers, request.method, error_encoder(request.target))
 
     async def _run(self) -> None:
-        if self._is_gone.is_set():
+        if self._gone.is_set():
             return
         scope = _scope(self._request, self._stream.http_version)
         scope[PEER] = self._stream.connection.peer
@@ -116,11 +116,11 @@ class AsgiHandler(Handler):
             body = b"".join(self._body)
             self._body.clear()
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._is_gone.wait()
+        await self._gone.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        if self._is_gone.is_set():
+        if self._gone.is_set():
             raise ClientGoneError
         if message["type"] == "http.response.start":
             self._has_started = True
@@ -129,21 +129,21 @@ class AsgiHandler(Handler):
             return
         body = message.get("body", b"")
         if body and self._request.method != b"HEAD":
-            self._has_sent.clear()
+            self._sent.clear()
             self._stream.send_body((body,), len(body))
         if not message.get("more_body", False):
             self._has_ended = True
             self._stream.end()
         elif self._stream.unsent_bytes:
-            await self._has_sent.wait()
+            await self._sent.wait()
 
     def reset(self) -> None:
-        self._is_gone.set()
-        self._has_sent.set()
+        self._gone.set()
+        self._sent.set()
         self._turns.withdraw(self._stream.connection, self._begin, self._size)
 
     def resume(self) -> None:
-        self._has_sent.set()
+        self._sent.set()
 
     def check_time(self, now_s: float) -> None:
         if not self._stream.is_received and now_s - self._start_s > UPLOAD_S_MAX:

@@ -6,7 +6,7 @@ from embedserve.access.authenticator import LIST_HEADERS, headers_by_name
 from embedserve.metrics.rate_limited_logger import Fields
 from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestPipeline
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, usable_id
+from embedserve.tracing.request_id import REQUEST_ID, ExtraHeaders, request_id_header, usable_id
 from embedserve.wire.http_stream import Headers
 
 
@@ -34,7 +34,7 @@ class EarlyRejection:
         self._given_id = usable_id(by_name.get(REQUEST_ID))
         self._forwarded = {name: by_name[name] for name in LIST_HEADERS & by_name.keys()}
 
-    def record(self, peer: str, seconds: float = 0.0) -> HeaderList:
+    def record(self, peer: str, seconds: float = 0.0) -> ExtraHeaders:
         """Counts and logs a rejected request.
 
         Args:

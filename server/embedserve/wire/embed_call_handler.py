@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from embedserve.access.authenticator import Authenticator, Certificate
+from embedserve.access.authenticator import Authenticator, ClientCertificate
 from embedserve.errors import EmbedServeError, OverloadedError
 from embedserve.pipeline import (
     UPLOAD_S_MAX,
@@ -14,7 +14,7 @@ from embedserve.pipeline import (
     ResponseWriter,
     late_request,
 )
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.wire.http_stream import Handler, HttpStream
 
 AnyStream = TypeVar("AnyStream", bound=HttpStream)
@@ -33,7 +33,7 @@ class StreamWriter(ResponseWriter, Generic[AnyStream]):
         return self._stream.connection
 
     @property
-    def certificate(self) -> Certificate | None:
+    def certificate(self) -> ClientCertificate | None:
         return self._stream.connection.certificate
 
     @property
@@ -74,10 +74,10 @@ class EmbedCallHandler(StreamWriter[AnyStream], Handler):
         return self._stream.can_delay_rejection
 
     @abstractmethod
-    def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def end_with_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         """Ends the stream with ``error`` and the extra ``headers``, such as the request id."""
 
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def write_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         self._context = None
         if isinstance(error, OverloadedError):
             self._stream.slow_next_uploads()

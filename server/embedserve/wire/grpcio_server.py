@@ -27,10 +27,10 @@ from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
+from embedserve.tracing.request_id import REQUEST_ID, ExtraHeaders, request_id_header
 from embedserve.wire.grpc import open_inference_grpc
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
-from embedserve.wire.grpc.open_inference_grpc import UnaryFunction
+from embedserve.wire.grpc.open_inference_grpc import PlainFunction
 from embedserve.wire.grpc.service import (
     PREDICTOR_NAME,
     SERVICE_NAME,
@@ -69,7 +69,7 @@ class GrpcioWriter(ResponseWriter):
             metadata: invocation metadata of the call.
             peer: address of the client in grpcio's format, such as ipv4:192.0.2.1:40000.
         """
-        self.trailers: HeaderList = []
+        self.trailers: ExtraHeaders = []
         self._metadata = metadata
         self._peer = peer
         self.ended: asyncio.Future[bytes | EmbedServeError] = (
@@ -85,12 +85,12 @@ class GrpcioWriter(ResponseWriter):
         return _header(self._metadata, name)
 
     def write_response(
-        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         self.trailers = headers or []
         self._end(b"".join(chunks))
 
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def write_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         self.trailers = headers
         self._end(error)
 
@@ -299,14 +299,14 @@ def _header(metadata: Iterable[tuple[str, str | bytes]], name: bytes) -> bytes |
     return value.encode() if isinstance(value, str) else value
 
 
-def _unary(functions: Mapping[str, UnaryFunction]) -> dict[str, grpc.RpcMethodHandler]:
+def _unary(functions: Mapping[str, PlainFunction]) -> dict[str, grpc.RpcMethodHandler]:
     return {
         name: grpc.unary_unary_rpc_method_handler(partial(_call, function))
         for name, function in functions.items()
     }
 
 
-async def _call(function: UnaryFunction, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+async def _call(function: PlainFunction, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
     try:
         return function(None, body)
     except EmbedServeError as error:
@@ -317,7 +317,7 @@ async def _call(function: UnaryFunction, body: bytes, context: grpc.aio.Servicer
 
 
 async def _abort(
-    context: grpc.aio.ServicerContext, error: EmbedServeError, headers: HeaderList | None = None
+    context: grpc.aio.ServicerContext, error: EmbedServeError, headers: ExtraHeaders | None = None
 ) -> NoReturn:
     if headers is None:
         given = dict(context.invocation_metadata() or ()).get(REQUEST_ID.decode())

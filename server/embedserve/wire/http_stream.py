@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from embedserve.access.authenticator import Certificate
+from embedserve.access.authenticator import ClientCertificate
 from embedserve.errors import EmbedServeError
 
 Headers = list[tuple[bytes, bytes]]
@@ -85,7 +85,7 @@ class StreamConnection(Protocol):
     """
 
     peer: str
-    certificate: Certificate | None
+    certificate: ClientCertificate | None
 
 
 class HttpStream(Protocol):

@@ -102,7 +102,7 @@ class WireServer:
         pipeline.metrics.connections.open_counts.append(lambda: len(self._connections))
         self._listening: list[Listener] = []
         self._checking: asyncio.Handle | None = None
-        self._is_empty = asyncio.Event()
+        self._emptied = asyncio.Event()  # set when the last connection ends
         self._is_draining = False
 
     async def listen(self, sockets: Sequence[socket.socket]) -> None:
@@ -132,8 +132,8 @@ class WireServer:
             async with asyncio.timeout(drain_s):
                 # Again, because a connection whose TLS handshake ends is replaced by another.
                 while self._connections:
-                    self._is_empty.clear()
-                    await self._is_empty.wait()
+                    self._emptied.clear()
+                    await self._emptied.wait()
         if self._connections:
             logger.warning(
                 "%d connections are cut: they did not end in time", len(self._connections)
@@ -163,7 +163,7 @@ class WireServer:
     def discard(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
         if not self._connections:
-            self._is_empty.set()
+            self._emptied.set()
 
     def _check(self) -> None:
         self.date.refresh()

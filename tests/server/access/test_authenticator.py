@@ -19,7 +19,7 @@ from embedserve.access.authenticator import (
     CACHED_MAX,
     UNKNOWN,
     Authenticator,
-    Certificate,
+    ClientCertificate,
     certificate_of,
     headers_by_name,
 )
@@ -45,7 +45,7 @@ class FakeTarget:
     """A request with an Authorization header or a client certificate."""
 
     def __init__(
-        self, authorization: str | None = None, certificate: Certificate | None = None
+        self, authorization: str | None = None, certificate: ClientCertificate | None = None
     ) -> None:
         self.authorization = None if authorization is None else authorization.encode()
         self.certificate = certificate
@@ -86,7 +86,9 @@ class Tokens:
         assert self.access.admit(target, target.authorization)
         return target
 
-    def rejection(self, authorization: str | None, certificate: Certificate | None = None) -> str:
+    def rejection(
+        self, authorization: str | None, certificate: ClientCertificate | None = None
+    ) -> str:
         with pytest.raises(EmbedServeError) as raised:
             self.admit_target(FakeTarget(authorization, certificate))
         return f"{raised.value.http_status} {raised.value.message}"
@@ -259,12 +261,12 @@ async def test_tokens_may_be_limited_to_models(tokens: Tokens) -> None:
 
 async def test_certificate_names_identify_callers(tokens: Tokens) -> None:
     await tokens.write('{"name": "ranker", "certificate": "spiffe://cluster/ranker"}\n')
-    right = Certificate(("any", "spiffe://cluster/ranker"), NOW_S + 10)
+    right = ClientCertificate(("any", "spiffe://cluster/ranker"), NOW_S + 10)
     target = FakeTarget(None, right)
     tokens.admit_target(target)
     assert target.quota is not None
     assert target.quota.grant.name == "ranker"
-    stranger = Certificate(("stranger",), NOW_S + 10)
+    stranger = ClientCertificate(("stranger",), NOW_S + 10)
     assert "belongs to no caller" in tokens.rejection(None, stranger)
     assert "Bearer" in tokens.rejection("x", right)
     tokens.clocks.pass_s(11)

@@ -49,7 +49,7 @@ STATUSES = {
     "UnsupportedEncodingError": (415, "INVALID_ARGUMENT"),
     "HeadersTooLargeError": (431, "RESOURCE_EXHAUSTED"),
     "TransferCodingError": (501, "INVALID_ARGUMENT"),
-    "VersionError": (505, "INVALID_ARGUMENT"),
+    "HttpVersionError": (505, "INVALID_ARGUMENT"),
 }
 OF_ADMINISTRATORS = {"NotJsonError": 415, "ConflictError": 409}
 """Errors of administrative requests, which no request for vectors gets."""

@@ -22,7 +22,7 @@ from embedserve.pipeline import (
     decode_later,
     late_request,
 )
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
+from embedserve.tracing.request_id import REQUEST_ID, ExtraHeaders, request_id_header, request_id_of
 from embedserve.wire.embed_call_handler import EmbedCallHandler
 from embedserve.wire.grpc.grpc_framing import (
     PLAIN_BYTES_MAX,
@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 STREAM_RESPONSE_BYTES_MAX = 64 << 20
 """Bytes of one stream's responses that are pending or unsent; one request above it is accepted."""
-UNARY_WORK = 2048
-"""Work units (WORK_PER_TURN) of a call without a lookup; a byte of its response costs one more."""
+PLAIN_WORK = 2048
+"""Work units (WORK_PER_TURN) of a call of a plain method; a byte of its response costs one more."""
 
 
 class GrpcEmbedCall(EmbedCallHandler[Stream]):
@@ -106,7 +106,7 @@ class GrpcEmbedCall(EmbedCallHandler[Stream]):
             context.pipeline.submit(context, message)
 
     def write_response(
-        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         self._context = None
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
@@ -116,7 +116,7 @@ class GrpcEmbedCall(EmbedCallHandler[Stream]):
             stream, HEAD_BLOCK, (prefix, *chunks), nbytes + PREFIX_BYTES, end
         )
 
-    def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def end_with_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         self._stream.send_head(error_block(error) + encode(headers), is_end=True)
 
 
@@ -161,8 +161,8 @@ def receive_unary(
     return message
 
 
-class GrpcUnaryCall(Handler):
-    """A unary call that a plain function answers without a lookup.
+class GrpcPlainCall(Handler):
+    """A unary call of a plain method: a function answers it, without a lookup.
 
     Its message has at most PLAIN_BYTES_MAX.
     """
@@ -198,7 +198,7 @@ class GrpcUnaryCall(Handler):
                 return
             assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline
             response = framed(self._function(message))
-            self._stream.connection.spend_turn(UNARY_WORK + len(response))
+            self._stream.connection.spend_turn(PLAIN_WORK + len(response))
         except EmbedServeError as error:
             self._end(error)
         except Exception:

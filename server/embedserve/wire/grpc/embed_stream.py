@@ -13,7 +13,7 @@ from time import perf_counter
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, decode_later
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.wire.embed_call_handler import StreamWriter
 from embedserve.wire.grpc.calls import STREAM_RESPONSE_BYTES_MAX, BidiCall
 from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, GrpcCallError, GrpcHeaders, LargeMessage
@@ -61,11 +61,11 @@ class StreamedResponse(StreamWriter[Stream]):
         self._call.take_messages()
 
     def write_response(
-        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         self._end(chunks, nbytes)
 
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def write_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         if self.context is None:  # A response was not written: later ones would take its place.
             self.abort()
             return

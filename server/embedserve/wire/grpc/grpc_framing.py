@@ -17,10 +17,10 @@ from embedserve.wire.byte_queue import ByteQueue
 PREFIX = struct.Struct(">BI")
 """Prefix of a message: compressed flag, then length."""
 PREFIX_BYTES = PREFIX.size
-ENCODINGS = b"identity,deflate,gzip"
+WINDOW_BITS = {b"deflate": 15, b"gzip": 31}
+"""zlib window bits by encoding: with zlib's own header and trailer, or with those of gzip."""
+ENCODINGS = b",".join((b"identity", *WINDOW_BITS))
 """Supported compressions of requests, as the value of grpc-accept-encoding."""
-WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
-"""zlib window bits by encoding: with gzip's header and trailer, or with zlib's own."""
 MESSAGE_WORK = 256
 """Work units of one message. A connection has WORK_PER_TURN in an event-loop iteration."""
 DECOMPRESSED_BYTES_PER_WORK = 16
@@ -32,7 +32,8 @@ STEP_BYTES = 64 << 10
 the interpreter lock, so that a whole message would stop the event loop for 60 ms and more. With
 steps of 256 KiB rejected messages left more memory in the process."""
 PLAIN_BYTES_MAX = INLINE_BYTES_MAX
-"""Bytes of a message to a method without a lookup, such as health, reflection and management."""
+"""Bytes of a message to a plain method, which does no lookup, such as health, reflection and
+management."""
 BODY_LIMIT = "--body-bytes-max"
 PLAIN_LIMIT = "fixed for methods without a lookup"
 SECONDS_PER_UNIT = {

@@ -1,7 +1,7 @@
-"""Unary methods of inference.GRPCInferenceService (Open Inference Protocol).
+"""Plain methods of inference.GRPCInferenceService (Open Inference Protocol).
 
 ModelInfer and ModelStreamInfer are Embed and EmbedStream with another codec. The other methods are
-plain functions, and are implemented here.
+plain: functions without a lookup, and are implemented here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from embedserve_proto import open_inference_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 M = TypeVar("M", bound=Message)
-UnaryFunction = Callable[[CallerQuota | None, bytes], bytes]
-"""Unary method without a lookup. Takes the quota of the caller, None without authentication, and
-the request message. Returns the response message, or raises EmbedServeError."""
+PlainFunction = Callable[[CallerQuota | None, bytes], bytes]
+"""Plain method: unary, and without a lookup. Takes the quota of the caller, None without
+authentication, and the request message. Returns the response message, or raises EmbedServeError."""
 
 
 class OpenInferenceMethods:
@@ -47,11 +47,11 @@ class OpenInferenceMethods:
 
     def __init__(self, pipeline: RequestPipeline) -> None:
         self._pipeline = pipeline
-        self.health: dict[str, UnaryFunction] = {
+        self.health: dict[str, PlainFunction] = {
             "ServerLive": self._live,
             "ServerReady": self._ready,
         }
-        self.management: dict[str, UnaryFunction] = {
+        self.management: dict[str, PlainFunction] = {
             "ModelReady": self._model_ready,
             "ServerMetadata": self._server,
             "ModelMetadata": self._model,
@@ -63,7 +63,7 @@ class OpenInferenceMethods:
         # longer served leaves the caches.
         self._metadata: WeakKeyDictionary[ModelInfo, bytes] = WeakKeyDictionary()
         self._configurations: WeakKeyDictionary[ModelInfo, bytes] = WeakKeyDictionary()
-        self.shared_memory: dict[str, UnaryFunction] = {}
+        self.shared_memory: dict[str, PlainFunction] = {}
         if pipeline.shared_memory is not None:
             self.shared_memory = {
                 "SystemSharedMemoryStatus": self._region_status,

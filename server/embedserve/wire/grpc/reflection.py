@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from embedserve.wire.grpc.calls import UNARY_WORK, BidiCall
+from embedserve.wire.grpc.calls import PLAIN_WORK, BidiCall
 from embedserve.wire.grpc.grpc_framing import GrpcCallError, GrpcHeaders
 from embedserve.wire.http2.stream import Stream
 
@@ -36,5 +36,5 @@ class ServerReflection(BidiCall):
             raise GrpcCallError("INTERNAL", f"not a ServerReflectionRequest: {error}") from error
         for response in self._servicer.ServerReflectionInfo(iter((request,)), None):
             message = response.SerializeToString()
-            self.charge(UNARY_WORK + len(message))
+            self.charge(PLAIN_WORK + len(message))
             self.write((message,), len(message))

@@ -19,10 +19,10 @@ from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
-from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
+from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcPlainCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.grpc_framing import GrpcCallError, GrpcHeaders, parse_timeout
-from embedserve.wire.grpc.open_inference_grpc import UnaryFunction
+from embedserve.wire.grpc.open_inference_grpc import PlainFunction
 from embedserve.wire.grpc.statuses import error_block
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
@@ -83,7 +83,7 @@ class GrpcService:
     Attributes:
         health: health status of each service.
         model_methods: functions of ListModels and GetModel, by name.
-        open_inference: unary methods of inference.GRPCInferenceService.
+        open_inference: plain methods of inference.GRPCInferenceService.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GrpcService:
         self._codecs = pipeline.codecs
         self.model_methods = {"ListModels": self._list_models, "GetModel": self._get_model}
         infer = self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
-        self._lookups: dict[bytes, Codec] = {}  # of the unary methods
+        self._lookups: dict[bytes, Codec] = {}  # of the unary methods that look up vectors
         self._methods = {
             _path(health.SERVICE_NAME, "Watch"): GrpcMethod(
                 lambda headers, stream, _: health.Watch(self.health, headers, stream)
@@ -147,14 +147,14 @@ class GrpcService:
     def _add(
         self,
         service: str,
-        functions: Mapping[str, UnaryFunction],
+        functions: Mapping[str, PlainFunction],
         authenticator: Authenticator | None,
         roles: frozenset[str] = CALLERS,
     ) -> None:
-        """Adds unary methods for callers with one of ``roles``; for all without
+        """Adds plain methods for callers with one of ``roles``; for all without
         ``authenticator``."""
         for name, function in functions.items():
-            make = partial(GrpcUnaryCall, function)
+            make = partial(GrpcPlainCall, function)
             self._methods[_path(service, name)] = GrpcMethod(make, authenticator, roles)
 
     def resolve(self, request: HttpRequest) -> MakeCall:

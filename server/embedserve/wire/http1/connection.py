@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
-from embedserve.access.authenticator import CERTIFICATE, Certificate
+from embedserve.access.authenticator import CERTIFICATE, ClientCertificate
 from embedserve.access.client_address import peer_address
 from embedserve.errors import EmbedServeError
 from embedserve.wire.connections import (
@@ -59,7 +59,7 @@ class Http1Connection(Connection):
         is_write_paused: whether the client reads slower than responses are written.
     """
 
-    certificate: Certificate | None = None
+    certificate: ClientCertificate | None = None
     peer: str = ""
 
     def __init__(self, routes: RouteTable, server: WireServer) -> None:

@@ -18,7 +18,7 @@ from embedserve.pipeline import (
     ResponseWriter,
     late_request,
 )
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.connections import READ_BYTES, yield_to_others
 from embedserve.wire.http1.connection import Http1Connection
@@ -124,7 +124,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         return None if self._template is None else self._template.header(self._head, name)
 
     def write_response(
-        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         assert self._context is not None
         codec = self._context.options.response_codec
@@ -134,7 +134,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             more += lines_of(others)
         self._write(STATUS_LINES[200], content_type, more, chunks, nbytes)
 
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def write_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         assert self._context is not None
         encode = self._context.options.response_codec.encode_error
         ((_, content_type), *more), body = encode_error_response(error, headers, encode)

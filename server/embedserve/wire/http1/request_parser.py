@@ -9,7 +9,7 @@ import httptools
 
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.wire.http_stream import Headers, HttpRequest
-from embedserve.wire.rest.headers import TransferCodingError, VersionError, headers_too_large
+from embedserve.wire.rest.headers import HttpVersionError, TransferCodingError, headers_too_large
 
 BLANKS = b" \t"
 """Optional whitespace around a header value, not part of it (RFC 9110, section 5.5)."""
@@ -176,7 +176,7 @@ def _check_headers(version: str, url: bytes, headers: Headers) -> int | None:
 
     Raises:
         HeadersTooLargeError: the headers exceed HEAD_BYTES_MAX or HEAD_LINES_MAX.
-        VersionError: the version is none of VERSIONS.
+        HttpVersionError: the version is none of VERSIONS.
         TransferCodingError: the body has a transfer coding other than chunked.
         InvalidRequestError: the Host header is missing (HTTP/1.1) or repeated.
     """
@@ -186,7 +186,7 @@ def _check_headers(version: str, url: bytes, headers: Headers) -> int | None:
     if len(headers) > HEAD_LINES_MAX:
         raise headers_too_large(len(headers), "lines", HEAD_LINES_MAX)
     if version not in VERSIONS:
-        raise VersionError(f"the request says HTTP/{version}: send HTTP/1.1")
+        raise HttpVersionError(f"the request says HTTP/{version}: send HTTP/1.1")
     names = [name for name, _ in headers]
     hosts = names.count(b"host")
     if hosts > 1 or (version == "1.1" and not hosts):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from embedserve.access.authenticator import Certificate
+from embedserve.access.authenticator import ClientCertificate
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.closed_streams import ClosedStreams
 from embedserve.wire.http2.control import STREAMS_MAX, ControlFrames
@@ -120,7 +120,7 @@ class Http2Connection:
         self.flow_control = InboundFlowControl(self.frame_writer.out, uploads, on_output)
         self.message_turns = MessageTurns(self.flow_control, on_output)
         self.streams: dict[int, Stream] = {}
-        self.certificate: Certificate | None = None
+        self.certificate: ClientCertificate | None = None
         self.peer = ""
         self.is_over = self.has_more = False
         self.on_output = on_output

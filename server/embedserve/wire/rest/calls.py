@@ -12,7 +12,7 @@ from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
-from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.embed_call_handler import EmbedCallHandler
@@ -87,13 +87,13 @@ class RestCall(EmbedCallHandler[HttpStream]):
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
     def write_response(
-        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: ExtraHeaders | None = None
     ) -> None:
         self._context = None
         fixed = content_headers(self._options.response_codec, chunks)
         self._stream.respond(200, [*fixed, *(headers or ())], chunks, nbytes)
 
-    def end_with_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+    def end_with_error(self, error: EmbedServeError, headers: ExtraHeaders) -> None:
         encode = self._options.response_codec.encode_error
         write_error(self._stream, error, headers, encode_error=encode)
 
@@ -101,7 +101,7 @@ class RestCall(EmbedCallHandler[HttpStream]):
 def write_error(
     stream: HttpStream,
     error: EmbedServeError,
-    headers: HeaderList,
+    headers: ExtraHeaders,
     method: bytes = b"POST",
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error,
 ) -> None:

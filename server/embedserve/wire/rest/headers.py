@@ -19,7 +19,7 @@ from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.pipeline import ROUTING_KEY, RequestOptions
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList
+from embedserve.tracing.request_id import REQUEST_ID, ExtraHeaders
 from embedserve.wire.http_stream import LENGTH_DIGITS_MAX, Headers
 
 EncodeError = Callable[[EmbedServeError], bytes]
@@ -66,7 +66,7 @@ class TransferCodingError(EmbedServeError):
     http_status = 501
 
 
-class VersionError(EmbedServeError):
+class HttpVersionError(EmbedServeError):
     code = "INVALID_ARGUMENT"
     http_status = 505
 
@@ -207,9 +207,9 @@ def parse_timeout_ms(value: bytes) -> float:
     return timeout_ms / 1000
 
 
-def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
+def headers_too_large(count: int, unit: str, limit: int) -> HeadersTooLargeError:
     """Returns the error of headers with ``count`` units ("bytes" or "lines") over ``limit``."""
-    return HeadersTooLargeError(f"the headers have {count} {of}, the limit is {limit}")
+    return HeadersTooLargeError(f"the headers have {count} {unit}, the limit is {limit}")
 
 
 def content_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
@@ -221,7 +221,9 @@ def content_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
 
 
 def encode_error_response(
-    error: EmbedServeError, extra_headers: HeaderList, encode: EncodeError = json_codec.encode_error
+    error: EmbedServeError,
+    extra_headers: ExtraHeaders,
+    encode: EncodeError = json_codec.encode_error,
 ) -> tuple[Headers, bytes]:
     """Returns (headers without content-length, body) of the response to ``error``.
 

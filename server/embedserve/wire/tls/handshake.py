@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HANDSHAKE_S_MAX = 10.0
 HANDSHAKE_BYTES_MAX = 128 << 10
 """Bytes that a client may send in a handshake; most of them are its certificates."""
-HANDSHAKE_BYTES = 48 << 10
+HANDSHAKE_MEMORY_BYTES = 48 << 10
 """Approximate bytes of memory per handshake in progress, without the received bytes."""
 HANDSHAKE_RECORD = 0x16
 PLAIN_HTTP = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -65,8 +65,8 @@ class Handshake(Connection):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object: ssl.SSLObject | None = None
         self._pending = b""  # received while the thread was busy
-        self._came_bytes = 0
-        self._is_at_work = self._is_over = False
+        self._received_bytes = 0
+        self._is_stepping = self._is_over = False
         self._start_s = perf_counter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -83,13 +83,13 @@ class Handshake(Connection):
                 self._reject_plaintext(data)
                 return
             self._object = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._came_bytes += len(data)
-        if self._came_bytes > HANDSHAKE_BYTES_MAX:
+        self._received_bytes += len(data)
+        if self._received_bytes > HANDSHAKE_BYTES_MAX:
             self._fail("too_large", f"over {HANDSHAKE_BYTES_MAX} bytes were received of it")
             self._transport.abort()
             return
         self._pending += data
-        if not self._is_at_work:
+        if not self._is_stepping:
             self._step()
 
     def _step(self) -> None:
@@ -100,7 +100,7 @@ class Handshake(Connection):
         assert self._object is not None
         self._incoming.write(self._pending)
         self._pending = b""
-        self._is_at_work = True
+        self._is_stepping = True
         self._transport.pause_reading()
         loop = asyncio.get_running_loop()
         stepped = loop.run_in_executor(self._handshakes.thread, self._do_handshake, self._object)
@@ -117,7 +117,7 @@ class Handshake(Connection):
         return True
 
     def _stepped(self, stepped: asyncio.Future[bool]) -> None:
-        self._is_at_work = False
+        self._is_stepping = False
         error = stepped.exception()
         if self._is_over or self._transport.is_closing():
             return
@@ -175,7 +175,7 @@ class Handshake(Connection):
 
     @property
     def held_bytes(self) -> int:
-        return HANDSHAKE_BYTES + self._came_bytes + len(self._pending)
+        return HANDSHAKE_MEMORY_BYTES + self._received_bytes + len(self._pending)
 
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > HANDSHAKE_S_MAX:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from embedserve.access.authenticator import CERTIFICATE, Certificate, certificate_of
+from embedserve.access.authenticator import CERTIFICATE, ClientCertificate, certificate_of
 
 HEADER_BYTES = 5
 """Bytes before the content of a TLS record: type, version and length."""
@@ -63,7 +63,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._is_reading = True
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
-        self._is_raw_full = self._is_told_full = False
+        self._is_raw_full = self._is_protocol_paused = False
         self._is_pump_due = False
         self._is_closing = self._has_eof = self._is_ended = False
 
@@ -231,8 +231,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def _update_backpressure(self) -> None:
         """Calls pause_writing or resume_writing of the protocol if the backpressure changed."""
         is_full = bool(self._backlog) or self._is_raw_full
-        if is_full != self._is_told_full:
-            self._is_told_full = is_full
+        if is_full != self._is_protocol_paused:
+            self._is_protocol_paused = is_full
             if is_full:
                 self._protocol.pause_writing()
             else:
@@ -343,7 +343,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         return self._raw.get_extra_info(name, default)
 
 
-def _certificate_of(tls: ssl.SSLObject) -> Certificate | None:
+def _certificate_of(tls: ssl.SSLObject) -> ClientCertificate | None:
     """Returns the client certificate that TLS has verified; None if there was none."""
     found = tls.getpeercert()
     if not found:

@@ -15,7 +15,7 @@ from server.wire.grpc.grpc_peer import GrpcPeer
 
 from embedserve import open_inference_service
 from embedserve.wire.grpc import open_inference_grpc
-from embedserve.wire.grpc.calls import UNARY_WORK
+from embedserve.wire.grpc.calls import PLAIN_WORK
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from embedserve.wire.grpc.reflection import SERVICE_NAMES
@@ -51,7 +51,7 @@ def calls(peer: GrpcPeer, path: str, message: bytes) -> bytes:
 async def test_one_iteration_answers_a_bounded_number_of_calls(
     peer: GrpcPeer, path: str, message: bytes
 ) -> None:
-    calls_per_iteration_max = WORK_PER_TURN // UNARY_WORK + 1
+    calls_per_iteration_max = WORK_PER_TURN // PLAIN_WORK + 1
     peer.connection.receive(calls(peer, path, message))
     iterations = 1
     while peer.connection.has_more:
@@ -68,7 +68,7 @@ async def test_one_iteration_answers_a_bounded_number_of_reflection_messages(
 ) -> None:
     """Requests the list of services, as all of its responses fit into the stream's window."""
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    responses_per_iteration_max = WORK_PER_TURN // UNARY_WORK + 1
+    responses_per_iteration_max = WORK_PER_TURN // PLAIN_WORK + 1
     messages = framed(request.SerializeToString()) * COUNT
     peer.call(1, f"/{SERVICE_NAMES[0]}/ServerReflectionInfo", messages)
     counts = [0]
