@@ -277,8 +277,8 @@ class ServeSettings:
     )
     delta_undo: int = setting(
         64,
-        "Deltas that can be undone from memory, as far as --delta-memory allows. An undo that goes "
-        "further back reads the store.",
+        "Steps that can be undone from memory, as far as --delta-memory allows. A step is one "
+        "delta, or several that waited. An undo that goes further back reads the store.",
         min=0,
         max=10_000,
     )

@@ -1,8 +1,8 @@
 """A request as flat, feature-major arrays: the fields of a KeyedJaggedTensor, without torch.
 
 Joins the features of a mapping or table, or reads a KeyedJaggedTensor. Checks the features against
-each other: equal batch sizes, and weights with the shape of the ids. `wire` encodes the resulting
-`RequestBatch`.
+each other: equal batch sizes, and weights with the shape of the ids. `messages` encodes the
+resulting `RequestBatch`.
 """
 
 from collections.abc import Collection, Mapping, Sequence

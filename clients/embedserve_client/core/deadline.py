@@ -1,7 +1,7 @@
 """Timeouts of calls.
 
-Validates the caller's timeout, falls back to the client's default, and makes the HTTP header that
-tells the server. httpx and grpc measure the time.
+Validates the caller's timeout, falls back to the client's default, and makes the HTTP header with
+the timeout for the server. httpx and grpc measure the time of an attempt, `retries` that of all.
 """
 
 import math

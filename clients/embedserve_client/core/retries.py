@@ -3,7 +3,7 @@
 Overloaded and Unavailable are retried, because a later attempt may succeed. The pause before a
 retry is the server's Retry-After plus a random part. The bound of the random part doubles with each
 retry, so that callers that failed together do not return together ("full jitter": M. Brooker,
-"Exponential Backoff And Jitter", AWS Architecture Blog, 2015). The clients do the waiting.
+"Exponential Backoff And Jitter", AWS Architecture Blog, 2015). `retry_loop` does the waiting.
 """
 
 import random

@@ -1,6 +1,6 @@
 """gRPC without I/O: channel options, calls as data, final statuses, and error translation.
 
-The sync and the async client share it. `wire` encodes and decodes the messages.
+The sync and the async client share it. `core.messages` encodes and decodes the messages.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Pool of shared-memory files in /dev/shm, for a server on the same host.
 
 The client writes ids to these files, and the server writes vectors to them. `Regions` creates the
-files, reuses them between requests, and removes them on close. `shared_memory` makes the requests.
+files, reuses them between requests, and removes them on close. `lookups` makes the requests.
 """
 
 import errno

@@ -1,8 +1,7 @@
 """Shows a sharding plan: a table of where each table is located, and a bar for each rank.
 
 A plan over several hosts also has a bar for each part. Each table has a letter, which stands for
-its bytes in the bars; colors are redundant. Output goes
-to stdout, in the width of the terminal.
+its bytes in the bars; colors are redundant. Output goes to stdout, in the width of the terminal.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from embedserve_store.remote.remote_files import RemoteFolder
 KEEP_S = 24 * 3600.0
 """Seconds for which a delta is kept in any case: servers that are behind may still need it."""
 NAMES_MAX = 100_000
-"""Names of files that are held at once, some 20 MB. The line is listed once for each as many that
-are removed."""
+"""Names of files that are held in memory, some 20 MB. The line is listed once for every NAMES_MAX
+files that are removed."""
 
 _Entry = tuple[int, bool, str]
 """Seq, whether the file has rows, and its name: a manifest comes before the rows of its delta."""
@@ -63,9 +63,9 @@ def prune_deltas(
 ) -> list[PrunedDeltas]:
     """Removes the deltas that every stored version of their line has in its rows.
 
-    These are all deltas of a line without a version. The oldest is removed first, and of a delta
-    the manifest first, so that a run that was interrupted leaves whole deltas in sequence. Files
-    without a manifest, which killed writers left, go along once they are as old.
+    A line without a stored version loses all its deltas. The oldest delta is removed first, and its
+    manifest before its files, so that a run that was interrupted leaves whole deltas in sequence.
+    Files without a manifest, which killed writers left, are removed, too, once they are as old.
 
     Args:
         store: a folder or a URL.

@@ -47,7 +47,7 @@ class ChangedRows:
 
 
 def split(changes: Mapping[str, ChangedRows]) -> Iterator[list[ChangedRows]]:
-    """Yields the rows of each file of a delta, at most PART_BYTES of values per table and file."""
+    """Yields the rows of each file of a delta: at most PART_BYTES of values, or one row."""
     part: list[ChangedRows] = []
     part_bytes = 0
     for change in changes.values():

@@ -4,7 +4,8 @@ float32 and float16 rows are plain little-endian numbers. An int8 or int4 row is
 bias (float16 each), then the codes: value = code * scale + bias. An int4 byte holds two codes, the
 first in its low half. FBGEMM's quantize op puts scale and bias behind the codes. Its inference
 kernels (TBE) read them in front, so this module moves them. A stored row is padded to a multiple of
-4 columns; responses do not contain the padding. No other module knows the layout.
+4 columns; responses do not contain the padding. table_spec.py has the sizes of rows. The server's
+engine reads only the scale and bias, and cuts rows into column shards.
 """
 
 from __future__ import annotations

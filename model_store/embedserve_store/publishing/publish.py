@@ -224,7 +224,7 @@ def publish_files(
         nbytes: bytes of the rows and id maps, for which the disk must have room.
         write: writes all files and renames the folder (publish_staged).
         check: raises StoreError if the version must not appear any more. It is called after an
-            upload, directly before the manifest is written.
+            upload, directly before the manifest is written; in a folder ``write`` has to check.
 
     Raises:
         StoreError: the store cannot be written. It is unchanged then.

@@ -78,7 +78,7 @@ def publish_sharded(
 def _checked(
     module: torch.nn.Module, store: str | os.PathLike[str], model: str, options: PublishOptions
 ) -> tuple[Description, PublishOptions]:
-    """Returns the tables of ``module``, and ``options`` with their place and sharding.
+    """Returns the tables of ``module``, and ``options`` with its prefix and sharding.
 
     Raises:
         InvalidModelError, StoreError: as check_options.

@@ -54,7 +54,7 @@ class MultipartUpload:
         self._part_bytes = max(remote_files.PART_BYTES, -(-size // PARTS_MAX))
         self._etags: dict[int, str] = {}
         self._there: dict[int, str] = {}
-        # Before the trial of _can_copy, which may stay and would be found as the last upload.
+        # Before _can_copy: if its trial upload cannot be aborted, that would be found as the last.
         found = self._find() if is_resumed else None
         self._unchanged = unchanged if unchanged and self._can_copy(unchanged) else None
         self._copied: set[int] = set()

@@ -2,8 +2,8 @@
 
 The files are downloaded into a hidden folder, checked to the last byte, synced, loaded and made
 read-only. Then the folder is renamed. Other processes that need the same version wait for a lock.
-A pull continues with what one has left that was stopped or killed, or that lost the store. After a
-pull that found damage the next one waits (damage_record.py). Never imports torch.
+A pull continues with the files of an earlier pull that was stopped or killed, or that lost the
+store. After a pull that found damage the next pull waits (damage_record.py). Never imports torch.
 """
 
 from __future__ import annotations

@@ -57,8 +57,9 @@ def run_applier(
 ) -> None:
     """Applies deltas until SIGTERM, or until the supervisor is gone.
 
-    Sends a heartbeat at once when every served version has been polled for the first time, and when
-    a next version may serve. The supervisor sends which versions are followed, when that changes.
+    Sends a heartbeat immediately when every served version has the deltas that were there at its
+    start, and when a next version may serve. The supervisor sends which versions are followed, when
+    that changes.
 
     Args:
         versions: versions at the start, and their memory. It is emptied, so that memory is given

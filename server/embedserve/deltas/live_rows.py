@@ -70,7 +70,8 @@ class LiveRows:
         memory: the memory itself; other processes can open it while this one has it.
         start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
-        undo: number of deltas whose former rows are kept, as far as the memory allows.
+        undo: number of steps, of one delta or several, whose former rows are kept, as far as the
+            memory allows.
         groups: the groups of tables, then that of the entries of ``ids``.
         ids: changed ids of the vocabularies.
         rows: uint8 [count, row_bytes] for each table, by its name: the spare rows themselves.
@@ -97,7 +98,7 @@ class LiveRows:
             version: a version whose tables are mapped.
             memory_max: bytes that changed rows may take.
             readers: number of processes that look rows up.
-            undo: number of deltas that can be taken back at once.
+            undo: number of steps that can be taken back from memory.
             memory: memory that all processes share; with that of another process the rows are as
                 that one has left them. Default: new memory for processes that are forked later.
             new_ids_percent: ids of each vocabulary that may change, in percent of its ids.

@@ -115,7 +115,7 @@ def lay_out_groups(
     Args:
         groups: tables of each group.
         memory_max: bytes that changed rows may take.
-        undo: number of deltas whose former rows are kept.
+        undo: number of steps whose former rows are kept.
         ranges: range of each table in its file.
     """
     found: list[RowGroup] = []

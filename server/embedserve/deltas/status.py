@@ -195,7 +195,7 @@ class SharedDeltaState:
             the applier reads it at each poll.
         caught_up: whether a version that is prepared beside the served one may serve. Set by the
             applier.
-        notify: whether the broker that notifies the applier is connected, which sets it; None
+        notify: whether the broker that notifies the applier is connected. Set by the applier; None
             without a broker.
     """
 
