@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from embedserve.config import ServeSettings, is_loopback
 from embedserve.on_missing import MissingPolicy
-from embedserve_store.deltas.notify.channel_url import read_channel_url
+from embedserve_store.deltas.notify.broker_url import read_broker_url
 from embedserve_store.errors import StoreError
 from embedserve_store.parts.part import Part
 from embedserve_store.remote.remote_store import is_url
@@ -118,7 +118,7 @@ def _check_deltas(settings: ServeSettings) -> None:
         )
     if settings.delta_notify and settings.deltas != "none":
         try:
-            read_channel_url(settings.delta_notify)
+            read_broker_url(settings.delta_notify)
         except StoreError as error:
             raise ValueError(str(error)) from error
 

@@ -22,7 +22,7 @@ from embedserve_store.deltas.encode_changes import (
 )
 from embedserve_store.deltas.golden_bags import GoldenBags, PushedGoldens
 from embedserve_store.deltas.line_appender import LineAppender
-from embedserve_store.deltas.notify.channel_url import Notify
+from embedserve_store.deltas.notify.broker_url import Notify
 from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.push_runner import PushRunner, evaluate
 from embedserve_store.deltas.pushed_ids import PlacedIds, PushedIds, RemovedIds

@@ -8,7 +8,7 @@ from functools import partial
 
 from embedserve_store.deltas.append import append, as_of_now, check_no_overwrites
 from embedserve_store.deltas.delta_line import DeltaLine
-from embedserve_store.deltas.notify.channel_url import Notify
+from embedserve_store.deltas.notify.broker_url import Notify
 from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.signing import KeyFile, check_stays_signed, signing_key
 from embedserve_store.errors import StoreError

@@ -31,7 +31,7 @@ from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 
 if TYPE_CHECKING:
     from embedserve.deltas.delta_subscriber import DeltaSubscriber
-    from embedserve_store.deltas.notify.channel import Topic
+    from embedserve_store.deltas.notify.broker import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def run_applier(
     while True:
         if subscriber is not None:
             subscriber.follow(lines.topics())
-            lines.set_notified(subscriber.is_connected)
+            lines.set_broker_connected(subscriber.is_connected)
         due_s = lines.poll_due()
         if (not is_announced and lines.are_ready()) or lines.mark_caught_up():
             is_announced = True

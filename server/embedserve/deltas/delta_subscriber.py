@@ -12,15 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Set
 
-from embedserve_store.deltas.notify.channel import (
+from embedserve_store.deltas.notify.broker import (
     RETRY_S,
     RETRY_S_MAX,
-    Channel,
+    BrokerConnection,
     Topic,
     described_error,
-    open_channel,
+    open_broker,
 )
-from embedserve_store.deltas.notify.channel_url import ChannelUrl, Notify, read_channel_url
+from embedserve_store.deltas.notify.broker_url import BrokerUrl, Notify, read_broker_url
 
 logger = logging.getLogger(__name__)
 
@@ -66,29 +66,29 @@ class DeltaSubscriber:
     async def _receive_all(self) -> None:
         delay_s = RETRY_S
         while True:
-            url, channel, start_s = None, None, time.monotonic()
+            url, connection, start_s = None, None, time.monotonic()
             try:
-                url = read_channel_url(self._notify)
-                channel = open_channel(url)
-                await self._receive(channel, url)
+                url = read_broker_url(self._notify)
+                connection = open_broker(url)
+                await self._receive(connection, url)
             except Exception as error:
                 self._log_failure(described_error(error, url))
             self._set_connected(False)
-            if channel is not None:
-                await channel.close()
+            if connection is not None:
+                await connection.close()
             if time.monotonic() - start_s > RETRY_S_MAX:
                 delay_s = RETRY_S
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, RETRY_S_MAX)
 
-    async def _receive(self, channel: Channel, url: ChannelUrl) -> None:
+    async def _receive(self, connection: BrokerConnection, url: BrokerUrl) -> None:
         """Announces what is notified, until the connection fails."""
-        await channel.connect()
+        await connection.connect()
         subscribed: set[Topic] = set()
         found: set[Topic] = set()
         while True:
             if new := self._wanted - subscribed:
-                await channel.subscribe([*new])
+                await connection.subscribe([*new])
                 subscribed |= new
                 found = found | new  # deltas may have come while there was no subscription
             if not self.is_connected:
@@ -99,7 +99,7 @@ class DeltaSubscriber:
                 self._announce(found)
             if found or not subscribed:
                 await asyncio.sleep(self._pace_s)
-            found = await channel.receive() if subscribed else set()
+            found = await connection.receive() if subscribed else set()
 
     def _set_connected(self, is_connected: bool) -> None:
         """Sets the state, and wakes the applier, which tells the workers."""

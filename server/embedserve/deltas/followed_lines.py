@@ -31,7 +31,7 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 
 if TYPE_CHECKING:
-    from embedserve_store.deltas.notify.channel import Topic
+    from embedserve_store.deltas.notify.broker import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -177,11 +177,11 @@ class FollowedLines:
             if _topic(one) in topics:
                 one.schedule.hurry()
 
-    def set_notified(self, is_connected: bool) -> None:
+    def set_broker_connected(self, is_connected: bool) -> None:
         """Tells workers whether the broker is connected."""
         for one in self._lines.values():
-            if one.shared.notify is not None:
-                one.shared.notify.set(is_connected)
+            if one.shared.broker_connected is not None:
+                one.shared.broker_connected.set(is_connected)
 
     def are_ready(self) -> bool:
         """Returns whether all served versions have the deltas that were there at the start."""
@@ -254,7 +254,7 @@ class FollowedLines:
 
 
 def _topic(one: _FollowedLine) -> Topic:
-    from embedserve_store.deltas.notify.channel import Topic  # not imported without a broker
+    from embedserve_store.deltas.notify.broker import Topic  # not imported without a broker
 
     live = one.shared.live
     return Topic(live.version.manifest.model, live.start.line)

@@ -195,8 +195,8 @@ class SharedDeltaState:
             the applier reads it at each poll.
         caught_up: whether a version that is prepared beside the served one may serve. Set by the
             applier.
-        notify: whether the broker that notifies the applier is connected. Set by the applier; None
-            without a broker.
+        broker_connected: whether the broker that notifies the applier is connected. Set by the
+            applier; None without a broker.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class SharedDeltaState:
         self.status = DeltaStatus(live.start, memory)
         self.hold, self.caught_up = SharedFlag(memory), SharedFlag(memory)
         self.goldens = SharedGoldens(memory)
-        self.notify = SharedFlag(memory) if has_broker else None
+        self.broker_connected = SharedFlag(memory) if has_broker else None
         self._are_signed = are_signed
 
     def read(self) -> DeltaState:
@@ -239,8 +239,8 @@ class SharedDeltaState:
         described = self.status.describe(self.read())
         if self._are_signed:
             described["signatures"] = "required"
-        if self.notify is not None:
-            described["notify"] = "connected" if self.notify.is_set else "disconnected"
+        if self.broker_connected is not None:
+            described["notify"] = "connected" if self.broker_connected.is_set else "disconnected"
         return described
 
 

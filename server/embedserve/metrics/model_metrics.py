@@ -156,7 +156,7 @@ def delta_samples(labels: Sequence[str], shared: SharedDeltaState) -> Iterator[S
         "apply_seconds": now.apply_seconds.samples(),
         "freshness_seconds": now.freshness_seconds.samples(),
     }
-    if shared.notify is not None:
-        values["notify_connected"] = shared.notify.is_set
+    if shared.broker_connected is not None:
+        values["notify_connected"] = shared.broker_connected.is_set
     for name, value in values.items():
         yield f"embedserve_delta_{name}", labels, value

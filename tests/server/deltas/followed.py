@@ -85,8 +85,8 @@ class Followed:
         self.shared = SharedDeltaState(self.live, has_broker=True)
         self.status, self.hold = self.shared.status, self.shared.hold
         self.goldens = self.shared.goldens
-        assert self.shared.notify is not None
-        self.notify = self.shared.notify
+        assert self.shared.broker_connected is not None
+        self.broker_connected = self.shared.broker_connected
         self.follower = self.started()
 
     def started(self, check_on_device: CheckRows | None = None) -> DeltaFollower:

@@ -25,7 +25,7 @@ from embedserve.deltas.applier_process import (
 from embedserve.deltas.delta_target import DeltaTarget
 from embedserve.processes.open_store import open_folder
 from embedserve_store import DeltaLine
-from embedserve_store.deltas.notify.channel import Topic
+from embedserve_store.deltas.notify.broker import Topic
 from embedserve_store.deltas.signing import TrustedKeys
 
 WAIT_S_MAX = 60

@@ -23,9 +23,9 @@ from embedserve.config_checks import check_settings
 from embedserve.deltas import delta_subscriber as module
 from embedserve.deltas.delta_subscriber import DeltaSubscriber
 from embedserve_store import DeltaWriter
-from embedserve_store.deltas.notify import nats_channel, redis_channel
-from embedserve_store.deltas.notify.channel import Channel, Topic, open_channel
-from embedserve_store.deltas.notify.channel_url import ChannelUrl, read_channel_url
+from embedserve_store.deltas.notify import nats_broker, redis_broker
+from embedserve_store.deltas.notify.broker import BrokerConnection, Topic, open_broker
+from embedserve_store.deltas.notify.broker_url import BrokerUrl, read_broker_url
 
 TOPIC, OTHER, LATER = Topic("m", 1), Topic("n", 3), Topic("m", 7)
 PACE_S = 0.05
@@ -55,10 +55,10 @@ class Subscription(DeltaSubscriber):
         with suppress(SystemExit):
             super()._run()
 
-    async def _receive(self, channel: Channel, url: ChannelUrl) -> None:
+    async def _receive(self, connection: BrokerConnection, url: BrokerUrl) -> None:
         if self.is_over:
             raise SystemExit
-        await super()._receive(channel, url)
+        await super()._receive(connection, url)
 
     @property
     def count(self) -> int:
@@ -79,9 +79,9 @@ def short_timeouts(
     caplog.set_level(logging.INFO, "embedserve")
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     monkeypatch.setattr(module, "RETRY_S_MAX", 0.2)
-    for channel in (redis_channel, nats_channel):
-        monkeypatch.setattr(channel, "CONNECT_S_MAX", 2.0)
-        monkeypatch.setattr(channel, "IDLE_S", 0.2)
+    for broker in (redis_broker, nats_broker):
+        monkeypatch.setattr(broker, "CONNECT_S_MAX", 2.0)
+        monkeypatch.setattr(broker, "IDLE_S", 0.2)
     yield
     monkeypatch.setattr(Subscription, "is_over", True)
     for thread in threading.enumerate():
@@ -101,8 +101,8 @@ def long_connect_timeout(short_timeouts: None, monkeypatch: pytest.MonkeyPatch) 
 
 
 def set_connect_s_max(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    for channel in (redis_channel, nats_channel):
-        monkeypatch.setattr(channel, "CONNECT_S_MAX", seconds)
+    for broker in (redis_broker, nats_broker):
+        monkeypatch.setattr(broker, "CONNECT_S_MAX", seconds)
 
 
 def publish(url: str, *topics: Topic, seq: int = 1) -> None:
@@ -112,13 +112,13 @@ def publish(url: str, *topics: Topic, seq: int = 1) -> None:
 
 def is_published(url: str, *topics: Topic, seq: int) -> bool:
     async def run() -> None:
-        channel = open_channel(read_channel_url(url))
+        connection = open_broker(read_broker_url(url))
         try:
-            await channel.connect()
+            await connection.connect()
             for topic in topics:
-                await channel.publish(topic, seq)
+                await connection.publish(topic, seq)
         finally:
-            await channel.close()
+            await connection.close()
 
     try:
         asyncio.run(run())
@@ -155,11 +155,11 @@ def test_subscriber_reconnects_and_warns_once_per_broker_outage(
     """Checks for one warning per outage, whatever the number of attempts."""
     attempts = []
 
-    def open_and_count(url: ChannelUrl) -> Channel:
+    def open_and_count(url: BrokerUrl) -> BrokerConnection:
         attempts.append(url)
-        return open_channel(url)
+        return open_broker(url)
 
-    monkeypatch.setattr(module, "open_channel", open_and_count)
+    monkeypatch.setattr(module, "open_broker", open_and_count)
     subscription = Subscription(broker.url)
     for outage in (1, 2):
         wait_until(lambda: subscription.is_connected)
@@ -275,13 +275,13 @@ def test_notified_delta_is_applied_before_the_next_poll(broker: Broker, tmp_path
     followed = Followed(tmp_path / "store")
     applier = ApplierProcess(followed, tmp_path / "store", poll_s=3600.0, notify=broker.url)
     try:
-        wait_until(lambda: followed.notify.is_set)
+        wait_until(lambda: followed.broker_connected.is_set)
         with DeltaWriter(tmp_path / "store", model="m", notify=broker.url) as writer:
             for seq in (1, 2):
                 writer.push_rows({})
                 wait_until(lambda: followed.live.seq == seq)  # noqa: B023
             broker.kill()
-            wait_until(lambda: not followed.notify.is_set)
+            wait_until(lambda: not followed.broker_connected.is_set)
             writer.push_rows({})
             broker.start()  # the applier polls after a new connection
             wait_until(lambda: followed.live.seq == 3)
@@ -346,9 +346,9 @@ def test_line_followed_after_connecting_is_announced(broker: Broker) -> None:
     wait_until(lambda: subscription.counts[LATER] >= 2)
 
 
-class KeepingChannel:
-    """A channel that keeps the topics that it returns, as that of NATS does. The subscriber follows
-    LATER from then on."""
+class KeepingConnection:
+    """A connection that keeps the topics that it returns, as that of NATS does. The subscriber
+    follows LATER from then on."""
 
     def __init__(self) -> None:
         self.subscription: Subscription | None = None
@@ -375,10 +375,10 @@ class KeepingChannel:
 
 
 def test_topics_of_the_channel_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a line which is followed later is announced once: NATS's channel would subscribe
-    to what was added, and announce it again."""
-    channel = KeepingChannel()
-    monkeypatch.setattr(module, "open_channel", lambda url: channel)
-    channel.subscription = Subscription("nats://127.0.0.1:1")
-    wait_until(lambda: channel.receives >= 2)
-    assert channel.kept == {TOPIC}
+    """Checks that a line which is followed later is announced once: NATS's connection would
+    subscribe to what was added, and announce it again."""
+    connection = KeepingConnection()
+    monkeypatch.setattr(module, "open_broker", lambda url: connection)
+    connection.subscription = Subscription("nats://127.0.0.1:1")
+    wait_until(lambda: connection.receives >= 2)
+    assert connection.kept == {TOPIC}

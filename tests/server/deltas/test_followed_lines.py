@@ -31,7 +31,7 @@ from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import SharedFlag, VersionMemory
 from embedserve.processes.open_store import open_folder
 from embedserve_store import compact_deltas, publish, undo_deltas
-from embedserve_store.deltas.notify.channel import Topic
+from embedserve_store.deltas.notify.broker import Topic
 from embedserve_store.errors import StoreError
 
 
@@ -339,9 +339,9 @@ def test_notifications_hasten_polls_of_the_named_lines_only(rollout: DeltaRollou
 
 def test_broker_connection_state_is_shared_with_workers(rollout: DeltaRollout) -> None:
     (one,) = rollout.lines._lines.values()
-    rollout.lines.set_notified(True)
-    assert one.shared.notify is None  # without the setting
-    one.shared.notify = SharedFlag(VersionMemory.create())
+    rollout.lines.set_broker_connected(True)
+    assert one.shared.broker_connected is None  # without the setting
+    one.shared.broker_connected = SharedFlag(VersionMemory.create())
     for is_connected in (True, False):
-        rollout.lines.set_notified(is_connected)
+        rollout.lines.set_broker_connected(is_connected)
         assert one.shared.describe()["notify"] == ("connected" if is_connected else "disconnected")

@@ -146,8 +146,8 @@ def test_broker_state_is_reported_only_with_notifications() -> None:
     assert "notify" not in shared_state(status).describe()
     notified = shared_state(status, has_broker=True)
     assert notified.describe() == status.describe() | {"notify": "disconnected"}
-    assert notified.notify is not None
-    notified.notify.set(True)
+    assert notified.broker_connected is not None
+    notified.broker_connected.set(True)
     assert notified.describe()["notify"] == "connected"
     samples = {name: value for name, _, value in delta_samples([], notified)}
     assert samples["embedserve_delta_notify_connected"] == 1

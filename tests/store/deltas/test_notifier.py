@@ -20,10 +20,10 @@ from store.deltas.conftest import deltas_in, tag_row
 from waits import wait_until
 
 from embedserve_store import DeltaWriter, StoreError, undo_deltas
-from embedserve_store.deltas.notify import nats_channel, redis_channel
+from embedserve_store.deltas.notify import nats_broker, redis_broker
 from embedserve_store.deltas.notify import notifier as module
-from embedserve_store.deltas.notify.channel import NOTIFICATIONS_MAX, Topic, open_channel
-from embedserve_store.deltas.notify.channel_url import read_channel_url
+from embedserve_store.deltas.notify.broker import NOTIFICATIONS_MAX, Topic, open_broker
+from embedserve_store.deltas.notify.broker_url import read_broker_url
 from embedserve_store.deltas.notify.notifier import DeltaNotifier
 
 TOPIC = Topic("m", 1)
@@ -40,8 +40,8 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises the timeouts. On a busy host, importing a client and connecting takes more than two
     seconds, and a response may take more than five."""
     monkeypatch.setattr(module, "CLOSE_S_MAX", WAIT_S_MAX)
-    for channel in (nats_channel, redis_channel):
-        monkeypatch.setattr(channel, "CONNECT_S_MAX", WAIT_S_MAX)
+    for connection in (nats_broker, redis_broker):
+        monkeypatch.setattr(connection, "CONNECT_S_MAX", WAIT_S_MAX)
 
 
 def stored_seqs(url: str) -> list[int]:
@@ -50,18 +50,18 @@ def stored_seqs(url: str) -> list[int]:
 
 
 async def _stored_seqs(url: str) -> list[int]:
-    channel: Any = open_channel(read_channel_url(url))
-    await channel.connect()
+    connection: Any = open_broker(read_broker_url(url))
+    await connection.connect()
     try:
         if "redis" in url:
             seqs, start = [], "-"
-            while entries := await channel._redis.xrange(TOPIC.redis_key, start, count=500):
+            while entries := await connection._redis.xrange(TOPIC.redis_key, start, count=500):
                 seqs += [int(fields[b"seq"]) for _, fields in entries]
                 start = f"({entries[-1][0].decode()}"
             return seqs
-        return await _stored_nats_seqs(channel._client.jetstream())
+        return await _stored_nats_seqs(connection._client.jetstream())
     finally:
-        await channel.close()
+        await connection.close()
 
 
 async def _stored_nats_seqs(stream: Any) -> list[int]:
@@ -109,11 +109,11 @@ def test_broker_discards_old_notifications(broker: Broker) -> None:
     count = 2 * NOTIFICATIONS_MAX
 
     async def publish() -> None:
-        channel = open_channel(read_channel_url(broker.url))
-        await channel.connect()
+        connection = open_broker(read_broker_url(broker.url))
+        await connection.connect()
         for seq in range(1, count + 1):
-            await channel.publish(TOPIC, seq)
-        await channel.close()
+            await connection.publish(TOPIC, seq)
+        await connection.close()
 
     asyncio.run(publish())
     seqs = stored_seqs(broker.url)
@@ -201,11 +201,11 @@ def test_connection_whose_tls_handshake_failed_is_closed_at_once(tmp_path: Path,
     """Covers a command that ends after its only notification: it has to log why that failed."""
 
     async def fail_to_connect(url: str) -> None:
-        channel = open_channel(read_channel_url(url))
+        connection = open_broker(read_broker_url(url))
         with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
-            await channel.connect()
+            await connection.connect()
         async with asyncio.timeout(WAIT_S_MAX / 4):
-            await channel.close()
+            await connection.close()
 
     with running(Broker(kind, tmp_path, authority=tls_files(tmp_path / "files"))) as broker:
         asyncio.run(fail_to_connect(broker.url))
@@ -227,12 +227,12 @@ def test_password_is_not_sent_to_a_nats_broker_without_tls() -> None:
     async def connect() -> None:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            channel = open_channel(read_channel_url(f"tls://trainer:sesame@127.0.0.1:{port}"))
+            connection = open_broker(read_broker_url(f"tls://trainer:sesame@127.0.0.1:{port}"))
             try:
                 with pytest.raises(SecureConnRequiredError):
-                    await channel.connect()
+                    await connection.connect()
             finally:
-                await channel.close()
+                await connection.close()
             await is_closed.wait()
 
     asyncio.run(connect())
@@ -273,7 +273,7 @@ def test_notifier_with_nothing_to_send_starts_no_thread(broker: Broker) -> None:
 def test_broker_clients_are_not_imported_without_a_broker() -> None:
     code = (
         "import sys, embedserve_store, embedserve.config_checks, embedserve.deltas.applier_process;"
-        "print([one for one in ('redis', 'nats', 'embedserve_store.deltas.notify.channel')"
+        "print([one for one in ('redis', 'nats', 'embedserve_store.deltas.notify.broker')"
         " if one in sys.modules])"
     )
     done = subprocess.run(

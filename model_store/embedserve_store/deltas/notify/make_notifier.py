@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from embedserve_store.deltas.notify.channel_url import ENVIRONMENT, Notify, read_channel_url
+from embedserve_store.deltas.notify.broker_url import ENVIRONMENT, Notify, read_broker_url
 
 if TYPE_CHECKING:
     from embedserve_store.deltas.notify.notifier import DeltaNotifier
@@ -16,13 +16,13 @@ def make_notifier(notify: Notify | None, model: str, line: int) -> DeltaNotifier
     without either.
 
     Raises:
-        StoreError: as read_channel_url.
+        StoreError: as read_broker_url.
     """
     chosen = notify or os.environ.get(ENVIRONMENT)
     if not chosen:
         return None
-    read_channel_url(chosen)  # what cannot be used is an error at the start
-    from embedserve_store.deltas.notify.channel import Topic
+    read_broker_url(chosen)  # what cannot be used is an error at the start
+    from embedserve_store.deltas.notify.broker import Topic
     from embedserve_store.deltas.notify.notifier import DeltaNotifier
 
     return DeltaNotifier(chosen, Topic(model, line))

@@ -7,15 +7,15 @@ import logging
 import threading
 from contextlib import suppress
 
-from embedserve_store.deltas.notify.channel import (
+from embedserve_store.deltas.notify.broker import (
     RETRY_S,
     RETRY_S_MAX,
-    Channel,
+    BrokerConnection,
     Topic,
     described_error,
-    open_channel,
+    open_broker,
 )
-from embedserve_store.deltas.notify.channel_url import ChannelUrl, Notify, read_channel_url
+from embedserve_store.deltas.notify.broker_url import BrokerUrl, Notify, read_broker_url
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class DeltaNotifier:
         changed = asyncio.Event()
         with self._lock:
             self._loop, self._changed = asyncio.get_running_loop(), changed
-        channel: Channel | None = None
-        url: ChannelUrl | None = None
+        connection: BrokerConnection | None = None
+        url: BrokerUrl | None = None
         sent, delay_s = 0, RETRY_S
         while True:
             changed.clear()
@@ -90,20 +90,20 @@ class DeltaNotifier:
                     break
                 await changed.wait()
                 continue
-            is_new = channel is None
+            is_new = connection is None
             try:
-                if channel is None:
+                if connection is None:
                     url = None
-                    url = read_channel_url(self._notify)
-                    channel = open_channel(url)
-                    await channel.connect()
-                await channel.publish(self._topic, seq)
+                    url = read_broker_url(self._notify)
+                    connection = open_broker(url)
+                    await connection.connect()
+                await connection.publish(self._topic, seq)
                 sent, delay_s = seq, RETRY_S
                 self._log_success(url)
             except Exception as error:
-                if channel is not None:
-                    await channel.close()
-                channel = None
+                if connection is not None:
+                    await connection.close()
+                connection = None
                 if not is_new:  # the broker may have ended a connection that waited for long
                     continue
                 self._log_failure(described_error(error, url))
@@ -115,10 +115,10 @@ class DeltaNotifier:
                             await changed.wait()
                             changed.clear()
                 delay_s = min(2 * delay_s, RETRY_S_MAX)
-        if channel is not None:
-            await channel.close()
+        if connection is not None:
+            await connection.close()
 
-    def _log_success(self, url: ChannelUrl | None) -> None:
+    def _log_success(self, url: BrokerUrl | None) -> None:
         if self._is_failing:
             logger.info("servers are notified of deltas again, over %s", url)
         self._is_failing = False

@@ -13,7 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse
 
-from embedserve_store.deltas.notify.channel import (
+from embedserve_store.deltas.notify.broker import (
     ANSWER_BYTES_MAX,
     CONNECT_S_MAX,
     IDLE_S,
@@ -21,7 +21,7 @@ from embedserve_store.deltas.notify.channel import (
     NOTIFICATIONS_MAX,
     Topic,
 )
-from embedserve_store.deltas.notify.channel_url import ChannelUrl
+from embedserve_store.deltas.notify.broker_url import BrokerUrl
 
 READ_MAX = 100
 """Entries that are read at once from a stream: of a flood no more is parsed."""
@@ -53,10 +53,10 @@ class _BoundedParser(_AsyncRESP2Parser):
             raise InvalidResponse(f"a response has more than {ANSWER_BYTES_MAX} bytes")
 
 
-class RedisChannel:
+class RedisBroker:
     """A connection to Redis."""
 
-    def __init__(self, url: ChannelUrl) -> None:
+    def __init__(self, url: BrokerUrl) -> None:
         options: dict[str, Any] = {"ssl_cert_reqs": "required"} if url.is_tls else {}
         self._redis = Redis(
             connection_pool=ConnectionPool(

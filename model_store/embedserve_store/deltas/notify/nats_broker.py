@@ -20,7 +20,7 @@ from nats.js.api import DiscardPolicy, StreamConfig
 from nats.js.errors import NotFoundError
 from nats.protocol.parser import Parser
 
-from embedserve_store.deltas.notify.channel import (
+from embedserve_store.deltas.notify.broker import (
     ANSWER_BYTES_MAX,
     CONNECT_S_MAX,
     IDLE_S,
@@ -28,7 +28,7 @@ from embedserve_store.deltas.notify.channel import (
     NOTIFICATIONS_MAX,
     Topic,
 )
-from embedserve_store.deltas.notify.channel_url import ChannelUrl
+from embedserve_store.deltas.notify.broker_url import BrokerUrl
 
 STREAM = "embedserve_deltas"
 SUBJECTS = "embedserve.deltas.>"
@@ -67,10 +67,10 @@ class _TlsClient(Client):
         return super()._connect_command()
 
 
-class NatsChannel:
+class NatsBroker:
     """A connection to NATS."""
 
-    def __init__(self, url: ChannelUrl) -> None:
+    def __init__(self, url: BrokerUrl) -> None:
         self._url = url
         self._client = _TlsClient() if url.is_tls else Client()
         self._client._ps = _BoundedParser(self._client)

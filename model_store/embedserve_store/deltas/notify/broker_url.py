@@ -24,7 +24,7 @@ Notify = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class ChannelUrl:
+class BrokerUrl:
     """Address of a broker, and how to log in. As a string it has no password."""
 
     scheme: str
@@ -48,7 +48,7 @@ class ChannelUrl:
         return self.scheme in ("rediss", "tls")
 
 
-def read_channel_url(notify: Notify) -> ChannelUrl:
+def read_broker_url(notify: Notify) -> BrokerUrl:
     """Returns the address that ``notify`` is, or that is the content of the file ``notify``.
 
     Raises:
@@ -78,7 +78,7 @@ def _read(path: str) -> str:
     return data.decode("utf-8", "replace").strip()
 
 
-def _parse(text: str, where: str) -> ChannelUrl:
+def _parse(text: str, where: str) -> BrokerUrl:
     try:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
@@ -91,7 +91,7 @@ def _parse(text: str, where: str) -> ChannelUrl:
     if parts.query or parts.fragment:
         raise StoreError(f"{where}: has a query or fragment; {_EXPECTED}")
     kind = _KINDS[parts.scheme]
-    return ChannelUrl(
+    return BrokerUrl(
         parts.scheme,
         host,
         port or _PORTS[kind],

@@ -1,4 +1,4 @@
-"""The broker's channel, as writers and servers use it: topics, connection, and errors in words."""
+"""Connections to a broker, as writers and servers use them: their topics, and errors in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from embedserve_store.deltas.notify.channel_url import ChannelUrl
+from embedserve_store.deltas.notify.broker_url import BrokerUrl
 
 NOTIFICATIONS_MAX = 1000
 """Notifications that the broker keeps for each line. Nobody needs old ones: the newest says all."""
@@ -41,7 +41,7 @@ class Topic:
         return f"embedserve.deltas.{self.model.replace('.', '/')}.{self.line}"
 
 
-class Channel(Protocol):
+class BrokerConnection(Protocol):
     """A connection to a broker, for one event loop. Every method raises if the broker fails."""
 
     async def connect(self) -> None: ...
@@ -60,18 +60,18 @@ class Channel(Protocol):
     async def close(self) -> None: ...
 
 
-def open_channel(url: ChannelUrl) -> Channel:
-    """Returns a channel that is not connected yet. Imports the broker's client."""
+def open_broker(url: BrokerUrl) -> BrokerConnection:
+    """Returns a connection that is not open yet. Imports the broker's client."""
     if url.kind == "redis":
-        from embedserve_store.deltas.notify.redis_channel import RedisChannel
+        from embedserve_store.deltas.notify.redis_broker import RedisBroker
 
-        return RedisChannel(url)
-    from embedserve_store.deltas.notify.nats_channel import NatsChannel
+        return RedisBroker(url)
+    from embedserve_store.deltas.notify.nats_broker import NatsBroker
 
-    return NatsChannel(url)
+    return NatsBroker(url)
 
 
-def described_error(error: BaseException, url: ChannelUrl | None) -> str:
+def described_error(error: BaseException, url: BrokerUrl | None) -> str:
     """Returns the broker and an error in one line, without the password."""
     text = " ".join(str(error).split())
     if url is None:  # the URL could not be read

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from embedserve_store import StoreError
-from embedserve_store.deltas.notify import channel_url
-from embedserve_store.deltas.notify.channel import Topic, described_error
-from embedserve_store.deltas.notify.channel_url import FILE_BYTES_MAX, ChannelUrl, read_channel_url
+from embedserve_store.deltas.notify import broker_url
+from embedserve_store.deltas.notify.broker import Topic, described_error
+from embedserve_store.deltas.notify.broker_url import FILE_BYTES_MAX, BrokerUrl, read_broker_url
 
 SECRET = "p%40ss"
 
@@ -19,33 +19,33 @@ SECRET = "p%40ss"
 @pytest.mark.parametrize(
     ("text", "expected", "shown"),
     [
-        ("redis://broker", ChannelUrl("redis", "broker", 6379), "redis://broker:6379"),
-        ("redis://broker:7/3", ChannelUrl("redis", "broker", 7, 3), "redis://broker:7/3"),
+        ("redis://broker", BrokerUrl("redis", "broker", 6379), "redis://broker:6379"),
+        ("redis://broker:7/3", BrokerUrl("redis", "broker", 7, 3), "redis://broker:7/3"),
         (
             f"rediss://me:{SECRET}@broker/",
-            ChannelUrl("rediss", "broker", 6379, 0, "me", "p@ss"),
+            BrokerUrl("rediss", "broker", 6379, 0, "me", "p@ss"),
             "rediss://broker:6379",
         ),
         (
             f"redis://:{SECRET}@[::1]:7",
-            ChannelUrl("redis", "::1", 7, 0, "", "p@ss"),
+            BrokerUrl("redis", "::1", 7, 0, "", "p@ss"),
             "redis://[::1]:7",
         ),
-        ("nats://broker", ChannelUrl("nats", "broker", 4222), "nats://broker:4222"),
+        ("nats://broker", BrokerUrl("nats", "broker", 4222), "nats://broker:4222"),
         (
             "tls://token@broker:7",
-            ChannelUrl("tls", "broker", 7, 0, "token"),
+            BrokerUrl("tls", "broker", 7, 0, "token"),
             "tls://broker:7",
         ),
     ],
 )
 def test_broker_url_is_read_directly_or_from_a_file(
-    tmp_path: Path, text: str, expected: ChannelUrl, shown: str
+    tmp_path: Path, text: str, expected: BrokerUrl, shown: str
 ) -> None:
     file = tmp_path / "broker"
     file.write_text(f"{text}\n")
     for notify in (text, file, str(file)):
-        found = read_channel_url(notify)
+        found = read_broker_url(notify)
         assert found == expected
         assert str(found) == shown
         assert "p@ss" not in repr(found)
@@ -72,7 +72,7 @@ def test_invalid_broker_url_is_rejected_without_showing_its_password(
     file.write_text(text)
     for notify, where in ((text, "delta notify"), (str(file), f"delta notify {file}")):
         with pytest.raises(StoreError) as caught:
-            read_channel_url(notify)
+            read_broker_url(notify)
         assert str(caught.value).startswith(f"{where}: {reason}")
         assert SECRET not in str(caught.value)
         assert "p@ss" not in str(caught.value)
@@ -80,10 +80,10 @@ def test_invalid_broker_url_is_rejected_without_showing_its_password(
 
 def test_missing_or_oversized_url_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is no URL, and no file that can be read: No such file"):
-        read_channel_url(tmp_path / "missing")
+        read_broker_url(tmp_path / "missing")
     (tmp_path / "large").write_bytes(b"redis://" + b"h" * FILE_BYTES_MAX)
     with pytest.raises(StoreError, match="has more than 4096 bytes"):
-        read_channel_url(tmp_path / "large")
+        read_broker_url(tmp_path / "large")
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_missing_client_package_is_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch, text: str, extra: str, package: str
 ) -> None:
     monkeypatch.setattr(
-        channel_url, "find_spec", lambda name: None if name == extra else find_spec(name)
+        broker_url, "find_spec", lambda name: None if name == extra else find_spec(name)
     )
     with pytest.raises(StoreError, match=rf"needs {package}: pip install 'embedserve\[{extra}\]'$"):
-        read_channel_url(text)
+        read_broker_url(text)
 
 
 def test_topic_names_contain_model_and_line() -> None:
@@ -106,7 +106,7 @@ def test_topic_names_contain_model_and_line() -> None:
 
 
 def test_described_error_is_one_line_without_the_password() -> None:
-    url = ChannelUrl("redis", "broker", 6379, password="p@ss")
+    url = BrokerUrl("redis", "broker", 6379, password="p@ss")
     error = described_error(ValueError("no\n  such \x1b[2J 'p@ss' " + "x" * 500), url)
     assert error.startswith("redis://broker:6379: ValueError: no such ?[2J '***' xxx")
     assert len(error) == 200
