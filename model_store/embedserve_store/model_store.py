@@ -11,9 +11,15 @@ from pathlib import Path
 
 from embedserve_store.errors import NoRoomError, StoreError, UnknownAliasError
 from embedserve_store.format import event, note
-from embedserve_store.format.alias import FOLDER, Alias, file_name, parse_alias, parse_file_name
-from embedserve_store.format.delta_manifest import FOLDER as DELTAS
+from embedserve_store.format.alias import (
+    ALIASES_FOLDER,
+    Alias,
+    alias_path,
+    parse_alias,
+    parse_alias_path,
+)
 from embedserve_store.format.delta_manifest import (
+    DELTAS_FOLDER,
     MANIFEST_BYTES_MAX,
     DeltaManifest,
     manifest_name,
@@ -138,7 +144,7 @@ class ModelStore:
             MissingFileError: the delta does not exist.
             StoreError: the manifest is damaged, or belongs elsewhere.
         """
-        path = f"{model}/{DELTAS}/{line}/{manifest_name(seq)}"
+        path = f"{model}/{DELTAS_FOLDER}/{line}/{manifest_name(seq)}"
         text = self.read(path, MANIFEST_BYTES_MAX)
         return parse_delta(text, model, line, seq, f"{self.where}/{path}"), text
 
@@ -173,7 +179,7 @@ class ModelStore:
 
     def note_numbers(self, model: str, version: int) -> list[int]:
         """Returns the numbers of a version's notes, ascending, without reading the notes."""
-        found = map(note.parse_file_name, self._store.files_beside(model, note.FOLDER))
+        found = map(note.parse_note_path, self._store.files_beside(model, note.NOTES_FOLDER))
         return sorted(one[1] for one in found if one is not None and one[0] == version)
 
     def notes(self, model: str, version: int) -> list[note.Note]:
@@ -181,7 +187,7 @@ class ModelStore:
         return [self._note(model, version, one) for one in self.note_numbers(model, version)]
 
     def _note(self, model: str, version: int, number: int) -> note.Note:
-        path = f"{model}/{note.file_name(version, number)}"
+        path = f"{model}/{note.note_path(version, number)}"
         return note.parse_note(self.read(path), model, version, number, f"{self.where}/{path}")
 
     def history(self, model: str = "", last: int = 50) -> list[Event]:
@@ -191,7 +197,7 @@ class ModelStore:
         """
         if model:
             check_model_name(model, self.where)
-        store, root = self._store, event.FOLDER
+        store, root = self._store, event.HISTORY_FOLDER
         paths: list[str] = []
         for name in [model] if model else store.folders(root):
             found: list[str] = []
@@ -277,11 +283,11 @@ class ModelStore:
     def alias_changes(self, model: str) -> dict[str, list[int]]:
         """Returns the numbers of all changes by alias name, without reading a file."""
         changes: dict[str, list[int]] = {}
-        for found in map(parse_file_name, self._store.files_beside(model, FOLDER)):
+        for found in map(parse_alias_path, self._store.files_beside(model, ALIASES_FOLDER)):
             if found is not None:
                 changes.setdefault(found[0], []).append(found[1])
         return changes
 
     def _alias(self, model: str, name: str, number: int) -> Alias:
-        path = f"{model}/{file_name(name, number)}"
+        path = f"{model}/{alias_path(name, number)}"
         return parse_alias(self.read(path), model, name, number, f"{self.where}/{path}")

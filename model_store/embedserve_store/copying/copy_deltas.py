@@ -14,7 +14,7 @@ from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import check_bytes
 from embedserve_store.format.delta_manifest import (
-    FOLDER,
+    DELTAS_FOLDER,
     MANIFEST_BYTES_MAX,
     DeltaFile,
     DeltaManifest,
@@ -52,11 +52,11 @@ def copy_deltas(
     if not bases:
         return 0
     model = next(iter(bases.values())).model
-    lines = {path.partition("/")[0] for path in source.files_beside(model, FOLDER)}
+    lines = {path.partition("/")[0] for path in source.files_beside(model, DELTAS_FOLDER)}
     stored = {number: base for number, base in bases.items() if str(number) in lines}
     if not stored:
         return 0
-    there = frozenset(target.files_beside(model, FOLDER))
+    there = frozenset(target.files_beside(model, DELTAS_FOLDER))
     # A damaged delta prevents the copy of older lines only.
     newest_first = sorted(stored, reverse=True)
     return sum(_LineCopy(source, target, stored[one], there).run(who) for one in newest_first)
@@ -77,7 +77,7 @@ class _LineCopy:
         self._base = base
         self._there = there
         self._line = DeltaLine(source, base)
-        self._folder = f"{base.model}/{FOLDER}"
+        self._folder = f"{base.model}/{DELTAS_FOLDER}"
         self._write: Write = writer(target.where, self._folder)
 
     def run(self, who: str | None) -> int:

@@ -109,8 +109,8 @@ def copy_versions(
     left_out = [name for name, one in now.items() if one is not None and one not in there]
     kept = [name for name in now if name not in left_out]
     changes = {name: [one.change_number for one in histories[name]] for name in kept}
-    _copy_beside(read, write, model, alias.FOLDER, _last_first(changes))
-    note_count = _copy_beside(read, write, model, note.FOLDER, notes)
+    _copy_beside(read, write, model, alias.ALIASES_FOLDER, _last_first(changes))
+    note_count = _copy_beside(read, write, model, note.NOTES_FOLDER, notes)
     # A damaged delta prevents the copy of nothing but the deltas after it.
     by_number = [manifests[one] for one in numbers]
     delta_count = copy_deltas(read, write, by_number, who=who) if deltas else 0

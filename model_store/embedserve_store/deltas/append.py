@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.delta_manifest import (
     DELTA_SEQ_MAX,
-    FOLDER,
+    DELTAS_FOLDER,
     MANIFEST_BYTES_MAX,
     DeltaManifest,
     LinePosition,
@@ -29,7 +29,7 @@ def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
         InvalidModelError: the delta exceeds a limit: readers would refuse its manifest.
         StoreError: the store cannot be written. If it cannot be reached, it may have the manifest.
     """
-    path = f"{delta.model}/{FOLDER}/{delta.line}/{manifest_name(delta.seq)}"
+    path = f"{delta.model}/{DELTAS_FOLDER}/{delta.line}/{manifest_name(delta.seq)}"
     if delta.seq > DELTA_SEQ_MAX:
         raise InvalidModelError(
             f"{path}: seq is {delta.seq}, the limit is {DELTA_SEQ_MAX}: publish a version, which "

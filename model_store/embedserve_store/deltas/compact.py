@@ -22,7 +22,7 @@ from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.changed_ids import ChangedIds, joined_ids
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.delta_goldens import DeltaGoldens
-from embedserve_store.format.delta_manifest import FOLDER, LINE_SEQ, LinePosition, check_seq
+from embedserve_store.format.delta_manifest import DELTAS_FOLDER, LINE_SEQ, LinePosition, check_seq
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS, Manifest
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.tables_file import Progress, TablesFile, header_bytes
@@ -84,7 +84,7 @@ def compact_deltas(
     seq = base.at_seq if seq is None else seq
     line = DeltaLine(models, base.manifest, trusted_keys(key) if key else None)
     if seq is not None:
-        check_seq(seq, f"{models.where}/{model}/{FOLDER}/{line.start.line}")
+        check_seq(seq, f"{models.where}/{model}/{DELTAS_FOLDER}/{line.start.line}")
     number = base.manifest.version
     if seq is not None and seq <= line.start.seq:
         raise StoreError(

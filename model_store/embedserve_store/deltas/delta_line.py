@@ -27,7 +27,7 @@ from embedserve_store.format.changed_ids import (
 from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
     DELTA_SEQ_MAX,
-    FOLDER,
+    DELTAS_FOLDER,
     DeltaFile,
     DeltaManifest,
     LinePosition,
@@ -66,7 +66,7 @@ def stored_seqs(models: ModelStore, model: str, line: int) -> NDArray[np.int64]:
 
     No names are kept: a line may have millions of files.
     """
-    names = models.names_beside(model, f"{FOLDER}/{line}")
+    names = models.names_beside(model, f"{DELTAS_FOLDER}/{line}")
     found = (seq for name in names if (seq := parse_manifest_name(name)) is not None)
     return np.sort(np.fromiter(found, np.int64))
 
@@ -90,7 +90,7 @@ class DeltaLine:
             StoreError: the version's fields of compaction are wrong.
         """
         self.start = position_of(base)
-        self._folder = f"{base.model}/{FOLDER}/{self.start.line}"
+        self._folder = f"{base.model}/{DELTAS_FOLDER}/{self.start.line}"
         self._models = models
         self._base = base
         self._keys = keys

@@ -35,12 +35,12 @@ from embedserve_store.format.delta_file import ChangedRows, encode, encoded_byte
 from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import (
     DELTA_BYTES_MAX,
+    DELTAS_FOLDER,
     FILES_MAX,
-    FOLDER,
     DeltaFile,
     DeltaManifest,
     LinePosition,
-    file_name,
+    delta_file_name,
     manifest_name,
 )
 from embedserve_store.format.manifest import Manifest
@@ -225,8 +225,8 @@ class LineAppender:
         self._author = user()
         check_texts(writer=self._author)
         self._line = DeltaLine(self.models, self.base)
-        self._folder = f"{model}/{FOLDER}/{self._line.start.line}"
-        self.write = writer(self.models.where, f"{model}/{FOLDER}")
+        self._folder = f"{model}/{DELTAS_FOLDER}/{self._line.start.line}"
+        self.write = writer(self.models.where, f"{model}/{DELTAS_FOLDER}")
 
     def _read_key(self, path: KeyFile | None) -> None:
         """Reads the key. Returns nothing: what rank 0 returns is sent to all ranks."""
@@ -275,7 +275,7 @@ class LineAppender:
         token = secrets.token_hex(8)
         files = []
         for number, encode_file in enumerate(own_files):
-            name = file_name(self.position.seq + 1, token, self._ranks.rank, number)
+            name = delta_file_name(self.position.seq + 1, token, self._ranks.rank, number)
             file, data = encode_file(name)
             self.write(f"{self._folder}/{name}", data)  # its name is this push's alone
             files.append(file)

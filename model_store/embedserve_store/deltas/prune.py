@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from embedserve_store.deltas.delta_line import stored_seqs
 from embedserve_store.errors import MissingFileError, UnreachableError
 from embedserve_store.format.delta_manifest import (
-    FOLDER,
+    DELTAS_FOLDER,
     parse_file_seq,
     parse_manifest_name,
     position_of,
@@ -83,7 +83,7 @@ def prune_deltas(
     if keep_s < 0:
         raise ValueError(f"keep_s is {keep_s:g}, expected 0 or more")
     models = ModelStore(store)
-    folders = filter(VERSION_PATTERN.fullmatch, models.folders_beside(model, FOLDER))
+    folders = filter(VERSION_PATTERN.fullmatch, models.folders_beside(model, DELTAS_FOLDER))
     lines = [_Line(models, model, line, keep_s) for line in sorted(map(int, folders))]
     needed_after = _needed_after(models, model)
     pruned = []
@@ -124,7 +124,7 @@ class _Line:
         self.number = number
         self.removed_to = 0
         self._models, self._model = models, model
-        self._folder = f"{FOLDER}/{number}"
+        self._folder = f"{DELTAS_FOLDER}/{number}"
         self._keep_s = keep_s
         self._now_s = time.time()
         self._seqs = stored_seqs(models, model, number)

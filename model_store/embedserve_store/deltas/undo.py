@@ -12,7 +12,12 @@ from embedserve_store.deltas.notify.broker_url import Notify
 from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.signing import KeyFile, check_stays_signed, signing_key
 from embedserve_store.errors import StoreError
-from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest, LinePosition, position_of
+from embedserve_store.format.delta_manifest import (
+    DELTAS_FOLDER,
+    DeltaManifest,
+    LinePosition,
+    position_of,
+)
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
@@ -63,8 +68,8 @@ def undo_deltas(
     line = _line_meant(models, model, version)
     notifier = make_notifier(notify, model, line)
     if not is_alone:
-        check_no_overwrites(models.where, f"{model}/{FOLDER}/{line}")
-    write = writer(models.where, f"{model}/{FOLDER}")
+        check_no_overwrites(models.where, f"{model}/{DELTAS_FOLDER}/{line}")
+    write = writer(models.where, f"{model}/{DELTAS_FOLDER}")
     draft = partial(
         DeltaManifest,
         model=model,

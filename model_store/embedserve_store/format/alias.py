@@ -18,7 +18,7 @@ from embedserve_store.format.version_folder import VERSION_PATTERN
 
 FORMAT_VERSION = 2
 """Format version of alias files, which have a seal (manifest_checksum.py); version 1 had none."""
-FOLDER = "aliases"
+ALIASES_FOLDER = "aliases"
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("latest", "none")
 """Names that cannot be aliases, because they have another meaning in place of a version."""
@@ -73,15 +73,16 @@ def check_name(name: str) -> None:
         )
 
 
-def file_name(name: str, number: int) -> str:
+def alias_path(name: str, number: int) -> str:
     """Returns the path of a change, relative to the folder of the model."""
-    return f"{FOLDER}/{name}/{number}.json"
+    return f"{ALIASES_FOLDER}/{name}/{number}.json"
 
 
-def parse_file_name(path: str) -> tuple[str, int] | None:
-    """Returns (name, number) of a path below FOLDER; None if the path is not that of a change.
+def parse_alias_path(path: str) -> tuple[str, int] | None:
+    """Returns (name, number) of a path below ALIASES_FOLDER; None if the path is not that of a
+    change.
 
-    >>> parse_file_name("stable/12.json"), parse_file_name("stable/.new-3")
+    >>> parse_alias_path("stable/12.json"), parse_alias_path("stable/.new-3")
     (('stable', 12), None)
     """
     name, _, file = path.partition("/")

@@ -31,7 +31,7 @@ from embedserve_store.format.version_folder import to_json_bytes
 
 FORMAT_VERSION = 2
 """Format version of delta manifests, the same as that of notes: both have a seal."""
-FOLDER = "deltas"
+DELTAS_FOLDER = "deltas"
 LINE = "line"
 LINE_SEQ = "line_seq"
 LINE_CHECKSUM = "line_checksum"
@@ -218,8 +218,8 @@ def check_seq(seq: int, where: str) -> None:
         raise StoreError(f"{where}: seq is {seq}, expected 1 to {DELTA_SEQ_MAX}")
 
 
-def file_name(seq: int, token: str, rank: int, part: int) -> str:
-    """Returns the name of a file of rows.
+def delta_file_name(seq: int, token: str, rank: int, part: int) -> str:
+    """Returns the name of a file of rows or ids.
 
     ``token`` is drawn for each push and rank, so that a file of a push that failed, or of a writer
     that died, is never taken for another.

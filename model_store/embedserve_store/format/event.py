@@ -17,7 +17,7 @@ from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
 
 FORMAT_VERSION = 2
 """Format version of events, the same as that of notes: both have a seal."""
-FOLDER = ".history"
+HISTORY_FOLDER = ".history"
 DAY_PATTERN = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 FILE_PATTERN = re.compile(r"[0-9]{8}T[0-9]{12}Z-[0-9a-f]{8}\.json")
 """Name of an event: its time to the microsecond, and digits that tell simultaneous ones apart."""

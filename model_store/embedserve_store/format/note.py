@@ -16,7 +16,7 @@ from embedserve_store.format.version_folder import VERSION_PATTERN
 
 FORMAT_VERSION = 2
 """Format version of note files, the same as that of alias files: both have a seal."""
-FOLDER = "notes"
+NOTES_FOLDER = "notes"
 _KINDS = {"model": str, "version": int, "number": int, "who": str, "when": str, "text": str}
 """Types of the fields in a file."""
 _PATH_PATTERN = re.compile(rf"({VERSION_PATTERN.pattern})/({VERSION_PATTERN.pattern})\.json")
@@ -39,15 +39,16 @@ class Note:
         return sealed_json({"format_version": FORMAT_VERSION, **asdict(self)})
 
 
-def file_name(version: int, number: int) -> str:
+def note_path(version: int, number: int) -> str:
     """Returns the path of a note, relative to the folder of the model."""
-    return f"{FOLDER}/{version}/{number}.json"
+    return f"{NOTES_FOLDER}/{version}/{number}.json"
 
 
-def parse_file_name(path: str) -> tuple[int, int] | None:
-    """Returns (version, number) of a path below FOLDER; None if the path is not that of a note.
+def parse_note_path(path: str) -> tuple[int, int] | None:
+    """Returns (version, number) of a path below NOTES_FOLDER; None if the path is not that of a
+    note.
 
-    >>> parse_file_name("7/2.json"), parse_file_name("7/.new-3")
+    >>> parse_note_path("7/2.json"), parse_note_path("7/.new-3")
     ((7, 2), None)
     """
     match = _PATH_PATTERN.fullmatch(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.note import FOLDER, Note, file_name
+from embedserve_store.format.note import NOTES_FOLDER, Note, note_path
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, now, user, writer
@@ -38,11 +38,11 @@ def add_note(
     models = ModelStore(store)
     number = models.manifest(model, version).version
     when = now()
-    write = writer(models.where, f"{model}/{FOLDER}")
+    write = writer(models.where, f"{model}/{NOTES_FOLDER}")
     for _ in range(ATTEMPTS):
         last = max(models.note_numbers(model, number), default=0)
         note = Note(model, number, last + 1, who, when, text)
-        if write(f"{model}/{file_name(number, note.number)}", note.to_bytes()):
+        if write(f"{model}/{note_path(number, note.number)}", note.to_bytes()):
             record_event(store, "note", model, (number,), who=who, detail=text)
             return note
     raise StoreError(f"{models.where}/{model}: others wrote {ATTEMPTS} notes of version {number}")

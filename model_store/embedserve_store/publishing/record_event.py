@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.event import FOLDER, Event
+from embedserve_store.format.event import HISTORY_FOLDER, Event
 from embedserve_store.publishing.added_file import user, writer
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def record_event(
     )
     name = f"{now:%Y%m%dT%H%M%S%f}Z-{secrets.token_hex(4)}.json"
     try:
-        folder = f"{FOLDER}/{model}"
+        folder = f"{HISTORY_FOLDER}/{model}"
         writer(where, folder)(f"{folder}/{now:%Y-%m-%d}/{name}", event.to_bytes())
     except StoreError as error:
         logger.warning("%s of %s is done, but missing in the history: %s", what, model, error)

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 
 from embedserve_store.errors import MissingFileError, StoreError
-from embedserve_store.format.alias import FOLDER, Alias, check_name, file_name
+from embedserve_store.format.alias import ALIASES_FOLDER, Alias, alias_path, check_name
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, position_of
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
@@ -66,11 +66,11 @@ def set_alias(
         _check_delta(models, model, number, at_seq)
     when = now()
     change = Alias(model, name, 0, number, who, when, why, float(share), float(shadow), at_seq)
-    write = writer(models.where, f"{model}/{FOLDER}")
+    write = writer(models.where, f"{model}/{ALIASES_FOLDER}")
     for _ in range(ATTEMPTS):
         numbers = models.alias_changes(model).get(name, [0])
         change = replace(change, change_number=max(numbers) + 1)
-        if write(f"{model}/{file_name(name, change.change_number)}", change.to_bytes()):
+        if write(f"{model}/{alias_path(name, change.change_number)}", change.to_bytes()):
             _check_there(models, change)
             versions = () if number is None else (number,)
             what = " removed" if number is None else "" if at_seq is None else f" at delta {at_seq}"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from embedserve_store.errors import StoreError, UnreachableError, missing_model, missing_version
-from embedserve_store.format.delta_manifest import FOLDER as DELTAS
+from embedserve_store.format.delta_manifest import DELTAS_FOLDER
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN, check_model_name
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
@@ -241,7 +241,7 @@ class RemoteStore:
         and one request lists a thousand files.
         """
         folders = self.folders(model)
-        if DELTAS not in folders:
+        if DELTAS_FOLDER not in folders:
             return self._remote.sizes(model)
         numbers = [name for name in folders if VERSION_PATTERN.fullmatch(name)]
         return {

@@ -28,7 +28,7 @@ from embedserve_store.deltas import append as append_module
 from embedserve_store.deltas import delta_writer
 from embedserve_store.deltas import prune as prune_module
 from embedserve_store.deltas.prune import PrunedDeltas
-from embedserve_store.format.delta_manifest import file_name, manifest_name
+from embedserve_store.format.delta_manifest import delta_file_name, manifest_name
 
 
 def push(writer: DeltaWriter, count: int) -> None:
@@ -84,7 +84,7 @@ def test_files_of_a_failed_push_are_pruned_with_their_seq(store: Path, writer: D
 
 def write_leftover_file(store: Path, seq: int, hours: float, line: int = 1) -> Path:
     """Writes a file without a manifest, as a killed writer leaves behind."""
-    path = store / f"m/deltas/{line}" / file_name(seq, "0123456789abcdef", 0, 0)
+    path = store / f"m/deltas/{line}" / delta_file_name(seq, "0123456789abcdef", 0, 0)
     path.write_bytes(b"rows")
     written_s = time.time() - 3600 * hours
     os.utime(path, (written_s, written_s))

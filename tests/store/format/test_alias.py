@@ -7,7 +7,7 @@ import json
 import pytest
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.alias import Alias, check_name, parse_alias, parse_file_name
+from embedserve_store.format.alias import Alias, check_name, parse_alias, parse_alias_path
 from embedserve_store.format.manifest_checksum import sealed_json
 
 ALIAS = Alias("m", "stable", 3, 7, "kim@trainer", "2026-11-22T16:00:00+00:00", "recall is up")
@@ -22,7 +22,7 @@ def test_round_trip(version: int | None) -> None:
 @pytest.mark.parametrize("name", ["stable", "canary-2", "_x", "a" * 64, "A.b"])
 def test_valid_names_are_accepted(name: str) -> None:
     check_name(name)
-    assert parse_file_name(f"{name}/10.json") == (name, 10)
+    assert parse_alias_path(f"{name}/10.json") == (name, 10)
 
 
 @pytest.mark.parametrize("name", ["", "7", "-a", "a/b", "..", "a b", "a" * 65, "latest", "none"])
@@ -35,7 +35,7 @@ def test_invalid_names_are_rejected(name: str) -> None:
     "path", ["stable/0.json", "stable/01.json", "stable/1", "stable/.new-1", "1.json", "a/b/1.json"]
 )
 def test_unrelated_paths_are_not_parsed_as_alias_changes(path: str) -> None:
-    assert parse_file_name(path) is None
+    assert parse_alias_path(path) is None
 
 
 @pytest.mark.parametrize("start", range(0, 300, 17))

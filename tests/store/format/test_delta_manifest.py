@@ -22,7 +22,7 @@ from embedserve_store.format.delta_manifest import (
     LinePosition,
     base_checksum,
     check_tables,
-    file_name,
+    delta_file_name,
     manifest_name,
     parse_delta,
     parse_manifest_name,
@@ -34,7 +34,7 @@ from embedserve_store.format.table_spec import TableSpec
 
 SHA = "a" * 64
 TOKEN = "0123456789abcdef"
-FILE = DeltaFile(file_name(5, TOKEN, 0, 0), 1000, SHA, {"user": 3, "item": 2})
+FILE = DeltaFile(delta_file_name(5, TOKEN, 0, 0), 1000, SHA, {"user": 3, "item": 2})
 DELTA = DeltaManifest(
     "m", 7, 5, SHA, "me@host", TOKEN, 40, "2026-01-02T03:04:05.000006+00:00", (FILE,)
 )
@@ -99,7 +99,7 @@ def edited_file(**fields: Any) -> bytes:
             edited_file(name="../5.json"),
             "files[0]: name is '../5.json', not that of a file of delta 5",
         ),
-        (edited_file(name=file_name(6, TOKEN, 0, 0)), "not that of a file of delta 5"),
+        (edited_file(name=delta_file_name(6, TOKEN, 0, 0)), "not that of a file of delta 5"),
         (edited_file(bytes=0), "files[0]: bytes is 0"),
         (edited_file(bytes=FILE_BYTES_MAX + 1), f"expected 1 to {FILE_BYTES_MAX}"),
         (edited_file(sha256="A" * 64), "expected 64 hexadecimal digits"),

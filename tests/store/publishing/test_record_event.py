@@ -61,7 +61,7 @@ def test_every_store_change_is_recorded_in_the_history(tmp_path: Path, scheme: s
 
 def test_store_without_a_history_has_no_events(tmp_path: Path) -> None:
     publish_versions(tmp_path)
-    (tmp_path / event.FOLDER).rename(tmp_path.with_name("away"))
+    (tmp_path / event.HISTORY_FOLDER).rename(tmp_path.with_name("away"))
     assert ModelStore(tmp_path).history() == ModelStore(tmp_path).history("m") == []
     with pytest.raises(StoreError, match="none: the store cannot be read"):
         ModelStore(tmp_path / "none").history()
@@ -72,7 +72,7 @@ def test_store_without_a_history_has_no_events(tmp_path: Path) -> None:
 def test_failed_event_write_is_logged_and_the_change_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / event.FOLDER).write_text("in the way")
+    (tmp_path / event.HISTORY_FOLDER).write_text("in the way")
     with caplog.at_level(logging.WARNING, "embedserve_store"):
         publish_versions(tmp_path)
     assert ModelStore(tmp_path).versions("m") == [1]

@@ -27,7 +27,7 @@ from embedserve_store import (
     verify,
 )
 from embedserve_store.errors import UnreachableError
-from embedserve_store.format.delta_manifest import FOLDER, MANIFEST_BYTES_MAX, manifest_name
+from embedserve_store.format.delta_manifest import DELTAS_FOLDER, MANIFEST_BYTES_MAX, manifest_name
 from embedserve_store.remote.remote_files import RemoteFolder
 
 CHANGE = {"t": ([3, 5], np.ones((2, 16), np.float32))}
@@ -71,7 +71,7 @@ def test_delta_line_works_in_an_object_store(conditional: None, url: str, tmp_pa
     assert models.versions("m") == [1, 2]
     prune(url, "m", keep=1)
     assert [(one.first, one.last) for one in prune_deltas(url, "m", keep_s=0)] == [(1, 4)]
-    assert models.files_beside("m", FOLDER) == []
+    assert models.files_beside("m", DELTAS_FOLDER) == []
 
 
 def test_store_without_conditional_writes_is_rejected(uploaded: Path, url: str) -> None:
