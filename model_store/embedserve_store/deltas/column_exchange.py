@@ -86,11 +86,11 @@ class ColumnExchange:
             for table, own in pieces.items()
             if table in self._columns
         }
-        told = self._ranks.from_all((problem, mine))
-        for first in (problem for problem, _ in told if problem):
+        reported = self._ranks.from_all((problem, mine))
+        for first in (problem for problem, _ in reported if problem):
             raise StoreError(first)
         for table, columns in self._columns.items():
-            sums = [told[rank][1].get(table) for rank in columns]
+            sums = [reported[rank][1].get(table) for rank in columns]
             if len(set(sums)) > 1:
                 counts = ", ".join(str(one[0] if one else 0) for one in sums)
                 raise InvalidModelError(

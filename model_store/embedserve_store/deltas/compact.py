@@ -155,7 +155,7 @@ def _checksums(
         digest = hashlib.sha256()
         for block in tables.blocks(name):
             digest.update(block.data)
-            if parts is not None and parts.is_cut(name):
+            if parts is not None and parts.is_divided(name):
                 parts.update(name, block)
         checksums[name] = digest.hexdigest()
     return checksums, {} if parts is None else parts.checksums(checksums)

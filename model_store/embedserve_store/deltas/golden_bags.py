@@ -59,7 +59,7 @@ class PushedGoldens:
             module: the sharded model.
             dtype: least precise dtype of this rank's shards.
         """
-        if not self._ranks.is_on_first(goldens is not None):
+        if not self._ranks.flag_from_first(goldens is not None):
             return None
         base = self._base
         bags = self._ranks.on_first(lambda: _checked(_bags_of(goldens, base), base))
@@ -194,7 +194,7 @@ def _trained_answers(module: Any, prefix: str, base: Manifest, bags: Bags) -> An
     tables, is_weighted, path = live_dmp.describe_sharded(module, prefix)
     trained = Manifest("", 0, tables, is_weighted)
     _check_same(trained, base)
-    with live_dmp.asked_apart(module, path) as collection:
+    with live_dmp.side_effect_free_twin(module, path) as collection:
         return live.outputs(collection, base, bags).cpu()
 
 

@@ -125,7 +125,7 @@ class LineAppender:
         id_parts = [*split_ids([*ids.values()])]
         counts = _file_counts(sizes, [encoded_id_bytes(part) for part in id_parts])
         files: list[EncodeFile] = [partial(encode, part) for part in parts]
-        draft = partial(
+        make_manifest = partial(
             DeltaManifest,
             model=self.base.model,
             line=self.position.line,
@@ -136,19 +136,19 @@ class LineAppender:
         )
         for count in counts[:-1]:
             own = count[self._ranks.rank]
-            self._append_one(files[:own], draft)
+            self._append_one(files[:own], make_manifest)
             files = files[own:]
         if self._ranks.rank == 0:
             files += [partial(encode_ids, part) for part in id_parts]
-        self._append_one(files, partial(draft, goldens=goldens))
+        self._append_one(files, partial(make_manifest, goldens=goldens))
         return self.position.seq
 
     def _append_one(
-        self, own_files: Sequence[EncodeFile], draft: Callable[..., DeltaManifest]
+        self, own_files: Sequence[EncodeFile], make_manifest: Callable[..., DeltaManifest]
     ) -> None:
         """Writes one delta; a collective."""
         seq, previous = self.position.seq + 1, self.position.checksum
-        delta = draft(seq=seq, previous=previous, files=self._written(own_files))
+        delta = make_manifest(seq=seq, previous=previous, files=self._written(own_files))
         self._may_have_unseen_delta = True  # if the store's response is lost
         try:
             self.position = self._ranks.on_first(lambda: self._append_manifest(delta))

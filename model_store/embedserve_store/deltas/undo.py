@@ -70,7 +70,7 @@ def undo_deltas(
     if not is_alone:
         check_no_overwrites(models.where, f"{model}/{DELTAS_FOLDER}/{line}")
     write = writer(models.where, f"{model}/{DELTAS_FOLDER}")
-    draft = partial(
+    make_manifest = partial(
         DeltaManifest,
         model=model,
         writer=author,
@@ -84,7 +84,9 @@ def undo_deltas(
     while undo is None:  # again after a delta that a training job has appended meanwhile
         base, newest, end = _checked_end(models, model, version, to)
         check_stays_signed(newest, signing)
-        made = draft(line=end.line, seq=end.seq + 1, previous=end.checksum, as_of=as_of_now())
+        made = make_manifest(
+            line=end.line, seq=end.seq + 1, previous=end.checksum, as_of=as_of_now()
+        )
         if signing is not None:
             made = signing.sign(made)
         if append(write, made) is not None or _is_there(DeltaLine(models, base), made):

@@ -48,8 +48,8 @@ def balanced_plan(
         InvalidModelError: a constraint is wrong, or the planner found no plan.
     """
 
-    asked = combined(tables, sharding, own_constraints(tables, constraints or {}))
-    own = {table.name: asked.get(table.name, TableConstraints()) for table in tables}
+    requested = combined(tables, sharding, own_constraints(tables, constraints or {}))
+    own = {table.name: requested.get(table.name, TableConstraints()) for table in tables}
 
     def planned(types: Mapping[str, tuple[str, ...]]) -> Plan:
         return make_plan(
@@ -66,12 +66,12 @@ def balanced_plan(
             must_fit=False,
         )
 
-    foretold = _foretold_types(tables, measured, world_size, device_type)
-    plan = planned(foretold)
+    predicted = _predicted_types(tables, measured, world_size, device_type)
+    plan = planned(predicted)
     for more in _more_types(tables, device_type, device_memory_bytes):
         if _fits(plan, tables, device_type, device_memory_bytes):
             break
-        plan = planned(foretold | more)
+        plan = planned(predicted | more)
     chosen = {
         name: replace(one, sharding_types=(plan.tables[name].sharding_type,))
         for name, one in own.items()
@@ -79,7 +79,7 @@ def balanced_plan(
     return replace(plan, constraints=chosen)
 
 
-def _foretold_types(
+def _predicted_types(
     tables: Sequence[TableSpec], measured: AccessCounts, world_size: int, device_type: str
 ) -> dict[str, tuple[str, ...]]:
     """Returns, for each table, the sharding types whose reads the measured counts predict.

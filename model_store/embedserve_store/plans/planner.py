@@ -143,7 +143,7 @@ def _search(
     """
     if world_size < 1:
         raise InvalidModelError(f"world_size is {world_size}, expected 1 or more")
-    asked = {
+    requested = {
         table.name: to_torchrec_constraints(
             constraints.get(table.name, TableConstraints()), table, world_size, device_type
         )
@@ -154,14 +154,14 @@ def _search(
     shards = {
         table.name: _one_copy_each(table, types[0], world_size)
         for table in tables
-        if len(types := asked[table.name].sharding_types) == 1 and types[0] in whole
+        if len(types := requested[table.name].sharding_types) == 1 and types[0] in whole
     }
     plan = Plan(world_size, shards, dict(constraints))
     memory_bytes = min(_memory(device_type, plan, device_memory_bytes), default=RANK_MEMORY_BYTES)
     taken = max(plan.bytes_per_rank([t for t in tables if t.name in shards], device_type))
     divided = [table for table in tables if table.name not in shards]
     if divided:
-        found = _divided(divided, asked, world_size, device_type, memory_bytes - taken, costs)
+        found = _divided(divided, requested, world_size, device_type, memory_bytes - taken, costs)
         shards |= {
             table.name: _table_plan(found[table.name], table, range(world_size))
             for table in divided
@@ -178,7 +178,7 @@ def _one_copy_each(table: TableSpec, sharding_type: str, world_size: int) -> Tab
 
 def _divided(
     tables: Sequence[TableSpec],
-    asked: Mapping[str, ParameterConstraints],
+    requested: Mapping[str, ParameterConstraints],
     world_size: int,
     device_type: str,
     memory_bytes: int,
@@ -191,7 +191,7 @@ def _divided(
         try:
             return search(
                 tables,
-                {table.name: asked[table.name] for table in tables},
+                {table.name: requested[table.name] for table in tables},
                 world_size=world_size,
                 device_type=device_type,
                 memory_bytes=max(0, limit_bytes),

@@ -24,7 +24,7 @@ class PartDigests:
             name: [hashlib.sha256() for _ in range(hosts.parts)] for name in hosts.rows
         }
 
-    def is_cut(self, name: str) -> bool:
+    def is_divided(self, name: str) -> bool:
         """Returns whether several parts have rows of a table."""
         return len(set(self._hosts.rows[name])) > 2
 
@@ -46,7 +46,7 @@ class PartDigests:
         """
         found = {}
         for name, digests in self._digests.items():
-            if self.is_cut(name):
+            if self.is_divided(name):
                 found[name] = tuple(digest.hexdigest() for digest in digests)
                 continue
             found[name] = tuple(

@@ -1,8 +1,8 @@
 """Publishes a model: checks it, plans its shards, writes the version and reports.
 
 ``publish`` takes a live module, a state dict or a checkpoint. publish_source.py turns each of them
-into a Source, and the rest of the path is shared. If anything fails, no version appears and nothing
-is left behind. Imports torch only when called.
+into a TableSource, and the rest of the path is shared. If anything fails, no version appears and
+nothing is left behind. Imports torch only when called.
 """
 
 from __future__ import annotations
@@ -47,14 +47,18 @@ from embedserve_store.publishing.publish_source import (
 )
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.resolve_ids import resolve_ids
-from embedserve_store.publishing.version_writer import Draft, PublishedVersion, write_version
+from embedserve_store.publishing.version_writer import (
+    PublishedVersion,
+    VersionContent,
+    write_version,
+)
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
 from embedserve_store.remote.upload import upload_next
 from embedserve_store.sources.description import Description, check_no_draft
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.writing.staging import check_room, check_writable, staging_folder
 
-SMALL_FILES_BYTES = 16 << 20
+RESERVE_BYTES = 16 << 20
 """Bytes of free disk space required for goldens, plan and manifest, in addition to the tables and
 id maps."""
 META_MAX = 64
@@ -92,23 +96,23 @@ def publish(
     check_option_names(options)
     if isinstance(tables, Description) and not options.get("accept_draft"):
         check_no_draft(tables)
-    draft = make_draft(source, model, tables, options)
+    content = make_content(source, model, tables, options)
     if (expected := options.get("expected")) is not None:
-        draft = _with_expected_goldens(draft, expected, options.get("accept_unchecked", False))
+        content = _with_expected_goldens(content, expected, options.get("accept_unchecked", False))
     where = os.fspath(store)
     if where.split("/")[0].endswith(":") and not is_url(where):
         raise InvalidModelError(f"store is {where!r}: give a URL as a str, a Path loses a slash")
-    draft = _with_provenance(draft, source, Path(where) / model, options.get("meta") or {})
+    content = _with_provenance(content, source, Path(where) / model, options.get("meta") or {})
     if not options.get("layout_changed"):
-        check_layout(draft.manifest, where)
+        check_layout(content.manifest, where)
     if options.get("if_changed"):
-        draft = replace(draft, previous=undamaged_before(where, model))
-    nbytes = draft.manifest.nbytes + sum(one.nbytes for one in draft.id_maps.values())
+        content = replace(content, previous=undamaged_before(where, model))
+    nbytes = content.manifest.nbytes + sum(one.nbytes for one in content.id_maps.values())
     published = publish_files(
         where,
         model,
         nbytes,
-        lambda staging: write_version(draft, staging),
+        lambda staging: write_version(content, staging),
         options.get("upload_progress"),
     )
     if published.is_new:
@@ -118,13 +122,13 @@ def publish(
     return published
 
 
-def make_draft(
+def make_content(
     source: ModelSource,
     model: str,
     tables: Description | Sequence[TableSpec] | None,
     options: PublishOptions,
-) -> Draft:
-    """Builds a Draft after all checks that need no rows."""
+) -> VersionContent:
+    """Builds a VersionContent after all checks that need no rows."""
     from embedserve_store.plans.planner import make_plan
     from embedserve_store.sources.checkpoint import check_rows
 
@@ -155,15 +159,15 @@ def make_draft(
     goldens = FROM_TRAINING if made.ebc is not None else FROM_DESCRIPTION
     source = provenance(made.kind) | {GOLDENS: goldens}
     manifest = Manifest(model, 0, specs, made.is_weighted, source)
-    return Draft(
+    return VersionContent(
         made, manifest, id_maps, plan, None, options.get("max_error"), options.get("progress")
     )
 
 
 def _with_provenance(
-    draft: Draft, source: ModelSource, folder: Path, meta: Mapping[str, str]
-) -> Draft:
-    """Returns ``draft`` with the checkpoint's path and ``meta`` added to its manifest."""
+    content: VersionContent, source: ModelSource, folder: Path, meta: Mapping[str, str]
+) -> VersionContent:
+    """Returns ``content`` with the checkpoint's path and ``meta`` added to its manifest."""
     if len(meta) > META_MAX:
         raise InvalidModelError(f"meta has {len(meta)} entries, the limit is {META_MAX}")
     for key, value in meta.items():
@@ -174,27 +178,28 @@ def _with_provenance(
                 f"meta {key[:80]!r}: expected a name and a value of together {META_TEXT_MAX} "
                 "characters at most"
             )
-    said: dict[str, Any] = {"meta": dict(meta)} if meta else {}
+    added: dict[str, Any] = {"meta": dict(meta)} if meta else {}
     if isinstance(source, str | os.PathLike):
         path = Path(source).absolute()
         if not path.is_relative_to(folder.absolute()):  # the shards of publish_sharded are inside
-            said["checkpoint"] = str(path)
-    manifest = draft.manifest
-    return replace(draft, manifest=replace(manifest, source=manifest.source | said))
+            added["checkpoint"] = str(path)
+    manifest = content.manifest
+    return replace(content, manifest=replace(manifest, source=manifest.source | added))
 
 
 def _with_expected_goldens(
-    draft: Draft, given: str | os.PathLike[str] | Expected, accept_unchecked: bool
-) -> Draft:
-    """Returns ``draft`` with the training model's outputs as goldens, after checking against them.
+    content: VersionContent, given: str | os.PathLike[str] | Expected, accept_unchecked: bool
+) -> VersionContent:
+    """Returns ``content`` with the training model's outputs as goldens, after checking against
+    them.
 
     Raises:
         StoreError: the file cannot be read.
-        InvalidModelError: the outputs differ from the draft's, or cannot verify it.
+        InvalidModelError: the outputs differ from the content's, or cannot verify it.
     """
     expected = given if isinstance(given, Expected) else read_expected(given)
-    manifest, rows = draft.manifest, draft.source.rows
-    goldens = expected_goldens(expected, manifest, rows, draft.id_maps)
+    manifest, rows = content.manifest, content.source.rows
+    goldens = expected_goldens(expected, manifest, rows, content.id_maps)
     coverage = coverage_of(expected, manifest, rows)
     if coverage.unchecked and not accept_unchecked:
         raise InvalidModelError(
@@ -205,7 +210,7 @@ def _with_expected_goldens(
     words = PARTLY_FROM_TRAINING if coverage.unchecked else FROM_TRAINING
     source = manifest.source | {GOLDENS: words, COMPARED: coverage.to_json()}
     manifest = replace(manifest, source=source)
-    return replace(draft, goldens=goldens, manifest=manifest, checksums=expected.checksums)
+    return replace(content, goldens=goldens, manifest=manifest, checksums=expected.checksums)
 
 
 def publish_files(
@@ -251,8 +256,8 @@ def _publish_local(
 ) -> PublishedVersion:
     with as_store_error(folder):
         check_writable(folder)
-        spare = f" ({nbytes:,} of rows and ids, and {SMALL_FILES_BYTES:,} to spare)"
-        check_room(folder, nbytes + SMALL_FILES_BYTES, spare)
+        spare = f" ({nbytes:,} of rows and ids, and {RESERVE_BYTES:,} to spare)"
+        check_room(folder, nbytes + RESERVE_BYTES, spare)
         with staging_folder(folder) as staging:
             return write(staging)
 

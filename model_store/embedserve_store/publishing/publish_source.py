@@ -1,4 +1,4 @@
-"""Makes a Source from any kind of model source: a module, a state dict or a checkpoint.
+"""Makes a TableSource from any kind of model source: a module, a state dict or a checkpoint.
 
 Hands publish.py tables with their rows, which are not yet read. Imports torch only when called.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError, check_tables_known
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.publishing.version_writer import Source
+from embedserve_store.publishing.version_writer import TableSource
 from embedserve_store.sources import live
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 
@@ -35,8 +35,8 @@ def make_source(
     prefix: str,
     dtype: Choice | None,
     with_vocabulary: Collection[str],
-) -> Source:
-    """Returns a Source. Raises InvalidModelError or StoreError as ``publish`` does."""
+) -> TableSource:
+    """Returns a TableSource. Raises InvalidModelError or StoreError as ``publish`` does."""
     if isinstance(source, (str, os.PathLike, Mapping)):
         return _from_checkpoint(source, tables, prefix, dtype, with_vocabulary)
     if tables is not None:
@@ -48,10 +48,10 @@ def make_source(
 
 def _from_module(
     module: EmbeddingBagCollection | EmbeddingCollection, dtype: Choice | None
-) -> Source:
+) -> TableSource:
     described = live.describe(module)
     is_pooled = live.is_pooled(module)
-    return Source(
+    return TableSource(
         kind="embedding_bag_collection" if is_pooled else "embedding_collection",
         tables=described if dtype is None else with_dtypes(described, dtype),
         is_weighted=live.is_weighted(module),
@@ -66,7 +66,7 @@ def _from_checkpoint(
     prefix: str,
     dtype: Choice | None,
     with_vocabulary: Collection[str],
-) -> Source:
+) -> TableSource:
     if tables is None:
         raise InvalidModelError(
             "tables is missing: a state dict or checkpoint holds no features and no pooling"
@@ -77,7 +77,7 @@ def _from_checkpoint(
     else:
         checkpoint = open_checkpoint(Path(source))
     rows, skipped = find_tables(checkpoint, described, prefix, with_vocabulary)
-    return Source(
+    return TableSource(
         kind=checkpoint.kind,
         tables=described if dtype is None else with_dtypes(described, dtype),
         is_weighted=tables.is_weighted if isinstance(tables, Description) else False,

@@ -74,7 +74,7 @@ class Ranks:
         first = self.from_first(_outcome(call) if self.rank == 0 else None)
         return cast(Result, _checked(*first))
 
-    def is_on_first(self, flag: bool) -> bool:
+    def flag_from_first(self, flag: bool) -> bool:
         """Returns the ``flag`` of rank 0, on every rank; a collective of one message.
 
         ``from_first`` sends an object and its size before.

@@ -44,7 +44,7 @@ def write_tables(
         file.write(header)
         for table in file_order(tables):
             blocks = encoded_blocks(table)
-            of_table = parts if parts is not None and parts.is_cut(table.name) else None
+            of_table = parts if parts is not None and parts.is_divided(table.name) else None
             checksums[table.name] = _write_table(
                 file, table, blocks, bytes_done, progress, of_table
             )

@@ -72,7 +72,7 @@ class PublishedVersion:
 
 
 @dataclass(frozen=True)
-class Source:
+class TableSource:
     """Tables of a model with their id rules, and their rows, from which a version is made."""
 
     kind: str
@@ -85,10 +85,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A version before it is written, without its number and the results of the writer."""
+class VersionContent:
+    """Content of a version before it is written, without its number and checksums."""
 
-    source: Source
+    source: TableSource
     manifest: Manifest
     id_maps: Mapping[str, IdMap]
     plan: Plan
@@ -104,25 +104,25 @@ class Draft:
     """Version that is not published again if the content is the same; None to publish anyway."""
 
 
-def write_version(draft: Draft, staging: Path) -> PublishedVersion:
-    """Writes every file of ``draft`` into ``staging`` and renames it to the next version.
+def write_version(content: VersionContent, staging: Path) -> PublishedVersion:
+    """Writes every file of ``content`` into ``staging`` and renames it to the next version.
 
-    If the content is that of ``draft.previous``, nothing is renamed.
+    If it is the same as ``content.previous``, nothing is renamed.
 
     Raises:
         InvalidModelError: a row cannot be stored or is not the training model's, or a table's error
             is larger than allowed.
         OSError: an error of the file system, such as a full disk.
     """
-    source = draft.source
-    manifest = _write_tables(draft, staging)
+    source = content.source
+    manifest = _write_tables(content, staging)
     tables = TablesFile.open(staging / "tables.safetensors", manifest.tables, few_reads=True)
     errors = {t.name: pooled_error(t, source.rows[t.name], tables) for t in manifest.tables}
-    if draft.max_error is not None:
-        check_errors(errors, manifest, draft.max_error)
-    _write_goldens(draft, manifest, tables, staging)
-    write_synced(staging / "plan.json", to_json_bytes(draft.plan.to_json()))
-    return finish_version(manifest, draft.plan, staging, errors, source.skipped, draft.previous)
+    if content.max_error is not None:
+        check_errors(errors, manifest, content.max_error)
+    _write_goldens(content, manifest, tables, staging)
+    write_synced(staging / "plan.json", to_json_bytes(content.plan.to_json()))
+    return finish_version(manifest, content.plan, staging, errors, source.skipped, content.previous)
 
 
 def finish_version(
@@ -164,18 +164,18 @@ def finish_version(
     )
 
 
-def _write_tables(draft: Draft, staging: Path) -> Manifest:
+def _write_tables(content: VersionContent, staging: Path) -> Manifest:
     """Writes the rows and the id maps, and returns the manifest with their checksums."""
-    rows = draft.source.rows
-    parts = PartDigests(draft.plan.hosts) if draft.plan.hosts is not None else None
+    rows = content.source.rows
+    parts = PartDigests(content.plan.hosts) if content.plan.hosts is not None else None
     checksums = write_tables(
         staging / "tables.safetensors",
-        draft.manifest.tables,
-        lambda table: _encoded_blocks(rows[table.name], table, draft.checksums.get(table.name)),
-        draft.progress,
+        content.manifest.tables,
+        lambda table: _encoded_blocks(rows[table.name], table, content.checksums.get(table.name)),
+        content.progress,
         parts,
     )
-    maps = draft.id_maps
+    maps = content.id_maps
     map_checksums = write_id_maps(staging / "ids.safetensors", maps) if maps else {}
 
     def with_checksums(table: TableSpec) -> TableSpec:
@@ -185,8 +185,8 @@ def _write_tables(draft: Draft, staging: Path) -> Manifest:
         return replace(table, sha256=checksums[table.name], ids=ids)
 
     return replace(
-        draft.manifest,
-        tables=tuple(map(with_checksums, draft.manifest.tables)),
+        content.manifest,
+        tables=tuple(map(with_checksums, content.manifest.tables)),
         part_checksums=parts.checksums(checksums) if parts is not None else {},
     )
 
@@ -210,15 +210,17 @@ def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_erro
         )
 
 
-def _write_goldens(draft: Draft, manifest: Manifest, tables: TablesFile, staging: Path) -> None:
-    translator = IdTranslator(manifest, draft.id_maps)
-    if draft.goldens is not None:
-        bags, source_answers = draft.goldens
+def _write_goldens(
+    content: VersionContent, manifest: Manifest, tables: TablesFile, staging: Path
+) -> None:
+    translator = IdTranslator(manifest, content.id_maps)
+    if content.goldens is not None:
+        bags, source_answers = content.goldens
         numbers = row_numbers(bags, translator)
     else:
-        bags = sample_bags(manifest, draft.id_maps)
+        bags = sample_bags(manifest, content.id_maps)
         numbers = row_numbers(bags, translator)
-        source_answers = _source_answers(draft.source, manifest, bags, numbers)
+        source_answers = _source_answers(content.source, manifest, bags, numbers)
     goldens = Goldens(bags, source_answers, pool_stored(manifest, bags, numbers, tables))
     answers = goldens.stored_answers
     check_answers(answers, goldens, numbers, manifest, tables, f"model {manifest.model!r}")
@@ -242,7 +244,7 @@ def _sha256(path: Path) -> str:
 
 
 def _source_answers(
-    source: Source, manifest: Manifest, bags: Bags, numbers: NDArray[np.int64]
+    source: TableSource, manifest: Manifest, bags: Bags, numbers: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     if source.ebc is not None:
         return live.answers(source.ebc, manifest, replace(bags, ids=numbers))

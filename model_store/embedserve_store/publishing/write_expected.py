@@ -62,16 +62,16 @@ def expected_of(module: Any, prefix: str = "", rows: Rows = "sampled") -> Expect
         collection = live.collection_in(module, prefix)
         live.check_can_answer(collection)
         checksums = live.checksums_of(collection) if rows == "all" else {}
-        return _asked(
+        return _compute(
             collection, live.describe(collection), live.is_weighted(collection), checksums
         )
     tables, is_weighted, path = live_dmp.describe_sharded(module, prefix)
-    with live_dmp.asked_apart(module, path) as collection:
+    with live_dmp.side_effect_free_twin(module, path) as collection:
         checksums = live_dmp.checksums_of(module, path) if rows == "all" else {}
-        return _asked(collection, tables, is_weighted, checksums)
+        return _compute(collection, tables, is_weighted, checksums)
 
 
-def _asked(
+def _compute(
     collection: Any,
     tables: tuple[TableSpec, ...],
     is_weighted: bool,

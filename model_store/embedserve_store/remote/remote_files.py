@@ -321,7 +321,7 @@ class RemoteFolder:
             from fsspec.exceptions import FSTimeoutError
 
             try:
-                return run(files.loop, _asked, files, method, *args, timeout=limit_s, **kwargs)
+                return run(files.loop, _call_async, files, method, *args, timeout=limit_s, **kwargs)
             except FSTimeoutError as error:
                 raise TimeoutError(f"no answer within {limit_s:g} s{reason}") from error
 
@@ -338,7 +338,7 @@ class RemoteFolder:
             return self._patient[rounded_s]
 
 
-async def _asked(files: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+async def _call_async(files: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     # s3fs has this method. Other file systems do not report their retries.
     if hasattr(files, "set_session"):
         client = await files.set_session()

@@ -58,7 +58,7 @@ def describe_sharded(
 
 
 @contextlib.contextmanager
-def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
+def side_effect_free_twin(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
     """Yields a twin of the sharded collection in ``module`` that shares its tables.
 
     The twin computes outputs without side effects on training. A sharded collection learns the

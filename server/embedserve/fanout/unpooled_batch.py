@@ -56,14 +56,14 @@ class UnpooledBatch:
         """Returns the lookups of the parts that have ids of the batch, one example for each."""
         partition, dim = self._partition, self._partition.manifest.length_per_key[0]
         lookups = []
-        for part in self._asked():
+        for part in self._parts_with_ids():
             counts = self._counts[part]
             rows = sum(int(counts[feature]) for feature, _ in partition.columns[part])
             sent = counts[partition.has_feature[part]]
             lookups.append(self._divided.part_lookup(part, sent, (rows, dim)))
         return lookups
 
-    def _asked(self) -> list[int]:
+    def _parts_with_ids(self) -> list[int]:
         found: list[int] = np.flatnonzero(self._counts.any(axis=1)).tolist()
         return found
 
@@ -82,7 +82,7 @@ class UnpooledBatch:
         nothing = np.empty((0, dim), np.float16)  # float16 widens no other dtype
         # Distinct rows by feature and table: ascending, and so part by part.
         pieces: defaultdict[tuple[int, str], list[np.ndarray]] = defaultdict(lambda: [nothing])
-        for part in self._asked():
+        for part in self._parts_with_ids():
             rows, start = self._values.get(part), 0
             for feature, table in self._partition.columns[part]:
                 end = start + int(self._counts[part, feature])

@@ -36,7 +36,7 @@ from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 from embedserve_store.deltas import tracked_rows
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.publishing.ranks import Ranks
-from embedserve_store.sources.live_dmp import asked_apart
+from embedserve_store.sources.live_dmp import side_effect_free_twin
 
 TIMEOUT_S = 300
 
@@ -230,7 +230,7 @@ def test_ids_are_dropped_if_the_shard_has_no_rows(monkeypatch: pytest.MonkeyPatc
 def test_lookups_of_goldens_are_not_tracked() -> None:
     dmp = ranker(tables=USER)
     tracked = TrackedRows(dmp, Ranks())
-    with torch.no_grad(), asked_apart(dmp) as twin:
+    with torch.no_grad(), side_effect_free_twin(dmp) as twin:
         twin(batch(np.random.default_rng(0), USER)).values()
     assert take_rows(tracked) == {}
 
