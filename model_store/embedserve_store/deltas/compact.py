@@ -19,7 +19,7 @@ from embedserve_store.deltas.compact_ids import golden_bags, write_vocabularies
 from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.deltas.signing import KeyFile, trusted_keys
 from embedserve_store.errors import StoreError, UnreachableError
-from embedserve_store.format.changed_ids import ChangedIds, joined_ids
+from embedserve_store.format.changed_ids import ChangedIds, compose_ids
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import DELTAS_FOLDER, LINE_SEQ, LinePosition, check_seq
@@ -188,7 +188,7 @@ def _apply(
                 rows[change.numbers] = change.values
     data.flush()
     sync(path)
-    return position, goldens, joined_ids(line.ids(delta) for delta in applied)
+    return position, goldens, compose_ids(line.ids(delta) for delta in applied)
 
 
 class _LaterUndos:

@@ -19,10 +19,10 @@ from embedserve_store.format.changed_ids import (
     AS_PUBLISHED,
     ChangedIds,
     check_same_ids,
+    compose_ids,
     decode_ids,
-    joined_ids,
     no_ids,
-    united_ids,
+    unite_ids,
 )
 from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
@@ -278,7 +278,7 @@ class DeltaLine:
         for name, changes in pieces.items():
             if (one := repeated_row(*(change.ids for change in changes))) is not None:
                 raise StoreError(f"{where}: table {name!r}: id {one} is in two of its files")
-            found[name] = united_ids(changes)
+            found[name] = unite_ids(changes)
         if found:
             check_same_ids(found, self._base, where)
         return found
@@ -287,12 +287,12 @@ class DeltaLine:
         """Returns the ids that differ between the version and the state after delta ``seq``, by
         table."""
         deltas = [replace(delta, goldens=None) for delta in self.kept(seq) if delta.ids]
-        return joined_ids(self.ids(delta) for delta in reversed(deltas))
+        return compose_ids(self.ids(delta) for delta in reversed(deltas))
 
     def ids_between(self, one: int, other: int) -> dict[str, ChangedIds]:
         """Returns the ids that may differ between the states after two deltas, with their rows
         after delta ``other``, by table."""
-        touched = joined_ids(self.ids(delta) for delta in self.between(one, other) if delta.ids)
+        touched = compose_ids(self.ids(delta) for delta in self.between(one, other) if delta.ids)
         if not touched:
             return {}
         states = self.ids_at(other)

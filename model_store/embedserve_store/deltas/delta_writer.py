@@ -18,14 +18,14 @@ from embedserve_store.deltas.encode_changes import (
     copy_changes,
     copy_removed,
     encode_changes,
-    with_keys,
+    hash_changes,
 )
-from embedserve_store.deltas.golden_bags import GoldenBags, PushedGoldens
 from embedserve_store.deltas.line_appender import LineAppender
 from embedserve_store.deltas.notify.broker_url import Notify
 from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.push_runner import PushRunner, evaluate
-from embedserve_store.deltas.pushed_ids import PlacedIds, PushedIds, RemovedIds
+from embedserve_store.deltas.pushed_goldens import GoldenBags, PushedGoldens
+from embedserve_store.deltas.pushed_ids import AssignedIds, PushedIds, RemovedIds
 from embedserve_store.deltas.signing import KeyFile
 from embedserve_store.deltas.tracked_rows import TakenRows, TrackedRows, check_same_tables
 from embedserve_store.errors import InvalidModelError, RevertedError, StoreError
@@ -127,7 +127,7 @@ class DeltaWriter:
         *,
         step: int | None = None,
         goldens: GoldenBags | None = None,
-        vocabulary: PlacedIds | None = None,
+        vocabulary: AssignedIds | None = None,
         removed: RemovedIds | None = None,
         wait: Literal[True] = True,
     ) -> int: ...
@@ -137,7 +137,7 @@ class DeltaWriter:
         *,
         step: int | None = None,
         goldens: GoldenBags | None = None,
-        vocabulary: PlacedIds | None = None,
+        vocabulary: AssignedIds | None = None,
         removed: RemovedIds | None = None,
         wait: Literal[False],
     ) -> Future[int]: ...
@@ -147,7 +147,7 @@ class DeltaWriter:
         *,
         step: int | None = None,
         goldens: GoldenBags | None = None,
-        vocabulary: PlacedIds | None = None,
+        vocabulary: AssignedIds | None = None,
         removed: RemovedIds | None = None,
         wait: bool = True,
     ) -> int | Future[int]:
@@ -190,7 +190,7 @@ class DeltaWriter:
         try:
             self._begin()
             as_of = as_of_now()
-            answered = self._goldens.looked_up(goldens, self._module, self._prefix, tracked.dtype)
+            made_goldens = self._goldens.look_up(goldens, self._module, self._prefix, tracked.dtype)
         except StoreError:
             with suppress(StoreError):  # of ids that cannot be; the reason of the failure matters
                 self._ids.keep(own_ids)
@@ -199,10 +199,10 @@ class DeltaWriter:
         taken = tracked.take()
 
         def write() -> int:
-            ids = self._ids.placed(own_ids)  # first: it keeps them if anything else fails
+            ids = self._ids.assigned_changes(own_ids)  # first: it keeps them if anything else fails
             rows = tracked.whole_rows(taken)
             encoded = self._ranks.on_all(lambda: encode_changes(rows, self._tables, {}))
-            return self._append(encoded, ids, answered, step, as_of)
+            return self._append(encoded, ids, made_goldens, step, as_of)
 
         run = self._pushes.run if wait else self._pushes.start
         return run(write, lambda: self._keep_rows(tracked, taken))
@@ -265,16 +265,16 @@ class DeltaWriter:
         self._begin()
         as_of = as_of_now()
         own_changes = evaluate(lambda: changes if wait else copy_changes(changes))
-        own_goldens = evaluate(lambda: goldens if wait else self._goldens.copied(goldens))
+        own_goldens = evaluate(lambda: goldens if wait else self._goldens.copy(goldens))
         own_removed = evaluate(lambda: copy_removed(removed))
 
         def write() -> int:
-            keyed = self._ranks.on_all(lambda: with_keys(own_changes(), self._tables))
-            ids = self._ids.of_rows(keyed, own_removed)
-            rows_of = self._ids.after(ids)
-            encoded = self._ranks.on_all(lambda: encode_changes(keyed, self._tables, rows_of))
+            hashed = self._ranks.on_all(lambda: hash_changes(own_changes(), self._tables))
+            ids = self._ids.row_changes(hashed, own_removed)
+            rows_of = self._ids.rows_after(ids)
+            encoded = self._ranks.on_all(lambda: encode_changes(hashed, self._tables, rows_of))
             self._check_apart(encoded)
-            given = self._goldens.given(own_goldens, rows_of)
+            given = self._goldens.encode(own_goldens, rows_of)
             return self._append(encoded, ids, given, step, as_of)
 
         run = self._pushes.run if wait else self._pushes.start

@@ -28,13 +28,13 @@ Ids = Any
 """Row numbers or ids [n]: an array or tensor of integers, or a sequence of int or str."""
 Changes = Mapping[str, tuple[Ids, Rows]]
 """Row numbers or ids, and rows, by table."""
-KeyedChanges = Mapping[str, tuple[NDArray[np.int64], Rows]]
+HashedChanges = Mapping[str, tuple[NDArray[np.int64], Rows]]
 """Changes whose ids are int64 [n]: strings are their hashes."""
 RowsOfIds = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Returns the rows [n] of ids [n]; -1 for an id without a row."""
 
 
-def with_keys(changes: Changes, tables: Mapping[str, TableSpec]) -> KeyedChanges:
+def hash_changes(changes: Changes, tables: Mapping[str, TableSpec]) -> HashedChanges:
     """Returns ``changes`` with ids as they are looked up.
 
     Args:
@@ -44,11 +44,11 @@ def with_keys(changes: Changes, tables: Mapping[str, TableSpec]) -> KeyedChanges
         InvalidModelError: a table is not in the model, or its ids have another type.
     """
     return {
-        name: (keys_of(_table(tables, name), ids), rows) for name, (ids, rows) in changes.items()
+        name: (hash_ids(_table(tables, name), ids), rows) for name, (ids, rows) in changes.items()
     }
 
 
-def keys_of(table: TableSpec, ids: Ids) -> NDArray[np.int64]:
+def hash_ids(table: TableSpec, ids: Ids) -> NDArray[np.int64]:
     """Returns row numbers or ids as int64 [n]; strings become their hashes.
 
     Raises:
@@ -59,7 +59,7 @@ def keys_of(table: TableSpec, ids: Ids) -> NDArray[np.int64]:
 
 
 def encode_changes(
-    changes: KeyedChanges, tables: Mapping[str, TableSpec], rows_of: Mapping[str, RowsOfIds]
+    changes: HashedChanges, tables: Mapping[str, TableSpec], rows_of: Mapping[str, RowsOfIds]
 ) -> dict[str, ChangedRows]:
     """Returns the changed rows of each table, encoded in its dtype, with row numbers ascending.
 

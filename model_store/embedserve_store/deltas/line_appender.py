@@ -26,9 +26,9 @@ from embedserve_store.errors import (
 )
 from embedserve_store.format.changed_ids import (
     ChangedIds,
+    compose_ids,
     encode_ids,
     encoded_id_bytes,
-    joined_ids,
     split_ids,
 )
 from embedserve_store.format.delta_file import ChangedRows, encode, encoded_bytes, split
@@ -248,7 +248,7 @@ class LineAppender:
         while (found := self._line.after(end)) is not None and self._is_own(found[0]):
             passed.append(found[0])
             end = found[1]
-        return end, joined_ids(self._line.ids(delta) for delta in passed)
+        return end, compose_ids(self._line.ids(delta) for delta in passed)
 
     def _find_undone(self, is_tracked: bool) -> tuple[LinePosition, UndoneChanges]:
         """Returns the end of the line, and what the undos before it changed.

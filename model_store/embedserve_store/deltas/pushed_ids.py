@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from embedserve_store.deltas.encode_changes import Ids, KeyedChanges, RowsOfIds, keys_of
+from embedserve_store.deltas.encode_changes import HashedChanges, Ids, RowsOfIds, hash_ids
 from embedserve_store.deltas.line_appender import LineAppender
-from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds, named_changes
+from embedserve_store.deltas.vocabularies import LineVocabularies, RequestedIds, named_changes
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.changed_ids import REMOVED, ChangedIds, joined_ids
+from embedserve_store.format.changed_ids import REMOVED, ChangedIds, compose_ids
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.ranks import Ranks
 
-PlacedIds = Mapping[str, tuple[Ids, Any]]
+AssignedIds = Mapping[str, tuple[Ids, Any]]
 """Ids, and the row that each has in training, by table."""
 RemovedIds = Mapping[str, Ids]
 """Ids that have no row any more, by table."""
@@ -33,12 +33,12 @@ class PushedIds:
         self._line, self._ranks = line, ranks
         self._tables = {table.name: table for table in line.base.tables}
         self._has_any = any(table.ids.rule == "map" for table in line.base.tables)
-        self._opened: Vocabularies | None = None
+        self._opened: LineVocabularies | None = None
         self._kept: dict[str, ChangedIds] = {}
         """Changes by table until a delta with them is written."""
 
-    def of_rows(
-        self, changes: KeyedChanges, removed: Callable[[], RemovedIds]
+    def row_changes(
+        self, changes: HashedChanges, removed: Callable[[], RemovedIds]
     ) -> dict[str, ChangedIds]:
         """Returns the changes for the ids of pushed rows, new ones among them; a collective.
 
@@ -46,13 +46,15 @@ class PushedIds:
             removed: returns the removed ids of this rank.
 
         Raises:
-            InvalidModelError: on all ranks, as Vocabularies.find_changes. Or an id is pushed and
-                removed at once, or a table has no vocabulary.
+            InvalidModelError: on all ranks, as LineVocabularies.find_changes. Or an id is pushed
+                and removed at once, or a table has no vocabulary.
         """
         self._open()
-        return self._find(self._gathered(lambda: self._of_rows(changes, removed())))
+        return self._find(self._gather(lambda: self._request_for_rows(changes, removed())))
 
-    def placed(self, own: Callable[[], tuple[PlacedIds, RemovedIds]]) -> dict[str, ChangedIds]:
+    def assigned_changes(
+        self, own: Callable[[], tuple[AssignedIds, RemovedIds]]
+    ) -> dict[str, ChangedIds]:
         """Returns the changes for ids whose rows training has chosen; a collective.
 
         They are kept until ``advance``: the next push has them, too, unless it names their ids.
@@ -61,31 +63,31 @@ class PushedIds:
             own: returns the new ids with their rows, and the removed ids, of this rank.
 
         Raises:
-            InvalidModelError: on all ranks, as Vocabularies.find_changes. Or a table has no
+            InvalidModelError: on all ranks, as LineVocabularies.find_changes. Or a table has no
                 vocabulary. The ids are not kept.
             StoreError: on all ranks: the vocabularies cannot be read. The ids are kept.
         """
-        every = self._gathered(lambda: self._placed(*own()))
+        every = self._gather(lambda: self._request_as_assigned(*own()))
         named = named_changes(self._line.base, every)
         try:
             self._open()
         except StoreError:
-            self._kept = joined_ids([self._kept, named])
+            self._kept = compose_ids([self._kept, named])
             raise
         changes = self._find(every)
-        self._kept = joined_ids([self._kept, named])
+        self._kept = compose_ids([self._kept, named])
         return changes
 
-    def keep(self, own: Callable[[], tuple[PlacedIds, RemovedIds]]) -> None:
-        """Keeps the ids of a push that cannot begin, as ``placed``; a collective.
+    def keep(self, own: Callable[[], tuple[AssignedIds, RemovedIds]]) -> None:
+        """Keeps the ids of a push that cannot begin, as ``assigned_changes``; a collective.
 
         Raises:
-            InvalidModelError: on all ranks, as ``placed``. The ids are not kept.
+            InvalidModelError: on all ranks, as ``assigned_changes``. The ids are not kept.
         """
-        every = self._gathered(lambda: self._placed(*own()))
-        self._kept = joined_ids([self._kept, named_changes(self._line.base, every)])
+        every = self._gather(lambda: self._request_as_assigned(*own()))
+        self._kept = compose_ids([self._kept, named_changes(self._line.base, every)])
 
-    def after(self, changes: Mapping[str, ChangedIds]) -> dict[str, RowsOfIds]:
+    def rows_after(self, changes: Mapping[str, ChangedIds]) -> dict[str, RowsOfIds]:
         """Returns functions by table that return the rows of ids after ``changes``; -1 for an id
         without a row. A collective."""
         vocabularies = self._open()
@@ -112,23 +114,23 @@ class PushedIds:
             undone: ids that the undo changed, by table, with the rows that they had before it.
         """
         self._opened = None
-        self._kept = joined_ids([undone, self._kept])
+        self._kept = compose_ids([undone, self._kept])
 
-    def _gathered(self, wanted: Callable[[], WantedIds]) -> list[WantedIds]:
+    def _gather(self, request: Callable[[], RequestedIds]) -> list[RequestedIds]:
         """Returns what each rank wants, nothing if the version has no vocabularies; a collective.
 
         It raises for ids of a table without a vocabulary.
         """
-        own = self._ranks.on_all(wanted)
+        own = self._ranks.on_all(request)
         return self._ranks.from_all(own) if self._has_any else []
 
-    def _find(self, every: list[WantedIds]) -> dict[str, ChangedIds]:
+    def _find(self, every: list[RequestedIds]) -> dict[str, ChangedIds]:
         if not any(every) and not self._kept:
             return {}
         kept = self._kept
         return self._ranks.on_first(lambda: self._vocabularies.find_changes(every, kept))
 
-    def _open(self) -> Vocabularies | None:
+    def _open(self) -> LineVocabularies | None:
         """Returns the vocabularies, None if the version has none; a collective."""
         if not self._has_any:
             return None
@@ -138,13 +140,13 @@ class PushedIds:
         else:
             changed = self._ranks.on_first(self._line.changed_ids)
             id_maps = self._ranks.on_all(self._line.id_maps)
-            self._opened = Vocabularies(self._line.base, id_maps, changed)
+            self._opened = LineVocabularies(self._line.base, id_maps, changed)
             self._kept = {name: self._published(change) for name, change in self._kept.items()}
-        self._kept = joined_ids([passed, self._kept])
+        self._kept = compose_ids([passed, self._kept])
         return self._opened
 
     @property
-    def _vocabularies(self) -> Vocabularies:
+    def _vocabularies(self) -> LineVocabularies:
         assert self._opened is not None
         return self._opened
 
@@ -153,38 +155,38 @@ class PushedIds:
         rows = self._vocabularies.published(change.table.name, change.ids)
         return replace(change, rows=np.where(change.rows < REMOVED, rows, change.rows))
 
-    def _of_rows(self, changes: KeyedChanges, removed: RemovedIds) -> WantedIds:
-        gone = self._removed(removed)
+    def _request_for_rows(self, changes: HashedChanges, removed: RemovedIds) -> RequestedIds:
+        gone = self._hashed(removed)
         new = {}
-        for name, (keys, _) in changes.items():
+        for name, (hashed, _) in changes.items():
             if self._tables[name].ids.rule != "map":
                 continue
-            both = np.flatnonzero(np.isin(keys, gone.get(name, keys[:0])))
+            both = np.flatnonzero(np.isin(hashed, gone.get(name, hashed[:0])))
             if len(both):
                 at = both[0]
                 raise InvalidModelError(
-                    f"table {name!r}: ids[{at}] is {keys[at]}, which is removed in the same delta"
+                    f"table {name!r}: ids[{at}] is {hashed[at]}, which is removed in the same delta"
                 )
-            unknown = keys[self._vocabularies.rows_of(name, keys) < 0]
+            unknown = hashed[self._vocabularies.rows_of(name, hashed) < 0]
             if len(unknown):
                 new[name] = unknown
-        return WantedIds(new=new, removed=gone)
+        return RequestedIds(new=new, removed=gone)
 
-    def _placed(self, vocabulary: PlacedIds, removed: RemovedIds) -> WantedIds:
-        placed = {}
+    def _request_as_assigned(self, vocabulary: AssignedIds, removed: RemovedIds) -> RequestedIds:
+        assigned = {}
         for name, (ids, rows) in vocabulary.items():
-            keys = keys_of(self._table(name), ids)
+            hashed = hash_ids(self._table(name), ids)
             numbers = np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows)
-            if numbers.shape != keys.shape or (numbers.size and numbers.dtype.kind not in "iu"):
+            if numbers.shape != hashed.shape or (numbers.size and numbers.dtype.kind not in "iu"):
                 raise InvalidModelError(
                     f"table {name!r}: vocabulary: rows are {numbers.dtype} {list(numbers.shape)}, "
-                    f"expected integers [{len(keys)}], one for each id"
+                    f"expected integers [{len(hashed)}], one for each id"
                 )
-            placed[name] = keys, numbers.astype(np.int64)
-        return WantedIds(placed=placed, removed=self._removed(removed))
+            assigned[name] = hashed, numbers.astype(np.int64)
+        return RequestedIds(assigned=assigned, removed=self._hashed(removed))
 
-    def _removed(self, removed: RemovedIds) -> dict[str, Any]:
-        return {name: keys_of(self._table(name), ids) for name, ids in removed.items()}
+    def _hashed(self, removed: RemovedIds) -> dict[str, Any]:
+        return {name: hash_ids(self._table(name), ids) for name, ids in removed.items()}
 
     def _table(self, name: str) -> TableSpec:
         """Returns a table with a vocabulary. Raises InvalidModelError for any other name."""

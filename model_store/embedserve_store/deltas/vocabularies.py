@@ -17,9 +17,9 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.changed_ids import (
     REMOVED,
     ChangedIds,
-    joined_ids,
+    compose_ids,
     removed_ids,
-    united_ids,
+    unite_ids,
 )
 from embedserve_store.format.delta_file import repeated_row
 from embedserve_store.format.manifest import Manifest
@@ -31,24 +31,24 @@ _BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
-class WantedIds:
+class RequestedIds:
     """Changes of vocabularies that a rank asks for, by table. Strings are their hashes.
 
     Attributes:
         new: ids without a row, which get rows that no id has.
-        placed: ids, and the row that each has in training.
+        assigned: ids, and the row that each has in training.
         removed: ids that have no row any more.
     """
 
     new: Mapping[str, Ids] = field(default_factory=dict)
-    placed: Mapping[str, tuple[Ids, Ids]] = field(default_factory=dict)
+    assigned: Mapping[str, tuple[Ids, Ids]] = field(default_factory=dict)
     removed: Mapping[str, Ids] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.new or self.placed or self.removed)
+        return bool(self.new or self.assigned or self.removed)
 
 
-def named_changes(base: Manifest, wanted: Sequence[WantedIds]) -> dict[str, ChangedIds]:
+def named_changes(base: Manifest, requests: Sequence[RequestedIds]) -> dict[str, ChangedIds]:
     """Returns the changes for the ids that ranks place or remove, by table.
 
     Vocabularies are not needed: ids may be among them that have these rows already.
@@ -58,12 +58,12 @@ def named_changes(base: Manifest, wanted: Sequence[WantedIds]) -> dict[str, Chan
     """
     changes: dict[str, ChangedIds] = {}
     for group in base.table_groups:
-        if len(found := _named(group, wanted)):
+        if len(found := _named(group, requests)):
             changes |= {table.name: replace(found, table=table) for table in group}
     return changes
 
 
-class Vocabularies:
+class LineVocabularies:
     """Vocabularies after the last delta of a line. Tables that share a feature have one."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Vocabularies:
         return self._id_maps[table].rows_of(ids)
 
     def find_changes(
-        self, wanted: Sequence[WantedIds], again: Mapping[str, ChangedIds]
+        self, requests: Sequence[RequestedIds], again: Mapping[str, ChangedIds]
     ) -> dict[str, ChangedIds]:
         """Returns the changes that the ranks want, by table; gives rows to new ids.
 
@@ -114,7 +114,7 @@ class Vocabularies:
         """
         changes: dict[str, ChangedIds] = {}
         for group in self._groups:
-            if len(found := self._of_group(group, wanted, again.get(group[0].name))):
+            if len(found := self._of_group(group, requests, again.get(group[0].name))):
                 changes |= {table.name: ChangedIds(table, found.ids, found.rows) for table in group}
         return changes
 
@@ -123,16 +123,16 @@ class Vocabularies:
         for name, change in changes.items():
             if (free := self._free.get(name)) is not None:
                 free.advance(self.rows_of(name, change.ids), change.rows)
-        self._changed = joined_ids([self._changed, changes])
+        self._changed = compose_ids([self._changed, changes])
 
     def _of_group(
         self,
         group: tuple[TableSpec, ...],
-        wanted: Sequence[WantedIds],
+        requests: Sequence[RequestedIds],
         again: ChangedIds | None,
     ) -> ChangedIds:
         """Returns the changes of the vocabulary of a group of tables."""
-        first, named = group[0], _named(group, wanted)
+        first, named = group[0], _named(group, requests)
         removed = named.ids[named.rows == REMOVED]
         is_unknown = self.rows_of(first.name, removed) < 0
         if again is not None:  # an id may be removed before its row was ever published
@@ -146,11 +146,11 @@ class Vocabularies:
         before = self.rows_of(first.name, changed.ids)
         is_changed = before != changed.rows
         ids, rows, before = changed.ids[is_changed], changed.rows[is_changed], before[is_changed]
-        new = np.setdiff1d(_ids_of("new", group, wanted), np.concatenate([ids, removed]))
+        new = np.setdiff1d(_ids_of("new", group, requests), np.concatenate([ids, removed]))
         new_rows = np.zeros(0, np.int64)
         if len(new):
             new_rows = self._free_rows(group).find(len(new), before[before >= 0], rows)
-        return united_ids([ChangedIds(first, ids, rows), ChangedIds(first, new, new_rows)])
+        return unite_ids([ChangedIds(first, ids, rows), ChangedIds(first, new, new_rows)])
 
     def _free_rows(self, group: tuple[TableSpec, ...]) -> _FreeRows:
         name = group[0].name
@@ -185,20 +185,20 @@ class _FreeRows:
         self._waiting = np.flatnonzero(self._is_waiting)
         """Rows without an id, each once, and some that have one by now."""
 
-    def find(self, count: int, left: Ids, placed: Ids) -> Ids:
+    def find(self, count: int, left: Ids, assigned: Ids) -> Ids:
         """Returns ``count`` rows that no id has.
 
         Args:
             left: rows of ids that are removed, or move to another row, at the same time; each as
                 often as an id leaves it.
-            placed: rows that other ids get at the same time.
+            assigned: rows that other ids get at the same time.
 
         Raises:
             InvalidModelError: there are fewer.
         """
         rows, leaving = np.unique(left, return_counts=True)
         emptied = rows[self._ids_of[rows] == leaving]
-        taken = np.concatenate([placed, np.array([*self._reserved], np.int64)])
+        taken = np.concatenate([assigned, np.array([*self._reserved], np.int64)])
         found = [np.zeros(0, np.int64)]
         missing = count
         for block in (*self._waiting_blocks(), emptied):
@@ -241,25 +241,25 @@ class _FreeRows:
             yield block[self._ids_of[block] == 0]
 
 
-def _named(group: tuple[TableSpec, ...], wanted: Sequence[WantedIds]) -> ChangedIds:
+def _named(group: tuple[TableSpec, ...], requests: Sequence[RequestedIds]) -> ChangedIds:
     """Returns the changes for the ids of a group of tables that ranks place or remove."""
     names, where = {table.name for table in group}, f"table {group[0].name!r}"
-    placed = [one.placed[name] for one in wanted for name in names & one.placed.keys()]
-    ids, rows = (_joined(pair[at] for pair in placed) for at in (0, 1))
+    assigned = [one.assigned[name] for one in requests for name in names & one.assigned.keys()]
+    ids, rows = (_joined(pair[at] for pair in assigned) for at in (0, 1))
     _check_rows(where, ids, rows, min(table.num_embeddings for table in group))
-    removed = _ids_of("removed", group, wanted)
+    removed = _ids_of("removed", group, requests)
     if (twice := repeated_row(ids, removed)) is not None:
         raise InvalidModelError(
             f"{where}: id {twice} is given twice: an id has one row, or is removed once"
         )
-    return united_ids([ChangedIds(group[0], ids, rows), removed_ids(group[0], removed)])
+    return unite_ids([ChangedIds(group[0], ids, rows), removed_ids(group[0], removed)])
 
 
 def _ids_of(
-    what: Literal["new", "removed"], group: tuple[TableSpec, ...], wanted: Sequence[WantedIds]
+    what: Literal["new", "removed"], group: tuple[TableSpec, ...], requests: Sequence[RequestedIds]
 ) -> Ids:
     """Returns the new or removed ids of a group of tables, of all ranks."""
-    found = [getattr(one, what) for one in wanted]
+    found = [getattr(one, what) for one in requests]
     return _joined(one[table.name] for one in found for table in group if table.name in one)
 
 

@@ -74,8 +74,8 @@ def removed_ids(table: TableSpec, ids: NDArray[np.int64]) -> ChangedIds:
     return ChangedIds(table, ids, np.full(len(ids), REMOVED, np.int64))
 
 
-def joined_ids(changes: Iterable[Mapping[str, ChangedIds]]) -> dict[str, ChangedIds]:
-    """Returns the changed ids of several deltas, one after the other, by table."""
+def compose_ids(changes: Iterable[Mapping[str, ChangedIds]]) -> dict[str, ChangedIds]:
+    """Returns changes that follow one another as one, by table: of an id the last change counts."""
     joined: dict[str, ChangedIds] = {}
     for one in changes:
         for name, change in one.items():
@@ -83,9 +83,9 @@ def joined_ids(changes: Iterable[Mapping[str, ChangedIds]]) -> dict[str, Changed
     return joined
 
 
-def united_ids(changes: Sequence[ChangedIds]) -> ChangedIds:
-    """Returns changes of one table, which have no id in common, as one. The ids of each may be in
-    any order."""
+def unite_ids(changes: Sequence[ChangedIds]) -> ChangedIds:
+    """Returns changes of one table and one delta, which have no id in common, as one. The ids of
+    each may be in any order."""
     ids = np.concatenate([change.ids for change in changes])
     order = np.argsort(ids)
     rows = np.concatenate([change.rows for change in changes])
@@ -153,7 +153,7 @@ def decode_ids(
         )
         check_ids(tables[name], ids, rows, removed, where)
         there = ChangedIds(tables[name], ids, rows)
-        changes.append(united_ids([there, removed_ids(tables[name], removed)]))
+        changes.append(unite_ids([there, removed_ids(tables[name], removed)]))
     return changes
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve_store import InvalidModelError
-from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds
+from embedserve_store.deltas.vocabularies import LineVocabularies, RequestedIds
 from embedserve_store.format.changed_ids import REMOVED, ChangedIds
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
@@ -33,27 +33,27 @@ def id_map(entries: Mapping[int, int] = PUBLISHED) -> IdMap:
 
 def vocabularies(
     *tables: TableSpec, changed: Mapping[str, ChangedIds] | None = None
-) -> Vocabularies:
+) -> LineVocabularies:
     tables = tables or (TABLE,)
     base = Manifest("m", 1, tables, is_weighted=False)
-    return Vocabularies(base, {table.name: id_map() for table in tables}, changed or {})
+    return LineVocabularies(base, {table.name: id_map() for table in tables}, changed or {})
 
 
-def new_ids(*ids: int) -> WantedIds:
-    return WantedIds(new={"t": array(ids)})
+def new_ids(*ids: int) -> RequestedIds:
+    return RequestedIds(new={"t": array(ids)})
 
 
-def removed_ids(*ids: int) -> WantedIds:
-    return WantedIds(removed={"t": array(ids)})
+def removed_ids(*ids: int) -> RequestedIds:
+    return RequestedIds(removed={"t": array(ids)})
 
 
-def placed_ids(entries: Mapping[int, int]) -> WantedIds:
-    return WantedIds(placed={"t": (array([*entries]), array([*entries.values()]))})
+def assigned_ids(entries: Mapping[int, int]) -> RequestedIds:
+    return RequestedIds(assigned={"t": (array([*entries]), array([*entries.values()]))})
 
 
-def apply_changes(vocabulary: Vocabularies, *wanted: WantedIds) -> dict[int, int]:
-    """Applies the changes for ``wanted``; returns the changes of table t."""
-    changes = vocabulary.find_changes(wanted, {})
+def apply_changes(vocabulary: LineVocabularies, *requests: RequestedIds) -> dict[int, int]:
+    """Applies the changes for ``requests``; returns the changes of table t."""
+    changes = vocabulary.find_changes(requests, {})
     vocabulary.advance(changes)
     change = changes.get("t", ChangedIds(TABLE, array([]), array([])))
     return dict(zip(change.ids.tolist(), change.rows.tolist(), strict=True))
@@ -87,7 +87,7 @@ def test_default_row_of_unknown_ids_is_never_assigned() -> None:
 
 def test_training_may_choose_the_rows_of_ids() -> None:
     vocabulary = vocabularies()
-    assert apply_changes(vocabulary, placed_ids({100: 1, 200: 5, 7: 0}), removed_ids(300)) == {
+    assert apply_changes(vocabulary, assigned_ids({100: 1, 200: 5, 7: 0}), removed_ids(300)) == {
         200: 5,
         7: 0,
         300: REMOVED,
@@ -105,40 +105,40 @@ def test_earlier_changes_of_a_continued_line_are_respected() -> None:
 def test_tables_that_share_a_feature_get_the_same_changes() -> None:
     other = replace(TABLE, name="u", num_embeddings=5, feature_names=("f", "g"))
     vocabulary = vocabularies(TABLE, other)
-    wanted = WantedIds(new={"u": array([1])}, removed={"t": array([100])})
-    changes = vocabulary.find_changes([wanted, new_ids(1)], {})
+    requests = RequestedIds(new={"u": array([1])}, removed={"t": array([100])})
+    changes = vocabulary.find_changes([requests, new_ids(1)], {})
     assert [(c.table, c.ids.tolist(), c.rows.tolist()) for c in changes.values()] == [
         (TABLE, [1, 100], [0, REMOVED]),
         (other, [1, 100], [0, REMOVED]),
     ]
     with pytest.raises(InvalidModelError, match="id 7 has row 5, the table has 5 rows"):
-        vocabulary.find_changes([placed_ids({7: 5})], {})
+        vocabulary.find_changes([assigned_ids({7: 5})], {})
 
 
 @pytest.mark.parametrize(
-    ("wanted", "error"),
+    ("requests", "error"),
     [
         ([removed_ids(7)], "id 7 is removed, but is not in the vocabulary"),
         ([removed_ids(100), removed_ids(100)], "id 100 is given twice"),
-        ([placed_ids({7: 0}), removed_ids(100), placed_ids({7: 0})], "id 7 is given twice"),
-        ([placed_ids({100: 0}), removed_ids(100)], "id 100 is given twice"),
-        ([placed_ids({7: 6})], "id 7 has row 6, the table has 6 rows"),
-        ([placed_ids({7: -1})], "id 7 has row -1, the table has 6 rows"),
+        ([assigned_ids({7: 0}), removed_ids(100), assigned_ids({7: 0})], "id 7 is given twice"),
+        ([assigned_ids({100: 0}), removed_ids(100)], "id 100 is given twice"),
+        ([assigned_ids({7: 6})], "id 7 has row 6, the table has 6 rows"),
+        ([assigned_ids({7: -1})], "id 7 has row -1, the table has 6 rows"),
     ],
 )
 def test_invalid_id_changes_are_rejected_without_effect(
-    wanted: list[WantedIds], error: str
+    requests: list[RequestedIds], error: str
 ) -> None:
     vocabulary = vocabularies()
     with pytest.raises(InvalidModelError, match=f"^table 't': {error}"):
-        vocabulary.find_changes(wanted, {})
+        vocabulary.find_changes(requests, {})
     assert apply_changes(vocabulary, new_ids(7)) == {7: 0}
 
 
 def test_requested_changes_override_reapplied_changes() -> None:
     reapplied = {"t": ChangedIds(TABLE, array([1, 2, 100, 200]), array([4, 5, REMOVED, 0]))}
     vocabulary = vocabularies()
-    changes = vocabulary.find_changes([placed_ids({1: 2}), removed_ids(200)], reapplied)["t"]
+    changes = vocabulary.find_changes([assigned_ids({1: 2}), removed_ids(200)], reapplied)["t"]
     assert dict(zip(changes.ids.tolist(), changes.rows.tolist(), strict=True)) == {
         1: 2,
         2: 5,
@@ -163,12 +163,12 @@ def test_no_new_id_shares_a_row_with_another_id(data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.integers(0, 9), unique=True))
         fresh = [one_id for one_id in ids if one_id not in state]
         rest = {i: row for i, row in state.items() if i not in removed_now}
-        wanted = [new_ids(*fresh), removed_ids(*removed_now)]
+        requests = [new_ids(*fresh), removed_ids(*removed_now)]
         if len(fresh) > 6 - len({*rest.values()}):
             with pytest.raises(InvalidModelError, match="rows without an id"):
-                vocabulary.find_changes(wanted, {})
+                vocabulary.find_changes(requests, {})
             continue
-        made = apply_changes(vocabulary, *wanted)
+        made = apply_changes(vocabulary, *requests)
         rows = [made[i] for i in fresh]
         assert len({*rows}) == len(rows)
         assert not {*rows} & {*rest.values()}

@@ -31,14 +31,14 @@ class PushedGoldens:
     def __init__(self, base: Manifest, ranks: Ranks) -> None:
         self._base, self._ranks = base, ranks
 
-    def copied(self, goldens: GivenGoldens | None) -> GivenGoldens | None:
+    def copy(self, goldens: GivenGoldens | None) -> GivenGoldens | None:
         """Returns copies of bags and results on the CPU, those of rank 0 alone."""
         if goldens is None or self._ranks.rank != 0:
             return None
         bags, answers = goldens
         return _bags_of(bags, self._base), copy_values(answers)
 
-    def given(
+    def encode(
         self, goldens: Callable[[], GivenGoldens | None], rows_of: Mapping[str, RowsOfIds]
     ) -> DeltaGoldens | None:
         """Returns the given bags of callers' ids with their results; a collective.
@@ -47,9 +47,9 @@ class PushedGoldens:
             goldens: returns bags and results, or raises.
             rows_of: functions that return the rows of ids after the delta, by table.
         """
-        return self._ranks.on_first(lambda: self._given(goldens(), rows_of))
+        return self._ranks.on_first(lambda: self._encode(goldens(), rows_of))
 
-    def looked_up(
+    def look_up(
         self, goldens: GoldenBags | None, module: Any, prefix: str, dtype: str
     ) -> DeltaGoldens | None:
         """Returns bags of row numbers with the results of the model in training; a collective,
@@ -67,7 +67,7 @@ class PushedGoldens:
         least = least_precise(*self._ranks.from_all(dtype))
         return self._ranks.on_first(lambda: _delta_goldens(bags, answers, least, base))
 
-    def _given(
+    def _encode(
         self, goldens: GivenGoldens | None, rows_of: Mapping[str, RowsOfIds]
     ) -> DeltaGoldens | None:
         if goldens is None:
