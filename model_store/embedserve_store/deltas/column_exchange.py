@@ -35,8 +35,8 @@ class Piece:
 class ColumnExchange:
     """Exchanges columns between ranks, so that each row is whole on one of them.
 
-    Ranks that hold columns of a table have the same rows. Each gets a consecutive part of them,
-    and sends the columns of the other parts.
+    Ranks that hold columns of a table have the same rows. Each gets a consecutive share of them,
+    and sends the columns of the other shares.
     """
 
     def __init__(self, plan: dict[str, Any], ranks: Ranks) -> None:
@@ -101,21 +101,21 @@ class ColumnExchange:
     def _exchanged(
         self, pieces: dict[str, list[Piece]]
     ) -> dict[str, tuple[NDArray[np.int64], torch.Tensor]]:
-        """Returns this rank's parts of the rows of column-wise tables over several ranks."""
+        """Returns this rank's shares of the rows of column-wise tables over several ranks."""
         import torch
 
         ranks = range(self._ranks.count)
         found = {table: pieces[table] for table in self._columns if table in pieces}
         outgoing = [
             [
-                _as_bytes(piece.rows[_part(len(piece.numbers), self._columns[table], rank)])
+                _as_bytes(piece.rows[_share(len(piece.numbers), self._columns[table], rank)])
                 for table, own in found.items()
                 if rank in self._columns[table]
                 for piece in own
             ]
             for rank in ranks
         ]
-        whole = {table: self._empty_part(table, own[0]) for table, own in found.items()}
+        whole = {table: self._empty_share(table, own[0]) for table, own in found.items()}
         incoming = [
             [
                 whole[table][1][:, column : column + width]
@@ -134,12 +134,12 @@ class ColumnExchange:
         for block, data in zip(blocks, received.split([b.nbytes for b in blocks]), strict=True):
             # A copy, since within ``received`` the data may not be aligned.
             block.copy_(data.clone().view(block.dtype).view(block.shape))
-        return {table: part for table, part in whole.items() if len(part[0])}
+        return {table: share for table, share in whole.items() if len(share[0])}
 
-    def _empty_part(self, table: str, piece: Piece) -> tuple[NDArray[np.int64], torch.Tensor]:
-        """Returns the row numbers of this rank's part of a table, and room for the whole rows."""
+    def _empty_share(self, table: str, piece: Piece) -> tuple[NDArray[np.int64], torch.Tensor]:
+        """Returns the row numbers of this rank's share of a table, and room for the whole rows."""
         columns = self._columns[table]
-        numbers = piece.numbers[_part(len(piece.numbers), columns, self._ranks.rank)]
+        numbers = piece.numbers[_share(len(piece.numbers), columns, self._ranks.rank)]
         dim = sum(width for own in columns.values() for _, width in own)
         return numbers, piece.rows.new_empty(len(numbers), dim)
 
@@ -153,8 +153,8 @@ def _columns_by_rank(shards: Any) -> dict[int, list[tuple[int, int]]]:
     return dict(sorted(found.items()))
 
 
-def _part(rows: int, ranks: Iterable[int], rank: int) -> slice:
-    """Returns the part of ``rows`` rows that ``rank`` gets, one of ``ranks``."""
+def _share(rows: int, ranks: Iterable[int], rank: int) -> slice:
+    """Returns the share of ``rows`` rows that ``rank`` gets, one of ``ranks``."""
     ordered = list(ranks)
     at, count = ordered.index(rank), len(ordered)
     return slice(rows * at // count, rows * (at + 1) // count)

@@ -120,11 +120,11 @@ class LineAppender:
         """
         self.advance_past_own()
         number = self._ranks.on_first(lambda: _step_number(step))
-        parts = [*split(changes)]
-        sizes = self._ranks.from_all([encoded_bytes(part) for part in parts])
-        id_parts = [*split_ids([*ids.values()])]
-        counts = _file_counts(sizes, [encoded_id_bytes(part) for part in id_parts])
-        files: list[EncodeFile] = [partial(encode, part) for part in parts]
+        file_rows = [*split(changes)]
+        sizes = self._ranks.from_all([encoded_bytes(rows) for rows in file_rows])
+        file_ids = [*split_ids([*ids.values()])]
+        counts = _file_counts(sizes, [encoded_id_bytes(one) for one in file_ids])
+        files: list[EncodeFile] = [partial(encode, rows) for rows in file_rows]
         make_manifest = partial(
             DeltaManifest,
             model=self.base.model,
@@ -139,7 +139,7 @@ class LineAppender:
             self._append_one(files[:own], make_manifest)
             files = files[own:]
         if self._ranks.rank == 0:
-            files += [partial(encode_ids, part) for part in id_parts]
+            files += [partial(encode_ids, one) for one in file_ids]
         self._append_one(files, partial(make_manifest, goldens=goldens))
         return self.position.seq
 

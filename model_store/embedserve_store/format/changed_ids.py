@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.delta_file import PART_BYTES, check_bytes, repeated_row
+from embedserve_store.format.delta_file import FILE_VALUES_BYTES, check_bytes, repeated_row
 from embedserve_store.format.delta_manifest import DeltaFile, IdCounts
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.safetensors_file import (
@@ -33,7 +33,7 @@ REMOVED = -1
 """Row of an id that has been removed."""
 AS_PUBLISHED = -2
 """Row of an id that is in the vocabulary, or is not, as it was published; only in memory."""
-_PART_IDS = PART_BYTES // (2 * ITEM_BYTES["I64"])
+_FILE_IDS = FILE_VALUES_BYTES // (2 * ITEM_BYTES["I64"])
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,28 @@ def unite_ids(changes: Sequence[ChangedIds]) -> ChangedIds:
 
 
 def split_ids(changes: Sequence[ChangedIds]) -> Iterator[list[ChangedIds]]:
-    """Yields the changes of each file of a delta, at most PART_BYTES in a file."""
-    part: list[ChangedIds] = []
-    room = _PART_IDS
+    """Yields the changes of each file of a delta, at most FILE_VALUES_BYTES in a file."""
+    in_file: list[ChangedIds] = []
+    room = _FILE_IDS
     for change in changes:
         start = 0
         while start < len(change):
             piece = slice(start, start + room)
-            part.append(replace(change, ids=change.ids[piece], rows=change.rows[piece]))
-            start += len(part[-1])
-            room -= len(part[-1])
+            in_file.append(replace(change, ids=change.ids[piece], rows=change.rows[piece]))
+            start += len(in_file[-1])
+            room -= len(in_file[-1])
             if not room:
-                yield part
-                part, room = [], _PART_IDS
-    if part:
-        yield part
+                yield in_file
+                in_file, room = [], _FILE_IDS
+    if in_file:
+        yield in_file
 
 
-def encode_ids(part: Sequence[ChangedIds], name: str) -> tuple[DeltaFile, bytes]:
-    """Returns the description of a file with the changes of ``part``, and its bytes."""
-    counts = _counts(part)
+def encode_ids(changes: Sequence[ChangedIds], name: str) -> tuple[DeltaFile, bytes]:
+    """Returns the description of a file with ``changes``, and its bytes."""
+    counts = _counts(changes)
     tensors: list[NDArray[np.int64]] = []
-    for change in part:
+    for change in changes:
         is_removed = change.rows == REMOVED
         tensors += change.ids[~is_removed], change.rows[~is_removed], change.ids[is_removed]
     pieces = [np.ascontiguousarray(tensor, "<i8").tobytes() for tensor in tensors]
@@ -122,9 +122,9 @@ def encode_ids(part: Sequence[ChangedIds], name: str) -> tuple[DeltaFile, bytes]
     return DeltaFile(name, len(data), hashlib.sha256(data).hexdigest(), {}, counts), data
 
 
-def encoded_id_bytes(part: Sequence[ChangedIds]) -> int:
-    """Returns the bytes of the file that ``encode_ids`` makes of ``part``."""
-    tensors = _tensors(_counts(part))
+def encoded_id_bytes(changes: Sequence[ChangedIds]) -> int:
+    """Returns the bytes of the file that ``encode_ids`` makes of ``changes``."""
+    tensors = _tensors(_counts(changes))
     return len(encode_header(tensors)) + data_bytes(tensors)
 
 
@@ -148,7 +148,7 @@ def decode_ids(
         ids, rows, removed = (
             content[start:stop].view("<i8")
             for start, stop in (
-                tensors[f"{name}.{part}"]["data_offsets"] for part in ("ids", "id_rows", "removed")
+                tensors[f"{name}.{kind}"]["data_offsets"] for kind in ("ids", "id_rows", "removed")
             )
         )
         check_ids(tables[name], ids, rows, removed, where)
@@ -203,18 +203,18 @@ def check_same_ids(changes: Mapping[str, ChangedIds], base: Manifest, where: str
                 )
 
 
-def _counts(part: Sequence[ChangedIds]) -> dict[str, IdCounts]:
-    removed = {one.table.name: int(np.count_nonzero(one.rows == REMOVED)) for one in part}
+def _counts(changes: Sequence[ChangedIds]) -> dict[str, IdCounts]:
+    removed = {one.table.name: int(np.count_nonzero(one.rows == REMOVED)) for one in changes}
     return {
         one.table.name: IdCounts(len(one) - removed[one.table.name], removed[one.table.name])
-        for one in part
+        for one in changes
     }
 
 
 def _tensors(counts: Mapping[str, IdCounts]) -> Tensors:
     """Returns the header of a file."""
     return consecutive(
-        (f"{name}.{part}", "I64", [count])
+        (f"{name}.{kind}", "I64", [count])
         for name, one in counts.items()
-        for part, count in (("ids", one.new), ("id_rows", one.new), ("removed", one.removed))
+        for kind, count in (("ids", one.new), ("id_rows", one.new), ("removed", one.removed))
     )

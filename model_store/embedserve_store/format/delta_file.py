@@ -27,7 +27,7 @@ from embedserve_store.format.safetensors_file import (
 )
 from embedserve_store.format.table_spec import TableSpec
 
-PART_BYTES = 32 << 20
+FILE_VALUES_BYTES = 32 << 20
 """Approximate bytes of values after which a writer begins a new file; 32 MiB."""
 
 
@@ -47,36 +47,36 @@ class ChangedRows:
 
 
 def split(changes: Mapping[str, ChangedRows]) -> Iterator[list[ChangedRows]]:
-    """Yields the rows of each file of a delta: at most PART_BYTES of values, or one row."""
-    part: list[ChangedRows] = []
-    part_bytes = 0
+    """Yields the rows of each file of a delta: at most FILE_VALUES_BYTES of values, or one row."""
+    in_file: list[ChangedRows] = []
+    file_bytes = 0
     for change in changes.values():
-        step = max(1, PART_BYTES // change.table.row_bytes)
+        step = max(1, FILE_VALUES_BYTES // change.table.row_bytes)
         for start in range(0, len(change.numbers), step):
             stop = start + step
             piece = ChangedRows(change.table, change.numbers[start:stop], change.values[start:stop])
-            if part and part_bytes + piece.values.nbytes > PART_BYTES:
-                yield part
-                part, part_bytes = [], 0
-            part.append(piece)
-            part_bytes += piece.values.nbytes
-    if part:
-        yield part
+            if in_file and file_bytes + piece.values.nbytes > FILE_VALUES_BYTES:
+                yield in_file
+                in_file, file_bytes = [], 0
+            in_file.append(piece)
+            file_bytes += piece.values.nbytes
+    if in_file:
+        yield in_file
 
 
-def encode(part: list[ChangedRows], name: str) -> tuple[DeltaFile, bytes]:
-    """Returns the description of a file with the rows of ``part``, and its bytes."""
-    rows = {change.table.name: len(change.numbers) for change in part}
-    pieces = [encode_header(_tensors_of(part))]
-    pieces += [np.ascontiguousarray(change.numbers, "<i8").tobytes() for change in part]
-    pieces += [np.ascontiguousarray(change.values).tobytes() for change in part]
+def encode(changes: list[ChangedRows], name: str) -> tuple[DeltaFile, bytes]:
+    """Returns the description of a file with the rows of ``changes``, and its bytes."""
+    rows = {change.table.name: len(change.numbers) for change in changes}
+    pieces = [encode_header(_tensors_of(changes))]
+    pieces += [np.ascontiguousarray(change.numbers, "<i8").tobytes() for change in changes]
+    pieces += [np.ascontiguousarray(change.values).tobytes() for change in changes]
     data = b"".join(pieces)
     return DeltaFile(name, len(data), hashlib.sha256(data).hexdigest(), rows), data
 
 
-def encoded_bytes(part: list[ChangedRows]) -> int:
-    """Returns the bytes of the file that ``encode`` makes of ``part``."""
-    tensors = _tensors_of(part)
+def encoded_bytes(changes: list[ChangedRows]) -> int:
+    """Returns the bytes of the file that ``encode`` makes of ``changes``."""
+    tensors = _tensors_of(changes)
     return len(encode_header(tensors)) + data_bytes(tensors)
 
 
@@ -147,9 +147,9 @@ def check_rows(
         )
 
 
-def _tensors_of(part: list[ChangedRows]) -> Tensors:
-    rows = {change.table.name: len(change.numbers) for change in part}
-    return _tensors(rows, {change.table.name: change.table for change in part})
+def _tensors_of(changes: list[ChangedRows]) -> Tensors:
+    rows = {change.table.name: len(change.numbers) for change in changes}
+    return _tensors(rows, {change.table.name: change.table for change in changes})
 
 
 def _tensors(rows: Mapping[str, int], tables: Mapping[str, TableSpec]) -> Tensors:

@@ -218,13 +218,13 @@ def check_seq(seq: int, where: str) -> None:
         raise StoreError(f"{where}: seq is {seq}, expected 1 to {DELTA_SEQ_MAX}")
 
 
-def delta_file_name(seq: int, token: str, rank: int, part: int) -> str:
+def delta_file_name(seq: int, token: str, rank: int, number: int) -> str:
     """Returns the name of a file of rows or ids.
 
     ``token`` is drawn for each push and rank, so that a file of a push that failed, or of a writer
     that died, is never taken for another.
     """
-    return f"{seq:020d}.{token}.{rank}.{part}.safetensors"
+    return f"{seq:020d}.{token}.{rank}.{number}.safetensors"
 
 
 def parse_manifest_name(name: str) -> int | None:

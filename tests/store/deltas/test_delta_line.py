@@ -138,7 +138,7 @@ def test_row_in_two_files_of_a_delta_is_rejected(folder: Path) -> None:
 def test_repeated_rows_are_searched_once_per_table(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta_file, "PART_BYTES", 1)  # a file for each row
+    monkeypatch.setattr(delta_file, "FILE_VALUES_BYTES", 1)  # a file for each row
     writer.push_rows({"tag": (range(9), rows("tag", 9)), "user": ([1, 4], rows("user", 2))})
     searched: list[int] = []
 
@@ -179,7 +179,7 @@ def test_rows_between_holds_only_row_numbers_in_memory(store: Path, writer: Delt
 def test_rows_of_a_delta_are_held_in_memory_one_file_at_a_time(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta_file, "PART_BYTES", 1024)
+    monkeypatch.setattr(delta_file, "FILE_VALUES_BYTES", 1024)
     writer.push_rows({"user": (np.arange(300), rows("user", 300))})
     line = line_of(store)
     delta, _ = line.manifest(1)

@@ -308,7 +308,7 @@ def test_next_writer_removes_stale_files_of_a_killed_writer(store: Path) -> None
 def test_push_over_the_delta_limits_is_split_into_several_deltas(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta_file, "PART_BYTES", 64)  # one row of a user
+    monkeypatch.setattr(delta_file, "FILE_VALUES_BYTES", 64)  # one row of a user
     (table,) = (one for one in ModelStore(store).manifest("m").tables if one.name == "user")
     one_row = ChangedRows(table, np.zeros(1, np.int64), np.zeros((1, 64), np.uint8))
     size = encoded_bytes([one_row])

@@ -130,7 +130,7 @@ def test_failed_push_assigns_no_row(store: Path) -> None:
 def test_changed_ids_of_a_split_push_are_in_its_last_delta(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta_file, "PART_BYTES", 64)  # one row of a user
+    monkeypatch.setattr(delta_file, "FILE_VALUES_BYTES", 64)  # one row of a user
     monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 10_000)  # room for two files
     with DeltaWriter(store, model="m") as writer:
         assert writer.push_rows({"user": ([7, 8, 100, 200], rows("user", 4))}) == 3
@@ -149,7 +149,7 @@ def test_changed_ids_of_a_split_push_are_in_its_last_delta(
 def test_ids_in_several_files_are_checked_for_repeats_once(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changed_ids, "_PART_IDS", 1)
+    monkeypatch.setattr(changed_ids, "_FILE_IDS", 1)
     with DeltaWriter(store, model="m") as writer:
         writer.push_rows({"user": ([9, 7, 8], rows("user", 3))}, removed={"user": [200]})
     line, compared = line_of(store), []

@@ -50,7 +50,7 @@ def test_round_trip() -> None:
 
 
 def test_many_ids_are_split_into_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embedserve_store.format.changed_ids._PART_IDS", 3)
+    monkeypatch.setattr("embedserve_store.format.changed_ids._FILE_IDS", 3)
     item = ChangedIds(ITEM, IDS, ROWS)
     parts = [*split_ids([CHANGE, no_ids(ITEM), item])]
     assert [[(one.table.name, len(one)) for one in part] for part in parts] == [

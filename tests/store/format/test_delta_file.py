@@ -52,7 +52,7 @@ def test_round_trip(data: st.DataObject) -> None:
 
 
 def test_large_push_is_split_into_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_file, "PART_BYTES", 4 * WIDE.row_bytes)
+    monkeypatch.setattr(delta_file, "FILE_VALUES_BYTES", 4 * WIDE.row_bytes)
     changes = {
         "wide": changed_rows(WIDE, [*range(10)]),
         "odd": changed_rows(BY_NAME["odd"], [0, 2]),

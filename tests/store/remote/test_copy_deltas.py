@@ -42,7 +42,7 @@ def push(store: str | Path, count: int = 1, value: float = 1.0, version: int | N
 @pytest.fixture
 def local(new_version: Publish, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a store in a folder with version 1 of "m" and deltas after it, of two files each."""
-    monkeypatch.setattr(delta_file, "PART_BYTES", 1)
+    monkeypatch.setattr(delta_file, "FILE_VALUES_BYTES", 1)
     store = new_version().parent.parent
     push(store, DELTAS)
     return store
