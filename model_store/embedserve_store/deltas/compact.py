@@ -41,7 +41,7 @@ from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.publishing.version_writer import PublishedVersion, finish_version
 from embedserve_store.transfer.file_check import IDS, TABLES
 from embedserve_store.transfer.receive import TransferProgress
-from embedserve_store.writing.staging import sync
+from embedserve_store.writing.small_files import sync
 
 
 def compact_deltas(

@@ -20,7 +20,7 @@ from pathlib import Path
 from embedserve_store.errors import UnreachableError
 from embedserve_store.remote.remote_files import LOCAL, RemoteFolder
 from embedserve_store.remote.remote_store import is_url
-from embedserve_store.writing.staging import ASIDE_PREFIX, NO_LINKS, write_new, write_synced
+from embedserve_store.writing.small_files import ASIDE_PREFIX, NO_LINKS, write_new, write_synced
 
 ATTEMPTS = 100
 """Attempts to write the next number, which another writer may take after the listing."""

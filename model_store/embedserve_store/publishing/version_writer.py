@@ -38,7 +38,8 @@ from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.sources import live
 from embedserve_store.sources.rows import TableRows, source_rows
 from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
-from embedserve_store.writing.staging import publish_staged, sync, write_synced
+from embedserve_store.writing.small_files import sync, write_synced
+from embedserve_store.writing.staging import publish_staged
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from typing import Any
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote.retry_log import RetryLog
 from embedserve_store.remote.store_errors import logged_waits, one_line, translated
-from embedserve_store.writing.staging import write_new
+from embedserve_store.writing.small_files import write_new
 
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8

@@ -16,7 +16,7 @@ from embedserve_store.transfer.file_check import MANIFEST, TABLES
 from embedserve_store.transfer.sparse_file import receive_ranges
 from embedserve_store.transfer.stored_version import StoredVersion, file_blocks
 from embedserve_store.writing.direct_file import BUFFER_BYTES, new_file
-from embedserve_store.writing.staging import write_synced
+from embedserve_store.writing.small_files import write_synced
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from embedserve_store.errors import NoRoomError, StoreError
 from embedserve_store.format.version_folder import version_numbers
+from embedserve_store.writing.small_files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,6 @@ between the listing and the rename."""
 WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CHMOD_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
 """Errors of ``chmod`` on file systems that have no modes, or do not allow changing them."""
-ASIDE_PREFIX = ".new-"
-"""Prefix of the temporary name under which a small file is written."""
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-"""Errors of ``link`` on file systems without hard links. There the file is renamed, and the later
-of two concurrent writers wins."""
 
 
 def check_writable(folder: Path) -> None:
@@ -306,56 +302,3 @@ def _make_read_only(folder: Path) -> None:
                 raise
             logger.debug("%s: stays writable: %s", path, error.strerror)
         sync(path)
-
-
-def sync(path: Path) -> None:
-    """Flushes a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file, replacing an existing one, and flushes it to disk."""
-    path.unlink(missing_ok=True)  # the existing file may be read-only
-    path.write_bytes(data)
-    sync(path)
-
-
-def write_new(path: Path, data: bytes) -> bool:
-    """Writes a small new file, which appears whole and on disk or not at all.
-
-    Creates its folder if needed. Returns False if the file exists.
-
-    Raises:
-        OSError: an error of the file system.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
-    try:
-        write_synced(aside, data)
-        _link(aside, path)
-    except FileExistsError:
-        return False
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(path.parent)
-    return True
-
-
-def _link(aside: Path, path: Path) -> None:
-    """Links ``aside`` to ``path``, or renames it where the file system has no hard links.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-    """
-    try:
-        os.link(aside, path)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        if path.exists():
-            raise FileExistsError from error
-        os.rename(aside, path)

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError, unreadable
 from embedserve_store.format.regular_file import stat_regular
-from embedserve_store.writing.staging import staging_folder, sync
+from embedserve_store.writing.small_files import sync
+from embedserve_store.writing.staging import staging_folder
 
 logger = logging.getLogger(__name__)
 

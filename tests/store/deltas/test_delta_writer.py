@@ -35,7 +35,7 @@ from embedserve_store.format.delta_file import ChangedRows, encoded_bytes
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, manifest_name
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.publishing.added_file import STALE_S
-from embedserve_store.writing import staging
+from embedserve_store.writing import small_files
 
 TIMEOUT_S = 300
 
@@ -275,7 +275,7 @@ def test_store_without_hard_links_is_rejected_unless_is_alone(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*paths: Any) -> None:
-        raise OSError(next(iter(staging.NO_LINKS)), "no hard links")
+        raise OSError(next(iter(small_files.NO_LINKS)), "no hard links")
 
     monkeypatch.setattr(os, "link", no_links)
     with pytest.raises(StoreError, match=r"two writers could overwrite .* is_alone=True"):
@@ -295,7 +295,7 @@ def test_unknown_model_or_version_is_rejected(store: Path) -> None:
 def test_next_writer_removes_stale_files_of_a_killed_writer(store: Path) -> None:
     folder = store / "m/deltas/1"
     folder.mkdir(parents=True)
-    stale_file = folder / f"{staging.ASIDE_PREFIX}0123"
+    stale_file = folder / f"{small_files.ASIDE_PREFIX}0123"
     stale_file.write_bytes(b"half")
     old_s = stale_file.stat().st_mtime - STALE_S - 60
     os.utime(stale_file, (old_s, old_s))

@@ -25,7 +25,7 @@ from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import roll_back, set_alias
-from embedserve_store.writing import staging
+from embedserve_store.writing import small_files
 
 KILLED_TIMEOUT_S = 900
 
@@ -330,7 +330,7 @@ def test_rollback_that_fails_midway_can_be_retried(
         set_alias(store, "m", "stable", version)
     set_alias(store, "m", "canary", 2, share=10.0)
 
-    sync = staging.sync
+    sync = small_files.sync
 
     def fail_to_sync_folder(path: Path) -> None:
         if path.is_dir():
@@ -338,7 +338,7 @@ def test_rollback_that_fails_midway_can_be_retried(
         sync(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "sync", fail_to_sync_folder)
+        patched.setattr(small_files, "sync", fail_to_sync_folder)
         with pytest.raises(StoreError, match="cannot be written"):
             roll_back(store, "m")
     done = roll_back(store, "m")

@@ -17,12 +17,12 @@ from server.python import environment
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.version_folder import version_numbers
+from embedserve_store.writing.small_files import write_synced
 from embedserve_store.writing.staging import (
     RENAME_ATTEMPTS,
     check_writable,
     publish_staged,
     staging_folder,
-    write_synced,
 )
 
 
@@ -251,7 +251,8 @@ RACER = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from embedserve_store.writing.staging import publish_staged, staging_folder, write_synced
+from embedserve_store.writing.small_files import write_synced
+from embedserve_store.writing.staging import publish_staged, staging_folder
 
 print("ready", flush=True)
 sys.stdin.readline()
