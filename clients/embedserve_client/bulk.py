@@ -56,11 +56,11 @@ def embed_in_batches(
             raise InvalidRequest(f"{name}: {value} is not 1 or more", field=name)
     batch = batch_of(features, weights)
     starts = range(0, batch.batch_size, examples)
-    cut = _Cut(batch)
+    slicer = _Slicer(batch)
 
-    def ask(start: int) -> EmbedResult:
+    def send(start: int) -> EmbedResult:
         stop = min(start + examples, batch.batch_size)
-        some, their_weights = cut.take(start, stop)
+        some, their_weights = slicer.take(start, stop)
         try:
             return client.embed(
                 some,
@@ -73,34 +73,34 @@ def embed_in_batches(
             error.add_note(f"of the examples {start} to {stop - 1}, counted from 0")
             raise
 
-    return _in_order(ask, starts, in_flight, batch.batch_size if progress else None)
+    return _in_order(send, starts, in_flight, batch.batch_size if progress else None)
 
 
 def _in_order(
-    ask: Callable[[int], EmbedResult], starts: range, in_flight: int, total: int | None
+    send: Callable[[int], EmbedResult], starts: range, in_flight: int, total: int | None
 ) -> Iterator[EmbedResult]:
     waiting: deque[Future[EmbedResult]] = deque()
     with ThreadPoolExecutor(in_flight, thread_name_prefix="embed") as pool, _bar(total) as bar:
         try:
             for start in starts:
                 if len(waiting) == in_flight:
-                    yield _taken(waiting, bar)
-                waiting.append(pool.submit(ask, start))
+                    yield _take_result(waiting, bar)
+                waiting.append(pool.submit(send, start))
             while waiting:
-                yield _taken(waiting, bar)
+                yield _take_result(waiting, bar)
         finally:
             for one in waiting:
                 one.cancel()
 
 
-def _taken(waiting: deque[Future[EmbedResult]], bar: Any) -> EmbedResult:
+def _take_result(waiting: deque[Future[EmbedResult]], bar: Any) -> EmbedResult:
     result = waiting.popleft().result()
     if bar is not None:
         bar.update(result.batch_size)
     return result
 
 
-class _Cut:
+class _Slicer:
     """Slices a batch by examples."""
 
     def __init__(self, batch: RequestBatch) -> None:

@@ -100,7 +100,7 @@ def error_from(
     if (
         kind is Overloaded
         and retry_after_s is None
-        and (field or any(said in message for said in _OVER_A_LIMIT))
+        and (field or any(one in message for one in _OVER_A_LIMIT))
     ):
         kind = TooLarge
     if kind is None:

@@ -17,11 +17,11 @@ from embedserve_client.core.result import EmbedResult, OutputDType
 from embedserve_client.core.retry_loop import Operation, one_call
 from embedserve_client.core.routing import routing_headers
 from embedserve_client.shm.lookups import SharedMemory
-from embedserve_client.shm.protocol import Lookup, PlacedCalls, may_be_placed
+from embedserve_client.shm.protocol import Lookup, SharedMemoryCalls, may_use_shared_memory
 from embedserve_proto import embedding_pb2 as pb
 
 
-class Operations(PlacedCalls):
+class Operations(SharedMemoryCalls):
     """Operations of one client, made of the calls of a transport."""
 
     def __init__(self, timeout_s: float | None, shared_memory: str | None) -> None:
@@ -58,7 +58,7 @@ class Operations(PlacedCalls):
             return self._embed_call(message, batch.batch_size, left_s, routing)
 
         shared = self._shared if min_seq is None else None
-        if shared is None or not may_be_placed(batch, output_dtype, output_keys):
+        if shared is None or not may_use_shared_memory(batch, output_dtype, output_keys):
             return one_call(over_the_connection, timeout_s)
         lookup = Lookup(batch, model, output_dtype, routing, over_the_connection)
         return Operation(partial(shared.look_up, lookup), timeout_s)

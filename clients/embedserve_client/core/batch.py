@@ -165,14 +165,14 @@ def _weights_like(field: str, value: Values, ids: Bags) -> NDArray[np.float32]:
     return weights_of(field, given)
 
 
-def _misshapen(field: str, given: NDArray[np.int32], wanted: NDArray[np.int32]) -> InvalidRequest:
-    if len(given) != len(wanted):
+def _misshapen(field: str, given: NDArray[np.int32], expected: NDArray[np.int32]) -> InvalidRequest:
+    if len(given) != len(expected):
         why = f"{len(given)} examples with {given.sum()} weights"
-        wants = f"{len(wanted)} with {wanted.sum()} ids"
+        wants = f"{len(expected)} with {expected.sum()} ids"
         return InvalidRequest(f"{field}: {why}, but the feature has {wants}", field=field)
-    example = int(np.flatnonzero(given != wanted)[0])
+    example = int(np.flatnonzero(given != expected)[0])
     at = f"{field}[{example}]"
-    shapes = f"{_counted(given[example], 'weight')} for {_counted(wanted[example], 'id')}"
+    shapes = f"{_counted(given[example], 'weight')} for {_counted(expected[example], 'id')}"
     return InvalidRequest(f"{at}: {shapes}", field=at)
 
 

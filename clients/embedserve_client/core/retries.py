@@ -51,10 +51,10 @@ class RetryState:
         ``error``."""
         if not self._retries or not isinstance(error, Overloaded | Unavailable):
             return None
-        asked_s = error.retry_after_s or 0.0
-        pause_s = asked_s + random.uniform(0.0, self._pause_s)
+        requested_s = error.retry_after_s or 0.0
+        pause_s = requested_s + random.uniform(0.0, self._pause_s)
         left_s = self.left_s()
-        if asked_s > RETRY_AFTER_S_MAX or (left_s is not None and pause_s >= left_s):
+        if requested_s > RETRY_AFTER_S_MAX or (left_s is not None and pause_s >= left_s):
             return None
         self._retries -= 1
         self._pause_s = min(PAUSE_S_MAX, 2 * self._pause_s)

@@ -109,9 +109,9 @@ class GrpcRequests(Operations):
         request.parameters["output_dtype"].string_param = DATATYPES[lookup.output_dtype]
         for one in inputs:
             added = request.inputs.add(name=one.name, datatype=one.datatype, shape=[one.size])
-            _place(added.parameters, region, one)
+            _set_location(added.parameters, region, one)
         for one in outputs:
-            _place(request.outputs.add(name=one.name).parameters, region, one)
+            _set_location(request.outputs.add(name=one.name).parameters, region, one)
         return Rpc(
             method=self._infer_stub.ModelInfer,
             request=request,
@@ -122,7 +122,7 @@ class GrpcRequests(Operations):
         )
 
 
-def _place(parameters: Any, region: Region, one: TensorSlice) -> None:
+def _set_location(parameters: Any, region: Region, one: TensorSlice) -> None:
     parameters[REGION].string_param = region.name
     parameters[OFFSET].int64_param = one.offset
     parameters[BYTE_SIZE].int64_param = one.nbytes
@@ -152,7 +152,7 @@ def _error(error: Any) -> EmbedServeClientError:
     A rejected request becomes SharedMemoryRejected, and is repeated over the connection. Overload
     and failures are returned as they are, because the connection would not help.
     """
-    said = error_of(error)
-    if isinstance(said, _REFUSALS) or error.code() in _REFUSAL_CODES:
+    converted = error_of(error)
+    if isinstance(converted, _REFUSALS) or error.code() in _REFUSAL_CODES:
         return SharedMemoryRejected(error.details() or "")
-    return said
+    return converted

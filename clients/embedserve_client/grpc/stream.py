@@ -76,7 +76,7 @@ class _End(Enum):
 
 
 _Step: TypeAlias = _Sent | InvalidRequest | _Broken | _End
-_Tell: TypeAlias = Callable[[_Step], None]
+_PutStep: TypeAlias = Callable[[_Step], None]
 
 
 def stream_answers(
@@ -132,21 +132,21 @@ async def stream_answers_async(
         call.cancel()
 
 
-def _outgoing(items: Iterable[StreamItem], tell: _Tell) -> Iterator[pb.EmbedRequest]:
+def _outgoing(items: Iterable[StreamItem], put_step: _PutStep) -> Iterator[pb.EmbedRequest]:
     try:
         for item in items:
             message, step = _encoded(item)
-            tell(step)
+            put_step(step)
             if message is not None:
                 yield message
     except (Exception, SystemExit) as error:  # an exit would end grpc's thread alone
-        tell(_Broken(error))
+        put_step(_Broken(error))
     else:
-        tell(_End.ALL_SENT)
+        put_step(_End.ALL_SENT)
 
 
 async def _send_all(
-    call: Any, items: Iterable[StreamItem] | AsyncIterable[StreamItem], tell: _Tell
+    call: Any, items: Iterable[StreamItem] | AsyncIterable[StreamItem], put_step: _PutStep
 ) -> None:
     """Sends the requests until the call ends.
 
@@ -155,16 +155,16 @@ async def _send_all(
     try:
         async for item in _each(items):
             message, step = _encoded(item)
-            tell(step)
+            put_step(step)
             if message is not None and not await _has_sent(call.write(message)):
                 return
     except (Exception, SystemExit) as error:
-        tell(_Broken(error))
+        put_step(_Broken(error))
     except asyncio.CancelledError:
         call.cancel()  # the items raised it, unless the call has ended
         raise
     else:
-        tell(_End.ALL_SENT)
+        put_step(_End.ALL_SENT)
         await _has_sent(call.done_writing())
 
 

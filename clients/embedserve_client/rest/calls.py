@@ -29,7 +29,7 @@ from embedserve_client.errors import (
 
 T = TypeVar("T")
 
-SAID_BYTES_MAX = 200
+BODY_BYTES_SHOWN = 200
 # Errors in responses of other software, such as a proxy. A 404 there is a wrong address, not an
 # unknown model.
 _ERROR_OF_FOREIGN_STATUS: dict[int, type[EmbedServeClientError]] = {
@@ -55,7 +55,7 @@ def error_of(response: httpx.Response) -> EmbedServeClientError:
         is_foreign = True
     if is_foreign:
         kind = _ERROR_OF_FOREIGN_STATUS.get(response.status_code, ServerError)
-        return kind(said_by(response), retry_after_s=retry_after_s)
+        return kind(describe_response(response), retry_after_s=retry_after_s)
     if code == "NOT_FOUND" and message.endswith(": Not Found"):  # a path, not a model
         return ServerError(f"{message}: is the path of base_url right?")
     if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
@@ -63,10 +63,10 @@ def error_of(response: httpx.Response) -> EmbedServeClientError:
     return error_from(code, message, field=at, retry_after_s=retry_after_s)
 
 
-def said_by(response: httpx.Response) -> str:
+def describe_response(response: httpx.Response) -> str:
     """Returns the status and the beginning of the body of another software's error response. Does
     not use the charset that it names, whose codec may fail."""
-    beginning = response.content[:SAID_BYTES_MAX].decode("utf-8", "replace")
+    beginning = response.content[:BODY_BYTES_SHOWN].decode("utf-8", "replace")
     return f"status {response.status_code}: {beginning}"
 
 
@@ -112,14 +112,16 @@ def httpx_errors(address: str) -> Iterator[None]:
     try:
         yield
     except httpx.TimeoutException as error:
-        raise DeadlineExceeded(f"no answer in time: {_said(error)}") from error
+        raise DeadlineExceeded(f"no answer in time: {_message_of(error)}") from error
     except (httpx.TransportError, ssl.SSLError) as error:
         # httpx.AsyncClient raises SSLError for an alert after the handshake, such as that of a
         # server which requires another certificate.
-        raise Unavailable(f"the server was not reached at {address}: {_said(error)}") from error
+        raise Unavailable(
+            f"the server was not reached at {address}: {_message_of(error)}"
+        ) from error
     except httpx.HTTPError as error:
-        raise ServerError(f"the answer could not be read: {_said(error)}") from error
+        raise ServerError(f"the answer could not be read: {_message_of(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return str(error) or type(error).__name__

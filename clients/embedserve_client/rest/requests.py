@@ -19,7 +19,7 @@ from embedserve_client.core.result import EmbedResult
 from embedserve_client.core.retry_loop import Operation, one_call
 from embedserve_client.errors import EmbedServeClientError
 from embedserve_client.operations import Operations
-from embedserve_client.rest.calls import Call, error_of, said_by
+from embedserve_client.rest.calls import Call, describe_response, error_of
 from embedserve_client.shm.protocol import (
     BYTE_SIZE,
     DATATYPES,
@@ -84,13 +84,13 @@ class RestRequests(Operations):
         return one_call(call, self._timeout_s)
 
     def register(self, region: Region, timeout_s: float | None) -> Call[None]:
-        told = {"key": region.key, "offset": 0, "byte_size": region.nbytes}
+        body = {"key": region.key, "offset": 0, "byte_size": region.nbytes}
         return Call(
             method="POST",
             path=f"/v2/systemsharedmemory/region/{quote(region.name, safe='')}/register",
             read=lambda body: None,
             timeout_s=timeout_s,
-            content=json.dumps(told).encode(),
+            content=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
             read_error=partial(_register_error, self._prefix),
         )
@@ -107,10 +107,10 @@ class RestRequests(Operations):
         body = {
             "inputs": [
                 {"name": one.name, "datatype": one.datatype, "shape": [one.size]}
-                | _placed(region, one)
+                | _location(region, one)
                 for one in inputs
             ],
-            "outputs": [{"name": one.name} | _placed(region, one) for one in outputs],
+            "outputs": [{"name": one.name} | _location(region, one) for one in outputs],
             "parameters": {"output_dtype": DATATYPES[lookup.output_dtype]},
         }
         return Call(
@@ -124,20 +124,20 @@ class RestRequests(Operations):
         )
 
 
-def _placed(region: Region, one: TensorSlice) -> dict[str, Any]:
+def _location(region: Region, one: TensorSlice) -> dict[str, Any]:
     return {"parameters": {REGION: region.name, OFFSET: one.offset, BYTE_SIZE: one.nbytes}}
 
 
 def _read_answer(body: bytes) -> Answer:
     """Parses a response; raises ServerError if it is malformed."""
     with reading():
-        told = json.loads(body)
+        response = json.loads(body)
         outputs = [
             (one["name"], one["shape"], one["datatype"], REGION in one["parameters"])
-            for one in told["outputs"]
+            for one in response["outputs"]
         ]
-        parameters = told.get("parameters", {}).items()
-        return answer_of(told["model_name"], told["model_version"], outputs, parameters)
+        parameters = response.get("parameters", {}).items()
+        return answer_of(response["model_name"], response["model_version"], outputs, parameters)
 
 
 def _register_error(prefix: str, response: httpx.Response) -> EmbedServeClientError:
@@ -165,4 +165,4 @@ def _message(response: httpx.Response) -> str:
     try:
         return str(json.loads(response.content)["error"])
     except (ValueError, LookupError, TypeError, RecursionError):
-        return said_by(response)
+        return describe_response(response)

@@ -18,46 +18,46 @@ from embedserve_client.shm.protocol import (
     Answer,
     Lookup,
     OutputLayout,
-    PlacedCalls,
+    SharedMemoryCalls,
     SharedMemoryRejected,
-    put,
-    wanted,
+    output_slices,
+    write_inputs,
 )
 from embedserve_client.shm.regions import Region, Regions
 
-PLACED_BYTES_MAX = 128 << 20
+SHARED_BYTES_MAX = 128 << 20
 """Bytes of ids and vectors that use shared memory, at most. No server accepts or returns more by
 its defaults. Larger lookups use the connection, which reports the reason."""
-KNOWN_MAX = 256
+CACHED_MODELS_MAX = 256
 """Models, by requested name, whose layouts are cached. Beyond this number the cache is cleared."""
 VERSIONS_MAX = 8
 """Versions per model whose layouts are cached."""
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CachedModel:
     """Layouts of a model, learned from responses over the connection.
 
     Attributes:
         name: actual name of the model, also if the request used the default model.
-        forms: layout of each known version, by version.
+        layouts: layout of each known version, by version.
         since: turn (logical time) of the request that taught them. A region that was registered
             earlier and is still known belongs to the same server, and so do these layouts.
     """
 
     name: str
-    forms: dict[int, OutputLayout]
+    layouts: dict[int, OutputLayout]
     since: int
 
-    def form(self, lookup: Lookup) -> OutputLayout:
+    def largest_layout(self, lookup: Lookup) -> OutputLayout:
         """Returns the layout that needs the most room, because any version may respond."""
-        return max(self.forms.values(), key=lookup.nbytes)
+        return max(self.layouts.values(), key=lookup.nbytes)
 
 
 class SharedMemory:
     """Shared-memory state of one client; safe to use from any thread."""
 
-    def __init__(self, prefix: str, calls: PlacedCalls) -> None:
+    def __init__(self, prefix: str, calls: SharedMemoryCalls) -> None:
         """Creates the state without any files; raises ValueError for an invalid prefix.
 
         Args:
@@ -67,7 +67,7 @@ class SharedMemory:
         self._regions = Regions(prefix)
         self._turns = count(1)
         self._registered = 0
-        self._known: dict[str | None, _Known] = {}
+        self._cached: dict[str | None, _CachedModel] = {}
 
     def close(self) -> None:
         """Removes the client's files; the server forgets them within a second."""
@@ -80,10 +80,10 @@ class SharedMemory:
         InvalidRequest.
         """
         left_s = RetryState(0, timeout_s).left_s
-        known = self._known.get(lookup.model)
-        region = await self._region(self._room(lookup, known), send, left_s)
-        if region is not None and known is not None and known.since > region.since:
-            result = await self._through(region, known, lookup, send, left_s)
+        cached = self._cached.get(lookup.model)
+        region = await self._region(self._room(lookup, cached), send, left_s)
+        if region is not None and cached is not None and cached.since > region.since:
+            result = await self._through(region, cached, lookup, send, left_s)
             if result is not None:
                 return result
         elif region is not None:
@@ -93,15 +93,15 @@ class SharedMemory:
         self._learn(lookup.model, answer, turn)
         return answer
 
-    def _room(self, lookup: Lookup, known: _Known | None) -> int:
+    def _room(self, lookup: Lookup, cached: _CachedModel | None) -> int:
         """Returns the bytes of the region that the lookup needs; 0 if it uses the connection."""
-        if known is None:
+        if cached is None:
             return 1  # any region; it is registered only
-        form = known.form(lookup)
-        if not form.is_pooled and len(form.layout.keys) > OUTPUTS_MAX:
+        output_layout = cached.largest_layout(lookup)
+        if not output_layout.is_pooled and len(output_layout.layout.keys) > OUTPUTS_MAX:
             return 0
-        nbytes = lookup.nbytes(form)
-        return nbytes if self._calls.bytes_min <= nbytes <= PLACED_BYTES_MAX else 0
+        nbytes = lookup.nbytes(output_layout)
+        return nbytes if self._calls.bytes_min <= nbytes <= SHARED_BYTES_MAX else 0
 
     async def _region(
         self, nbytes: int, send: Send, left_s: Callable[[], float | None]
@@ -123,16 +123,19 @@ class SharedMemory:
     async def _through(
         self,
         region: Region,
-        known: _Known,
+        cached: _CachedModel,
         lookup: Lookup,
         send: Send,
         left_s: Callable[[], float | None],
     ) -> EmbedResult | None:
         """Looks up through ``region``; returns None if the lookup must use the connection."""
         batch = lookup.batch
-        model = known.name if lookup.model is None else lookup.model
+        model = cached.name if lookup.model is None else lookup.model
         try:
-            inputs, outputs = put(batch, region), wanted(known.form(lookup).outputs(batch), lookup)
+            inputs, outputs = (
+                write_inputs(batch, region),
+                output_slices(cached.largest_layout(lookup).outputs(batch), lookup),
+            )
             call = self._calls.infer(region, inputs, outputs, lookup, model, left_s())
             answer: Answer = await send(call)
         except Overloaded:  # the server wrote nothing and will not
@@ -143,15 +146,18 @@ class SharedMemory:
             if isinstance(error, SharedMemoryRejected):
                 return None
             raise
-        form = known.forms.get(answer.version)
-        if form is None or (answer.outputs, answer.dtype) != (form.outputs(batch), lookup.dtype):
+        output_layout = cached.layouts.get(answer.version)
+        if output_layout is None or (answer.outputs, answer.dtype) != (
+            output_layout.outputs(batch),
+            lookup.dtype,
+        ):
             self._regions.give(region)
             return None
-        values = self._regions.lend(region, lookup.start, form.shape(batch), answer.dtype)
-        lengths = None if form.is_pooled else form.lengths(batch)
+        values = self._regions.lend(region, lookup.start, output_layout.shape(batch), answer.dtype)
+        lengths = None if output_layout.is_pooled else output_layout.lengths(batch)
         return EmbedResult(
             values,
-            form.layout,
+            output_layout.layout,
             answer.model,
             answer.version,
             answer.unknown_ids,
@@ -161,16 +167,16 @@ class SharedMemory:
         )
 
     def _learn(self, model: str | None, answer: EmbedResult, turn: int) -> None:
-        known = self._known.get(model)
-        if known is not None and known.since > turn:
+        cached = self._cached.get(model)
+        if cached is not None and cached.since > turn:
             return  # a later request has set it
-        forms: dict[int, OutputLayout] = {}
-        if known is not None and known.name == answer.model and known.since > self._registered:
-            forms = {**known.forms}
-        forms.pop(answer.version, None)
-        forms[answer.version] = OutputLayout(answer.layout, answer.is_pooled)
-        if len(forms) > VERSIONS_MAX:
-            del forms[next(iter(forms))]
-        if len(self._known) >= KNOWN_MAX:
-            self._known.clear()
-        self._known[model] = _Known(answer.model, forms, turn)
+        layouts: dict[int, OutputLayout] = {}
+        if cached is not None and cached.name == answer.model and cached.since > self._registered:
+            layouts = {**cached.layouts}
+        layouts.pop(answer.version, None)
+        layouts[answer.version] = OutputLayout(answer.layout, answer.is_pooled)
+        if len(layouts) > VERSIONS_MAX:
+            del layouts[next(iter(layouts))]
+        if len(self._cached) >= CACHED_MODELS_MAX:
+            self._cached.clear()
+        self._cached[model] = _CachedModel(answer.model, layouts, turn)

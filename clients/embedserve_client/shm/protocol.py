@@ -83,7 +83,7 @@ class OutputLayout:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A lookup for which `may_be_placed` returned True.
+    """A lookup for which `may_use_shared_memory` returned True.
 
     Attributes:
         headers: headers that route the request; metadata in gRPC.
@@ -110,9 +110,9 @@ class Lookup:
         """The dtype of the vectors."""
         return _DTYPES[DATATYPES[self.output_dtype]]
 
-    def nbytes(self, form: OutputLayout) -> int:
+    def nbytes(self, output_layout: OutputLayout) -> int:
         """Returns the bytes of the ids and of the vectors of a version."""
-        rows, width = form.shape(self.batch)
+        rows, width = output_layout.shape(self.batch)
         return self.start + rows * width * self.dtype.itemsize
 
 
@@ -129,7 +129,7 @@ class Answer:
     seq: int | None
 
 
-def may_be_placed(batch: RequestBatch, output_dtype: object, output_keys: object) -> bool:
+def may_use_shared_memory(batch: RequestBatch, output_dtype: object, output_keys: object) -> bool:
     """Returns whether a request may use shared memory: all keys, a known dtype, and no string
     ids."""
     has_all_keys = isinstance(output_keys, list | tuple) and not output_keys
@@ -147,7 +147,7 @@ class TensorSlice(NamedTuple):
     size: int = 0
 
 
-class PlacedCalls(ABC):
+class SharedMemoryCalls(ABC):
     """Builds the calls of one transport. Each call gets a time limit in seconds.
 
     Attributes:
@@ -182,7 +182,7 @@ class PlacedCalls(ABC):
         """
 
 
-def put(batch: RequestBatch, region: Region) -> list[TensorSlice]:
+def write_inputs(batch: RequestBatch, region: Region) -> list[TensorSlice]:
     """Writes the tensors of a batch to ``region``, one after another, and returns their
     locations."""
     lengths = np.ascontiguousarray(batch.lengths, "<i4").reshape(len(batch.keys), batch.batch_size)
@@ -203,7 +203,7 @@ def put(batch: RequestBatch, region: Region) -> list[TensorSlice]:
     return inputs
 
 
-def wanted(outputs: Iterable[Output], lookup: Lookup) -> list[TensorSlice]:
+def output_slices(outputs: Iterable[Output], lookup: Lookup) -> list[TensorSlice]:
     """Returns the locations of the outputs: one after another, from the start of the vectors."""
     tensors, offset = [], lookup.start
     for name, (rows, width) in outputs:
@@ -224,9 +224,9 @@ def answer_of(
     Args:
         outputs: (name, shape, datatype, whether the tensor is in shared memory) of each output.
     """
-    told = list(outputs)
-    (datatype,) = {one for _, _, one, _ in told}
-    if not all(is_placed for _, _, _, is_placed in told):
+    listed = list(outputs)
+    (datatype,) = {one for _, _, one, _ in listed}
+    if not all(is_shared for _, _, _, is_shared in listed):
         raise ValueError("an output is not in shared memory")
     numbers = dict(parameters)
     unknown_ids, missing_ids = (
@@ -237,7 +237,7 @@ def answer_of(
         }
         for prefix in (UNKNOWN_IDS, MISSING_IDS)
     )
-    shapes: list[Any] = [(name, (*shape,)) for name, shape, _, _ in told]
+    shapes: list[Any] = [(name, (*shape,)) for name, shape, _, _ in listed]
     seq = int(numbers[SEQ]) if SEQ in numbers else None
     return Answer(model, int(version), shapes, _DTYPES[datatype], unknown_ids, missing_ids, seq)
 
@@ -252,9 +252,9 @@ def reading() -> Iterator[None]:
 
 
 def no_shared_memory(prefix: str) -> InvalidRequest:
-    said = "the server has no shared memory: it is started with --shared-memory"
-    return wrong_shared_memory(prefix, said)
+    reason = "the server has no shared memory: it is started with --shared-memory"
+    return wrong_shared_memory(prefix, reason)
 
 
-def wrong_shared_memory(prefix: str, said: str) -> InvalidRequest:
-    return InvalidRequest(f"shared_memory is {prefix!r}: {said}", field="shared_memory")
+def wrong_shared_memory(prefix: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"shared_memory is {prefix!r}: {reason}", field="shared_memory")
