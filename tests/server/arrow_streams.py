@@ -1,7 +1,5 @@
 """Writes Arrow streams of columns, and reads responses, with Arrow's own library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /embed as an ASGI application under plain uvicorn, to compare with our HTTP/1."""
 
-from __future__ import annotations
-
 import asyncio
 from time import perf_counter
 

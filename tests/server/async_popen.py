@@ -1,7 +1,5 @@
 """Processes for tests in an event loop, which start like subprocess.Popen and are awaited."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from signal import Signals

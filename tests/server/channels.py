@@ -1,7 +1,5 @@
 """Options of the gRPC channels of the tests."""
 
-from __future__ import annotations
-
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 """Gives each channel a connection of its own.
 

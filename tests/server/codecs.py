@@ -1,7 +1,5 @@
 """Codecs for tests that need no server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """An OpenTelemetry collector of OTLP over HTTP on a loopback port, well-behaved or misbehaving."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Fixtures: the fake engine, a batcher and servers over it, stores, and a time limit for tests."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

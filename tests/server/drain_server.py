@@ -5,8 +5,6 @@ A lookup takes the given seconds, or waits for SIGUSR2 if they are below 0. On S
 hangs. The watchdog ends it after the given seconds, or never if they are 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

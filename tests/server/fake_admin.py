@@ -1,7 +1,5 @@
 """An admin service whose operations do nothing."""
 
-from __future__ import annotations
-
 
 class FakeAdmin:
     """Offers the operations of administrators, and does nothing."""

@@ -1,7 +1,5 @@
 """Models that follow deltas, without a line of deltas."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

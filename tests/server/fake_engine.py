@@ -4,8 +4,6 @@ It has the interface of the real engine, and keeps every batch that it receives.
 returns the right result of any request. It is written from the contract, independently of batch.py.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Descriptions of models that are in no store: plain, with many id rules, and unpooled."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

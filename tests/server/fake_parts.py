@@ -1,7 +1,5 @@
 """Parts of a router's tables with counts and replicas that a test sets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

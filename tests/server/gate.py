@@ -1,7 +1,5 @@
 """A gate that holds up work off the event loop."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

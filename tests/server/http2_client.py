@@ -1,7 +1,5 @@
 """A small HTTP/2 client with prior knowledge: the h2 package over asyncio's streams."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A whole server on free loopback ports over fake engines, in the test's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Requests of the Open Inference Protocol in each format, and the parsing of the responses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

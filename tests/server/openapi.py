@@ -1,7 +1,5 @@
 """Checks documents against the schemas of the OpenAPI description."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jsonschema

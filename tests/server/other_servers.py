@@ -1,7 +1,5 @@
 """HTTP servers other than embedserve, on free loopback ports."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

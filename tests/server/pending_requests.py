@@ -1,7 +1,5 @@
 """Requests to a batcher that complete a future; cancelling the future withdraws the request."""
 
-from __future__ import annotations
-
 import asyncio
 
 from embedserve.batching.batcher import Batcher

@@ -1,7 +1,5 @@
 """Pipelines over fake engines, also for processes without a client in the test."""
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import Executor
 

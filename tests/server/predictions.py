@@ -1,7 +1,5 @@
 """TorchRec's PredictionRequest of given bags, and the parsing of its responses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

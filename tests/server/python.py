@@ -1,7 +1,5 @@
 """Runs Python in another process with the import path of this process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """HTTP servers on a loopback port with small buffers: ours, and plain uvicorn to compare HTTP/1."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import socket

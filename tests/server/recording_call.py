@@ -1,7 +1,5 @@
 """A request of the pipeline that keeps its responses and errors."""
 
-from __future__ import annotations
-
 import logging
 from time import perf_counter
 from typing import NoReturn

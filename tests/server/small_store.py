@@ -1,7 +1,5 @@
 """A store with one small model. Another process publishes it, so this process imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from server.python import run_warm_python

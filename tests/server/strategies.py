@@ -1,7 +1,5 @@
 """Hypothesis strategies of requests to the fake engine's model, and of JSON values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -15,8 +15,6 @@ Files control it:
   sends no heartbeat after that poll, and counts as hung after HANG_S, like a worker.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

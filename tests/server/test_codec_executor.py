@@ -1,7 +1,5 @@
 """Tests of the turns at the codec thread; test_pipeline_decoding has those of callers."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of settings: invalid settings are rejected by name, before any model loads."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of threads: a thread that cannot start does not count as running."""
 
-from __future__ import annotations
-
 import pytest
 from server.thread_limit import make_thread_start_fail
 from server.waiting import until

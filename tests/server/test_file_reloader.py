@@ -1,7 +1,5 @@
 """Tests of the file reloader: it reads failed files again, even if no process writes to them."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Tests of served models: ModelInfo computes values from its manifest once, and caches them."""
 
-from __future__ import annotations
-
 import pytest
 from server.fake_models import model_info, ruled_info, unpooled_info
 

@@ -1,8 +1,6 @@
 """Tests of class names: each is unique in the server, so that a search for a name finds one
 class. Type aliases have other names than all classes of server and store."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of the setting on_missing: fail or zeros, for all tables and by table."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

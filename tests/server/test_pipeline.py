@@ -1,7 +1,5 @@
 """Tests of the request pipeline: load shedding before decoding, deadlines, counts and flushes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

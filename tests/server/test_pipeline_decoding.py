@@ -1,8 +1,6 @@
 """Tests of decoding in a thread: large requests get responses within bounds, while the event loop
 serves other requests."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

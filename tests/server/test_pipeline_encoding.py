@@ -1,8 +1,6 @@
 """Tests of encoding in a thread: large responses are encoded off the event loop, which serves other
 requests meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A system that cannot start another thread."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Waits until something becomes true, without guessing how long that takes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Clocks that tests set."""
 
-from __future__ import annotations
-
 from embedserve.access.clock import JumpTolerantClock
 
 

@@ -1,7 +1,5 @@
 """Tests of authentication: callers, their permissions, and the error of each rejected request."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

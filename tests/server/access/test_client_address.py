@@ -1,7 +1,5 @@
 """Tests of client addresses: the connection's, or that from a trusted proxy's headers."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

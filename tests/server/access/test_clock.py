@@ -1,7 +1,5 @@
 """Tests of the clock: a jump is logged, and counts only after it has lasted."""
 
-from __future__ import annotations
-
 import pytest
 from server.access.clocks import Clocks
 

@@ -1,7 +1,5 @@
 """Tests of the token file: every key, and the error of an invalid line, which quotes no values."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

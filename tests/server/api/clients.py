@@ -1,7 +1,5 @@
 """Clients of management applications."""
 
-from __future__ import annotations
-
 import httpx
 from fastapi import FastAPI
 

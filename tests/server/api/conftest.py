@@ -1,7 +1,5 @@
 """Fixture of the tests of the routes: the OpenAPI document."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

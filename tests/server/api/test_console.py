@@ -1,7 +1,5 @@
 """Tests of the console: its files and security headers, permissions, and the labels of ids."""
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor

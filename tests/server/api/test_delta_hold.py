@@ -1,7 +1,5 @@
 """Tests of holding deltas over REST: who may hold them, for which models, and the responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tests of the management routes: health, models, slow requests and the format of errors."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace

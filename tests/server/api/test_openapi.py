@@ -1,7 +1,5 @@
 """Tests of the OpenAPI document and its pages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

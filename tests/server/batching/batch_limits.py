@@ -1,8 +1,6 @@
 """Limits under which a batch runs in the event loop or in a thread, bags for a request, and a
 batcher whose engine is busy."""
 
-from __future__ import annotations
-
 from server.conftest import MakeBatcher
 from server.fake_engine import FEATURES, Bags, FakeEngine
 from server.pending_requests import Waiting, submit

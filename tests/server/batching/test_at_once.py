@@ -1,8 +1,6 @@
 """Tests of an engine that waits for its device: it gets the next batch before it returns the
 last."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

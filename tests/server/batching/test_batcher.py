@@ -1,7 +1,5 @@
 """Tests of the batcher: when a batch starts, what it contains, and one response per request."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tests of the batcher: requests that are cancelled, expired or invalid, and lookups that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor

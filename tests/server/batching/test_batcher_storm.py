@@ -1,8 +1,6 @@
 """Stress test of the batcher: thousands of requests in random batches each get their own result,
 once."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tests of the fair queue: the order of requests, and the share of each source."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from itertools import combinations

@@ -1,8 +1,6 @@
 """Tests of joining requests and splitting results: every request of a batch gets the result that it
 gets alone. Unknown ids are rejected, left out or looked up as the default row; counted."""
 
-from __future__ import annotations
-
 import re
 import tracemalloc
 

@@ -1,7 +1,5 @@
 """Tests of large and small requests: neither waits for the other."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

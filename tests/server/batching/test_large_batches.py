@@ -1,8 +1,6 @@
 """Tests of large batches: threads join, divide and split them while the event loop handles small
 ones."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tests of batches over changing rows: each batch has one view, which ends with its lookup."""
 
-from __future__ import annotations
-
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 

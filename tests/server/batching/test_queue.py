@@ -1,7 +1,5 @@
 """Tests of the batcher's queue: its counts, its limits, and abandoned and expired requests."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

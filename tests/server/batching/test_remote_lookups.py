@@ -1,8 +1,6 @@
 """Tests of an engine whose lookups run on other servers: several batches in flight, and no
 thread."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

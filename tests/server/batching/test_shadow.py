@@ -1,7 +1,5 @@
 """Tests of the shadow: what is compared of two versions. No request waits for it."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Tests of validation: each invalid request gets an error that names the field, before it is
 queued."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

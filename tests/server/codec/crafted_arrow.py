@@ -1,7 +1,5 @@
 """Provides Arrow streams with changed fields, and the decoder and limits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

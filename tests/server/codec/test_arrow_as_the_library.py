@@ -1,7 +1,5 @@
 """Tests that accepted Arrow streams are read like Arrow's own library reads them."""
 
-from __future__ import annotations
-
 import re
 from random import Random
 

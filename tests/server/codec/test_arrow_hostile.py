@@ -1,8 +1,6 @@
 """Tests of Arrow streams with false sizes or offsets: each is rejected with the reason, before data
 is read at them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa

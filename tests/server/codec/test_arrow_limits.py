@@ -1,7 +1,5 @@
 """Tests of the limits of Arrow streams: examples, ids, columns, names, strings and batches."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

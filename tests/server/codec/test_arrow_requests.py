@@ -1,7 +1,5 @@
 """Tests that Arrow columns in every layout are read like the EmbedRequest with the same bags."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of Arrow responses: Arrow's own library reads the same values, dtypes and metadata."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Tests that none of our decoders accepts a message that the protobuf library rejects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random

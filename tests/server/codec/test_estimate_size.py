@@ -1,7 +1,5 @@
 """Tests of the size estimate of undecoded requests: never above the size, and close to it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

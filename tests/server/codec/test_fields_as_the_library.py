@@ -1,7 +1,5 @@
 """Tests that messages are split into the same fields as by the protobuf library."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

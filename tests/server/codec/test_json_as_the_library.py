@@ -1,7 +1,5 @@
 """Tests that the standard library accepts each accepted JSON body, and reads the same values."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the JSON of POST /embed: valid requests, and the error of each invalid one."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

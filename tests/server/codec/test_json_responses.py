@@ -1,8 +1,6 @@
 """Tests of JSON responses and errors: exact float32, the digits of every float16, columns or rows,
 and counts of unknown ids."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 

@@ -1,8 +1,6 @@
 """Tests of the templates of Open Inference Protocol requests: requests that match one are exactly
 those that parsers read, with the same result."""
 
-from __future__ import annotations
-
 import sys
 from random import Random
 from threading import Thread

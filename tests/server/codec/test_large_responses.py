@@ -1,7 +1,5 @@
 """Tests of large responses: they are encoded in small chunks, each of them quickly."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of a request's min_seq in every format. Requests with a min_seq leave no templates."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that REST and gRPC describe a model alike, each in its own schema."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of float16 on request, over REST and gRPC: the rounded float32 result in half the bytes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests of output keys over REST and gRPC: the response has the requested keys, as in the full
 response."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

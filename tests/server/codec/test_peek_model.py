@@ -1,7 +1,5 @@
 """Tests of finding a message's model without decoding: the same name as by decoding, or none."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Tests of PredictionRequest: it is read like the EmbedRequest with the same bags. Garbage is
 rejected."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

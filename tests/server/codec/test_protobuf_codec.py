@@ -1,7 +1,5 @@
 """Tests of decoding EmbedRequest and encoding EmbedResponse, against the generated classes."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of finding fields by their bytes, against the protobuf library's reading of the message."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

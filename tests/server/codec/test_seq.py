@@ -1,8 +1,6 @@
 """Tests of seq and the counts of missing ids in responses of every format. Without them, responses
 do not change."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Tests of the templates of shared-memory requests: they yield what the parsers do, and a template
 cached for one caller reveals nothing to another."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

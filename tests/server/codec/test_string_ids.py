@@ -1,7 +1,5 @@
 """Tests of recognizing strings that stand for integers, against plain Python."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tests of the version that a request names, in JSON and protobuf."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of `embedserve admin`: the arguments of an action, and the output about deltas."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

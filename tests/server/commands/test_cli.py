@@ -1,8 +1,6 @@
 """Tests of the command line: quick help, the precedence of settings, and one line for each error
 that a user can fix."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Tests of `embedserve health`: 0 if the server on this host responds, else one line with the
 reason."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of incomplete installations: one line says what to install."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

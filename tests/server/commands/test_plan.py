@@ -1,8 +1,6 @@
 """Tests of `embedserve plan`: a plan for a description of tables, or that of a published
 version."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

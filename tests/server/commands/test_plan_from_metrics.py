@@ -1,8 +1,6 @@
 """Tests of `embedserve plan --from-metrics`: it reads a server's metrics, and rejects other
 pages."""
 
-from __future__ import annotations
-
 import re
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of `embedserve plan --kubernetes`: a pod's requests and limits, from a model's bytes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

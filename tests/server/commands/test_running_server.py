@@ -1,7 +1,5 @@
 """Tests of commands that send requests to a server: the forms of its address, and tokens."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler

@@ -1,8 +1,6 @@
 """Tests of a server with missing or truncated secrets: it ends with one line that names the
 file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

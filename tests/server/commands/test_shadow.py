@@ -1,8 +1,6 @@
 """Tests of `embedserve shadow`: if batches could not be compared, it says where to find the
 reason."""
 
-from __future__ import annotations
-
 import pytest
 from prometheus_client.samples import Sample
 

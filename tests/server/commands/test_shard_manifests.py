@@ -3,8 +3,6 @@
 tests/deploy/test_parts.py renders them with the routers, and validates them as manifests.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

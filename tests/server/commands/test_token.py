@@ -1,7 +1,5 @@
 """Tests of `embedserve token`: the line for a token file, and the token."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

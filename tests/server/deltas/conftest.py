@@ -1,7 +1,5 @@
 """Fixtures of the tests of deltas: a version, its live rows and a reader; and a followed line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +30,7 @@ def reader(live: LiveRows, version: ModelVersion) -> RowsReader:
 
 
 @pytest.fixture
-def followed(tmp_path: Path) -> Followed:
+def followed(tmp_path: Path) -> "Followed":
     from server.deltas.followed import Followed  # imports torch, which not all tests here need
 
     return Followed(tmp_path / "store")

@@ -1,7 +1,5 @@
 """Provides a reader with its own copies of the changed rows, as a process with a GPU has them."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A store with one model, its training job, and the follower of its deltas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

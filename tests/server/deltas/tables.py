@@ -1,7 +1,5 @@
 """Versions of a few tables, and changes of their rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the applier process: it applies pushed deltas until its supervisor ends."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Tests of a follower with a last delta that it may apply, as an alias with --at-seq sets it."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path

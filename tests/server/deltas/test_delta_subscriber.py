@@ -1,8 +1,6 @@
 """Tests of delta notifications: they end the applier's wait early, and a faulty broker has no other
 effect."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

@@ -1,8 +1,6 @@
 """Tests of the lines that the applier follows: that of the served version and that of the next
 one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

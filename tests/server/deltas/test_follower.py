@@ -1,8 +1,6 @@
 """Tests of DeltaFollower: it applies the deltas of a line in order, and nothing from a bad one
 on."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from collections.abc import Callable, Sequence

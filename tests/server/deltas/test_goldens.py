@@ -1,8 +1,6 @@
 """Tests of the goldens of deltas: compared before a delta becomes visible, and again while it is
 served."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

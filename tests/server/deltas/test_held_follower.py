@@ -1,7 +1,5 @@
 """Tests of DeltaFollower while its line is held: it applies nothing, and reports what waits."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

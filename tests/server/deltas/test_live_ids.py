@@ -1,8 +1,6 @@
 """Tests of ids that deltas add and remove: each lookup finds the ids of one delta, and their
 rows."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator, Mapping

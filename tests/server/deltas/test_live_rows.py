@@ -1,7 +1,5 @@
 """Tests of live rows: each lookup reads one state of all tables, whatever is written meanwhile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of live rows between processes: writers that are killed, and readers that are stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Tests of live rows by random sequences: deltas, undos, lookups and kills of the writer."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Tests of undos of live rows: the rows kept for them, and the memory that they take."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from server.deltas.tables import SPECS, read, rows_of, states_equal

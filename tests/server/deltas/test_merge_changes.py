@@ -1,7 +1,5 @@
 """Tests of merging the changes of several deltas: the last value of each row counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,8 +1,6 @@
 """Tests of poll schedules: each follower backs off by itself, and an unexpected error affects it
 alone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

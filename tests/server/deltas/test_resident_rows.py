@@ -1,8 +1,6 @@
 """Tests of resident tables of a model that follows deltas: the file's rows lie in memory at the
 same addresses, before the rows that change."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Tests of a follower with a public key: it applies signed deltas, and stops at an unsigned one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

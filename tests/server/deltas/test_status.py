@@ -1,7 +1,5 @@
 """Tests of DeltaStatus: readers in other processes see whole records, and the last one."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of undos of a line: former rows come back, from memory or from the store."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of the memory of a version: processes share it until the last one releases it."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,8 +1,6 @@
 """Metrics of several workers, families and samples of the text of /metrics, and counts of ids
 without a row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of requests by caller: sums over workers, and a bound on the number of names."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Tests of delta metrics: every worker exports the values of the one applier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

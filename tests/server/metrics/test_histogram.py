@@ -1,7 +1,5 @@
 """Tests of histograms: bounds of buckets, and observations between scrapes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Tests of the log stream: lines are written whole or dropped and counted, to every kind of
 file."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import logging

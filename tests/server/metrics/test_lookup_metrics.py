@@ -1,8 +1,6 @@
 """Tests of the metrics of rows read per table and rank: they equal a count by hand, for every
 plan."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of the metrics: a text format that Prometheus reads, and counts that add up."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

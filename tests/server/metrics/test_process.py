@@ -1,8 +1,6 @@
 """Tests of the metrics of the process, also when it has no file descriptor left to read them, and
 of the connections of all workers."""
 
-from __future__ import annotations
-
 import json
 
 from server.python import run_python

@@ -1,8 +1,6 @@
 """Tests of the rate-limited logger: first one line, then one for many. A caller's text cannot break
 the line."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable
 from itertools import count

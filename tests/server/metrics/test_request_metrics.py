@@ -1,8 +1,6 @@
 """Tests of request metrics: requests count for the version that handles them. Unknown names add no
 series."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter

@@ -1,8 +1,6 @@
 """Tests of scrapes: concurrent scrapes share one rendering, and no scrape gets values from before
 it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

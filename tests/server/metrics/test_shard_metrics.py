@@ -1,7 +1,5 @@
 """Tests of a router's calls to the parts: counts of all workers, including replaced ones."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

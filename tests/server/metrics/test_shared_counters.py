@@ -1,8 +1,6 @@
 """Tests of cells with a key: zeroed for another key, and summed over the workers with the same
 key."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve.metrics.shared_counters import (

@@ -1,7 +1,5 @@
 """Tests of TLS metrics: the handshakes of all workers, and the certificate that expires first."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters

@@ -1,7 +1,5 @@
 """Tests of the metrics of several workers: sums over workers, replaced workers and versions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import repeat
 

@@ -1,7 +1,5 @@
 """Tests of the model registry: the model of a request, its limits, full queues, and readiness."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor

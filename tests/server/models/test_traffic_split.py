@@ -1,7 +1,5 @@
 """Tests of the traffic split: which version handles a request, by name, number, alias and share."""
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

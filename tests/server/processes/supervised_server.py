@@ -1,7 +1,5 @@
 """A supervised server in processes of its own, for the tests of the supervisor and the applier."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,8 +1,6 @@
 """Tests of the supervisor's applier: it starts and replaces it, and workers wait for its first
 poll."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,8 +1,6 @@
 """Tests of the channel: the supervisor's state reaches a worker before the worker accepts a
 connection."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """Tests of the CPU quota: the process's affinity, or the limit of the nearest cgroup."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

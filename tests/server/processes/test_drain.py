@@ -1,8 +1,6 @@
 """Tests of SIGTERM: accepted requests get responses over both protocols, and the process exits with
 0."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -4,8 +4,6 @@ Each complete request gets a response, or a sign that the server did not accept 
 "connection: close" in the response before it, a refused connection, or UNAVAILABLE over gRPC.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

@@ -1,7 +1,5 @@
 """Tests of the example of a model: it is a valid request."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

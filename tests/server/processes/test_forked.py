@@ -1,8 +1,6 @@
 """Tests of forking: a failed fork leaves no descriptors, the end of a process is described, and
 restarts have delays."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,8 +1,6 @@
 """Tests of the processes of a cluster: which ones are restarted, and that none outlives the
 cluster."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,8 +1,6 @@
 """Tests of log lines: each record is one line, or one object, whatever text untrusted clients
 send."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tests of the memory bounds: their sum includes everything that clients can fill."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of opening a folder: an unreadable folder is distinguished from a damaged one."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

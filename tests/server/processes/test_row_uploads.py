@@ -1,7 +1,5 @@
 """Tests of uploading the rows of new deltas in a thread, which a failure does not end."""
 
-from __future__ import annotations
-
 import threading
 from typing import cast
 

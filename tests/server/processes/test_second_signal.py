@@ -1,7 +1,5 @@
 """Tests of a server of one process: the second signal ends it immediately."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

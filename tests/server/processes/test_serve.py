@@ -1,7 +1,5 @@
 """Tests of state that a server inherits from the process that starts it."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

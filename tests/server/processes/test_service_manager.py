@@ -1,8 +1,6 @@
 """Tests of reports to the service manager: paths, abstract names, and sockets that cannot take
 them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """Tests of SIGTERM: it ends commands as Ctrl-C does, with one line and nothing half done."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

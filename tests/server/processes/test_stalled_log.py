@@ -1,7 +1,5 @@
 """Tests of servers whose log is not read: they serve, end in time, and report the dropped lines."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Tests of the supervisor: workers start together, and stop together."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """Tests of the watchdog: a server of one process ends itself if its event loop hangs, and only
 then."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of a worker: it listens once it serves the versions that the other workers serve."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 import socket

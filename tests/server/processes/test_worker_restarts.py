@@ -1,7 +1,5 @@
 """Tests of the supervisor: workers that end or hang are replaced, and the others are not."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """Tests of a region of shared memory: the files that it accepts, and changes of its file
 meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

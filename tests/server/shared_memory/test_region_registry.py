@@ -1,7 +1,5 @@
 """Tests of the region registry: owners of regions, their number, and their removal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the conditions for shared memory in the settings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

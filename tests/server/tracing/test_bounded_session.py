@@ -1,7 +1,5 @@
 """Tests of the bounded session: a slow, large or endless response of a collector is cut off."""
 
-from __future__ import annotations
-
 import gzip
 import socket
 import ssl

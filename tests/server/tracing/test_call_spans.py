@@ -1,7 +1,5 @@
 """Tests of the spans of calls to other servers: they are below the requests of their batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """Tests of OTLP export: sampled spans reach a collector. One that hangs or is missing delays no
 request."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

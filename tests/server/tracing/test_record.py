@@ -1,8 +1,6 @@
 """Tests of the stages of a request: they follow each other without a gap, up to the last one
 reached."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve.tracing.record import STAGES, StageTimings

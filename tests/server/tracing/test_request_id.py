@@ -1,7 +1,5 @@
 """Tests of request ids: a caller's id is used unchanged, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve.tracing.request_id import ID_BYTES_MAX, request_id_of, usable_id

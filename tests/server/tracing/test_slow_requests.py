@@ -1,8 +1,6 @@
 """Tests of the slowest requests: a few of the last minutes. Fields are computed only for kept
 ones."""
 
-from __future__ import annotations
-
 import random
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Tests of traceparent: it is parsed as W3C Trace Context says, or ignored."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve.tracing.trace_context import (

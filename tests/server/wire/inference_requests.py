@@ -1,7 +1,5 @@
 """Requests of the Open Inference Protocol in every format, to a server with three models."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests with tensors in shared memory, and the results that they read back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

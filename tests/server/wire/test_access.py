@@ -1,7 +1,5 @@
 """Tests of tokens and certificates over every protocol: each path authenticates a request once."""
 
-from __future__ import annotations
-
 import json
 import ssl
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Tests that equal requests have equal responses over every protocol and with any chunking."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tests of Host on a loopback address: it is an own or an allowed name, never another site's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Tests of POST /embed in Arrow: responses equal those in protobuf and JSON; errors are JSON."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

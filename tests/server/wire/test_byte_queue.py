@@ -1,7 +1,5 @@
 """Tests of the byte queue: order is kept for any chunks, without an object for each byte."""
 
-from __future__ import annotations
-
 import sys
 
 from hypothesis import given

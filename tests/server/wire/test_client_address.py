@@ -1,7 +1,5 @@
 """Tests that log lines about untrusted clients have their true address, over every protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

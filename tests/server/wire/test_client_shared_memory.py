@@ -1,7 +1,5 @@
 """Tests of our clients with shared memory against a whole server: results equal those without."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

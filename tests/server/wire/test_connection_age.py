@@ -1,7 +1,5 @@
 """Tests of the maximum age of connections: clients reconnect, and no request is lost."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor

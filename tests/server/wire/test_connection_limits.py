@@ -1,7 +1,5 @@
 """Tests of the limits of all connections together: their number, held bytes, file descriptors."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Tests of a connection's last response: its client gets the time to read it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Tests of rejections by headers, which HTTP/2 caches: prepared once, counted for each request."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

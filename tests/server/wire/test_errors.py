@@ -1,7 +1,5 @@
 """Tests that every leaf of the error tree reaches clients of both protocols with its status."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence

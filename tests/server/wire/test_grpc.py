@@ -1,7 +1,5 @@
 """Tests of unary gRPC calls, health and reflection, on both gRPC servers."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

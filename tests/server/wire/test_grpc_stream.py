@@ -1,7 +1,5 @@
 """Tests of EmbedStream on both gRPC servers: responses and failures in order, and bounded reads."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

@@ -1,7 +1,5 @@
 """Tests specific to grpcio's server: its port, its stop, and statuses during a drain."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import AsyncIterator

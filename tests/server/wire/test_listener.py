@@ -1,7 +1,5 @@
 """Tests that a burst of connections is accepted in small groups, so that none waits long."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections import Counter

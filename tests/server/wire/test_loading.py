@@ -1,7 +1,5 @@
 """Tests of a server that is loading its models: clients shall retry, and no model is ready."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 

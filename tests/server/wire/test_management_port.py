@@ -1,7 +1,5 @@
 """Tests of the management port: it alone serves management, and needs tokens unless on loopback."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor

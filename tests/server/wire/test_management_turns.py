@@ -1,7 +1,5 @@
 """Tests that management requests start in order, a few in each event-loop iteration."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

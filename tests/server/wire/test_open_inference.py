@@ -3,8 +3,6 @@
 The results equal those of /embed, and errors have the protocol's own format.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

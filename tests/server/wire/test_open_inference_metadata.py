@@ -1,7 +1,5 @@
 """Tests of metadata, health, statistics and the repository index of the Open Inference Protocol."""
 
-from __future__ import annotations
-
 import json
 
 import grpc

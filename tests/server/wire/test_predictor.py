@@ -3,8 +3,6 @@
 Errors name the field and the sizes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator, Callable
 

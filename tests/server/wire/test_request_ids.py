@@ -1,7 +1,5 @@
 """Tests of request ids over every protocol: responses repeat them, and every error has one."""
 
-from __future__ import annotations
-
 import re
 
 import grpc

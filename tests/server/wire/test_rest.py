@@ -1,7 +1,5 @@
 """Tests of POST /embed without a network: formats, headers, and every error in one JSON format."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Tests of REST over HTTP/2 with prior knowledge, on both ports: responses as over HTTP/1."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta

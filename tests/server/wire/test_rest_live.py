@@ -1,7 +1,5 @@
 """Tests of POST /embed on a loopback port: behaviour that needs a real connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -3,8 +3,6 @@
 The server reads ids from a region and writes vectors to it, for the caller who registered it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

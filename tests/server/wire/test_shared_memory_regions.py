@@ -1,7 +1,5 @@
 """Tests of the registration of shared-memory regions, and of their owners."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that invalid bytes in a request target are rejected alike, counted, and logged rarely."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

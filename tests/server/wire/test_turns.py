@@ -1,7 +1,5 @@
 """Tests that large input is read in chunks: other connections do not wait longer for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 They have no TLS.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

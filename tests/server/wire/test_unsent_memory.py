@@ -1,7 +1,5 @@
 """Tests of the memory that chunks of unsent responses keep."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from embedserve.lookup_types import ResponseChunks

@@ -1,7 +1,5 @@
 """Tests of the checks before any shard is placed in Ray, without Ray."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

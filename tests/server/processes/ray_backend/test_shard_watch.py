@@ -1,8 +1,6 @@
 """Tests of the file of addresses of shards in Ray, with actors that respond when the test says
 so."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

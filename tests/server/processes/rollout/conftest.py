@@ -1,7 +1,5 @@
 """Fixtures of the tests of rollouts: a store of versions, workers, and a switching process."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers that a rollout coordinator controls, and that load when the test says so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from embedserve.processes.rollout.coordinator import RolloutCoordinator

@@ -1,7 +1,5 @@
 """A process that follows its store with fake engines, and the store's versions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

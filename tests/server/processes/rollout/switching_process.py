@@ -1,7 +1,5 @@
 """A process that switches between versions with fake engines."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

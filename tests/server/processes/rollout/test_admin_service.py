@@ -1,7 +1,5 @@
 """Tests of the admin service of one process: commands are done, or rejected with the reason."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil
@@ -24,7 +22,7 @@ from embedserve_store.errors import NoSuchPartError
 
 
 def record_commands(
-    monkeypatch: pytest.MonkeyPatch, process: AdministeredProcess
+    monkeypatch: pytest.MonkeyPatch, process: "AdministeredProcess"
 ) -> list[AdminCommand]:
     """Returns a list that collects the commands from now on."""
     commands, send = list[AdminCommand](), process.admin._send

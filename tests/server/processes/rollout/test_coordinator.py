@@ -1,7 +1,5 @@
 """Tests of the rollout coordinator: all workers switch to a version, or none does."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

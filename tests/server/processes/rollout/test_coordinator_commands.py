@@ -1,7 +1,5 @@
 """Tests of the rollout coordinator: commands of administrators, and alias settings of the store."""
 
-from __future__ import annotations
-
 import pytest
 from server.processes.rollout.coordinated_workers import EIGHT, PATH, Workers, activate, prepare
 

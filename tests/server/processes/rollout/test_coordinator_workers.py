@@ -1,7 +1,5 @@
 """Tests of the rollout coordinator with workers that start, fall behind or end during a rollout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

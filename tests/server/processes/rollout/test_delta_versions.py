@@ -1,8 +1,6 @@
 """Tests of the supervisor's delta versions: the next version gets memory for its deltas, and serves
 once it has them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import replace

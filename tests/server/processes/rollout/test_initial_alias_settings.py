@@ -1,7 +1,5 @@
 """Tests of the alias settings at the start of a process: they apply before the first poll."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the messages between the supervisor and workers: each survives encoding and decoding."""
 
-from __future__ import annotations
-
 from server.processes.rollout.coordinated_workers import EIGHT, PATH, UNOPENED
 
 from embedserve.processes.rollout.messages import (

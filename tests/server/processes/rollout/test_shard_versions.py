@@ -1,7 +1,5 @@
 """Tests of the versions that a shard holds, and of when it unloads one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 from types import SimpleNamespace

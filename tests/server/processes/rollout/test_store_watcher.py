@@ -1,7 +1,5 @@
 """Tests of the store watcher: a process follows the versions and aliases of its store."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Tests of the store watcher with versions that fail, and with faults of the store."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Tests of the version manager: a process switches from one version of a model to the next, and
 keeps the former if that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

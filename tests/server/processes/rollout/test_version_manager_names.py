@@ -1,7 +1,5 @@
 """Tests of the version manager: names that are added and removed, and their shares of requests."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

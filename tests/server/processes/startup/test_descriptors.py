@@ -1,8 +1,6 @@
 """Tests of descriptor limits: they suffice for the connections, or connections leave some for
 files."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,8 +1,6 @@
 """Tests of the versions that a shard starts with. A process that will fork has a child pull its
 versions, and reports the child's errors."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tests of claiming the ports before models load, and of the one line about a port in use."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,8 +1,6 @@
 """Tests of Unix socket files: their permissions, listening sockets that are not replaced, and
 removal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

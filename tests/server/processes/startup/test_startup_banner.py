@@ -1,8 +1,6 @@
 """Tests of the startup banner: log lines about settings at the start, and about models when
 ready."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tests of the startup server, which responds while the models load: it ends on request, in any
 state."""
 
-from __future__ import annotations
-
 from server.python import run_warm_python
 
 STOPPED = """

@@ -1,7 +1,5 @@
 """Fixtures of the gRPC tests: a pipeline, a client over it, and an engine that is held."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

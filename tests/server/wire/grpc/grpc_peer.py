@@ -1,7 +1,5 @@
 """A gRPC client of a connection without sockets, and the requests that its tests send."""
 
-from __future__ import annotations
-
 from urllib.parse import unquote
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of gRPC calls from bytes to bytes, without sockets: messages, statuses, invalid input."""
 
-from __future__ import annotations
-
 import gzip
 from itertools import pairwise
 from time import perf_counter

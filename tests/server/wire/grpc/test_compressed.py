@@ -1,7 +1,5 @@
 """Tests of compressed messages: decompression on the event loop is bounded for every client."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import threading

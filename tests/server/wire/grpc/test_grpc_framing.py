@@ -1,7 +1,5 @@
 """Tests of gRPC's framing, timeouts and status messages, and of the rejection of invalid bytes."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from itertools import pairwise

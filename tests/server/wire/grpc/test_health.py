@@ -1,7 +1,5 @@
 """Tests of gRPC's health service: checks, watches until the drain, and invalid requests."""
 
-from __future__ import annotations
-
 import tracemalloc
 from time import perf_counter
 

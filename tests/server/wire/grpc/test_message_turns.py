@@ -1,7 +1,5 @@
 """Tests that a connection takes few of very many messages in each event-loop iteration."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Tests of how calls end: every client accepts the trailers, whatever the error message is."""
 
-from __future__ import annotations
-
 from urllib.parse import unquote
 
 import grpc

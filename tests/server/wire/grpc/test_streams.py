@@ -1,7 +1,5 @@
 """Tests of bidirectional streams: flow control, drain, errors, and bounded responses."""
 
-from __future__ import annotations
-
 import gzip
 from time import perf_counter
 from unittest.mock import Mock

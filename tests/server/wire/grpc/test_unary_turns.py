@@ -1,7 +1,5 @@
 """Tests of calls without a lookup: few per event-loop iteration, and models described once."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Requests that several modules of the HTTP/1 tests send."""
 
-from __future__ import annotations
-
 import json
 
 from server.raw_http import get

@@ -1,7 +1,5 @@
 """Tests that HTTP/1 requests are bounded, checked by RFC 9112, and rejected in one format."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of draining HTTP/1 connections: requests in flight, last responses, and slow readers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Tests of the fast path: responses equal the slow path's and plain uvicorn's, in order."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests of the HTTP/1 header templates: which headers have a template, and no wrong match."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """Tests of idle HTTP/1 connections: when they are closed, and that busy ones stay open."""
 
-from __future__ import annotations
-
 from functools import partial
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Tests of pipelined requests on the fast path: order, metrics, lost clients, and slow readers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

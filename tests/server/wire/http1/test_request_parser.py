@@ -1,7 +1,5 @@
 """Tests of the request parser: headers, body and end of requests, and bounded trailers."""
 
-from __future__ import annotations
-
 import pytest
 from server.raw_http import OurServer, get, read_response
 from server.waiting import until

@@ -1,7 +1,5 @@
 """Tests of management responses over HTTP/1: how their bodies end, and backpressure."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

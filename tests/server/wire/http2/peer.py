@@ -1,7 +1,5 @@
 """A client of an Http2Connection without sockets, which sends and receives hyperframe's frames."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Tests of a connection's states and errors by RFC 9113, from bytes to bytes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Tests of frame floods, and of how a connection drains and closes."""
 
-from __future__ import annotations
-
 import pytest
 from hyperframe.frame import (
     DataFrame,

@@ -2,8 +2,6 @@
 readers.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from time import perf_counter

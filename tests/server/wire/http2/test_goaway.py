@@ -1,7 +1,5 @@
 """Tests of the two-step shutdown: a GOAWAY for streams in flight, then one with the last stream."""
 
-from __future__ import annotations
-
 import pytest
 from hyperframe.frame import Frame, GoAwayFrame, PingFrame
 from server.wire.http2.peer import Peer, of, resets

@@ -1,7 +1,5 @@
 """Tests of HPACK: blocks are cached while their meaning stays; any decoder reads our blocks."""
 
-from __future__ import annotations
-
 import pytest
 from hpack import Decoder, Encoder
 from hpack.struct import NeverIndexedHeaderTuple

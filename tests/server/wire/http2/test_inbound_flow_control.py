@@ -1,7 +1,5 @@
 """Tests of inbound flow control: receive windows, their updates, and grants for large bodies."""
 
-from __future__ import annotations
-
 import pytest
 from hyperframe.frame import Frame, RstStreamFrame
 from server.wire.http2.peer import Peer, assert_connection_error, data, resets

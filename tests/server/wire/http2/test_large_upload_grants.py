@@ -1,7 +1,5 @@
 """Tests of upload grants: windows for large bodies from the budget that connections share."""
 
-from __future__ import annotations
-
 from hyperframe.frame import RstStreamFrame
 from server.wire.http2.peer import Peer, RecordingHandler, data, resets
 from server.wire.http2.uploads import (

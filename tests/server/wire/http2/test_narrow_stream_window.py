@@ -1,7 +1,5 @@
 """Tests of the narrow stream window: clients rejected for a full queue may send less of a body."""
 
-from __future__ import annotations
-
 from time import perf_counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of stream errors and connection errors, by the sections of RFC 9113."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest

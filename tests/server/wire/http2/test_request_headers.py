@@ -1,7 +1,5 @@
 """Tests of the headers that form a request (RFC 9113, section 8), and of errors for others."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Tests of the token bucket: its burst, and its refill by time."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve.wire.http2.frame_writer import FrameWriter

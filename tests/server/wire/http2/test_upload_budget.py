@@ -1,7 +1,5 @@
 """Tests of the upload budget: grants in order, none while it is closed, and no bytes lost."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Tests that a request in one chunk has the same effect as a request that arrives byte by byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of send windows that a client opens, shrinks and makes negative, against a model."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Helpers of the flow-control tests: uploading clients, and checks of the upload budget."""
 
-from __future__ import annotations
-
 from hyperframe.frame import Frame, WindowUpdateFrame
 from server.wire.http2.peer import Peer, RecordingHandler, data, of
 

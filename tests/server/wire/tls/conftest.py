@@ -1,7 +1,5 @@
 """Fixtures of the TLS tests: an authority, a server with its certificate, and its clients."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path

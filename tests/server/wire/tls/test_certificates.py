@@ -1,7 +1,5 @@
 """Tests that an invalid certificate pair is rejected with a message, and the old pair stays."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

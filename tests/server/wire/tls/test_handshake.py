@@ -1,7 +1,5 @@
 """Tests that handshakes are counted and timed like connections, and fail quickly."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests that data over TLS equals data without, in any chunks, when held back, and at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
