@@ -1,7 +1,5 @@
 """Fixtures: small models and published versions for the tests of the model store."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

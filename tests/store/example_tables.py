@@ -1,7 +1,5 @@
 """Tables of every dtype, and bytes for their rows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from embedserve_store.format.table_spec import TableSpec

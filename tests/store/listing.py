@@ -1,7 +1,5 @@
 """Lists the files of a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

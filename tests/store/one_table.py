@@ -1,7 +1,5 @@
 """A model of one small table, for tests that only need versions of a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that the examples in docstrings return the documented results."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tests of loading: a version is loaded exactly as published, or the error names the wrong file and
 the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Tests of the package: it imports no torch, accepts a str or a Path everywhere, and all its names
 exist."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

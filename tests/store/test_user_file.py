@@ -1,8 +1,6 @@
 """Tests of files that users write: a file too large to be written by hand is rejected before it is
 read whole, and so is a repeated key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

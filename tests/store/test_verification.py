@@ -1,8 +1,6 @@
 """Tests of verification: it finds a flipped bit in every file of a version, in headers and in
 padding."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Fixtures: a store for the commands to read, and a copy to change. Runs commands."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

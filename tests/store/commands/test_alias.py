@@ -1,7 +1,5 @@
 """Tests of `embedserve alias`: an alias is set, moved, removed, listed and resolved."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of `embedserve copy`: it prints what it copied, what existed and what it left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests of `embedserve delete`: it removes one version, or prints one line with the reason why
 not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from store.commands.conftest import error_of, run

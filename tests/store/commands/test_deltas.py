@@ -1,8 +1,6 @@
 """Tests of `embedserve deltas`: it lists, shows, verifies, undoes and compacts a training job's
 deltas."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Tests of `embedserve describe`: it writes a draft to stdout or a new file, or prints one line
 with the reason why not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests of `embedserve diff`: two versions, named in two ways, compared in a table and in
 sentences."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of `embedserve history`: it shows each change, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

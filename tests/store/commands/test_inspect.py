@@ -1,7 +1,5 @@
 """Tests of `embedserve inspect`: the text output for a store, a model and a version."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

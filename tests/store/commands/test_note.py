@@ -1,7 +1,5 @@
 """Tests of `embedserve note`: inspect shows the notes of a version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

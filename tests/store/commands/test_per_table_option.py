@@ -1,7 +1,5 @@
 """Tests of --sharding: a type, a type for each table, or a plan in a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

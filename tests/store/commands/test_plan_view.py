@@ -1,7 +1,5 @@
 """Tests of the drawing of a plan: to scale, as wide as the terminal, with or without colours."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tests of `embedserve publish`: its summary of the published version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests of `embedserve verify`: it prints a line for each intact table, or one error line and exits
 with 1."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixture: publishes versions to compare."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows to publish, changed copies of them, and the expected differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

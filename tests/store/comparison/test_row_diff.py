@@ -1,8 +1,6 @@
 """Tests of the difference of rows: how far each moves, also from and to zero, and sums over
 blocks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

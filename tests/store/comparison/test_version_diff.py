@@ -1,7 +1,5 @@
 """Tests of the comparison of two versions: tables that are added, removed, changed or grown."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from store.comparison.rows import BASE, Publish, row_diff_of, single_table, with_rows

@@ -1,7 +1,5 @@
 """Fixtures and helpers: a published version, deltas appended to it, and their line."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator

@@ -5,8 +5,6 @@
 Prints a line once the thread blocks, before or after it wrote the file, and waits to be killed.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 

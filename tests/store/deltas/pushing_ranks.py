@@ -5,8 +5,6 @@
 With "rows" the last push exceeds the limit of a delta. With "ids" the table has a vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 from unittest.mock import patch
 

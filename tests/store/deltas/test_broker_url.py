@@ -1,8 +1,6 @@
 """Tests of the URL of a broker: which URLs are accepted, and that no message contains the
 password."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

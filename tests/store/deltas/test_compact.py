@@ -1,8 +1,6 @@
 """Tests of compaction: a version and its deltas become the next version, which has the same
 rows."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

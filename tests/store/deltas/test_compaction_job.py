@@ -1,8 +1,6 @@
 """Tests of the CronJob in deploy/kubernetes/compact: it compacts, moves the aliases and prunes, and
 its compactions can be undone."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

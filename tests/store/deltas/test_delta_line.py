@@ -1,8 +1,6 @@
 """Tests of DeltaLine: deltas are read in order, and the error names a missing, damaged or foreign
 delta."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Tests of DeltaWriter: a push writes a whole delta or none, and never overwrites another
 writer's."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

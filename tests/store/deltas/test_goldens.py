@@ -1,7 +1,5 @@
 """Tests of the goldens that a training job pushes: its own results, in the delta's manifest."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

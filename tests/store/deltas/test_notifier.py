@@ -1,7 +1,5 @@
 """Tests of notifications over real brokers; a push succeeds in every state of the broker."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

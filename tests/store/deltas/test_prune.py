@@ -1,7 +1,5 @@
 """Tests of pruning: it removes the deltas that every stored version contains, and no others."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

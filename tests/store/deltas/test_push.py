@@ -1,7 +1,5 @@
 """Tests of DeltaWriter.push: after each push the store has the rows of training, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from traceback import walk_tb
 

@@ -1,7 +1,5 @@
 """Tests of DeltaWriter with ids that callers add and remove with the rows that they push."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

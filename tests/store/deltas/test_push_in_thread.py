@@ -1,8 +1,6 @@
 """Tests of push(wait=False): a thread writes the rows as they were at the push, and no error is
 lost."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import threading

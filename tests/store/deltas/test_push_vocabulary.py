@@ -1,7 +1,5 @@
 """Tests of DeltaWriter with ids whose rows training names, adds, moves and removes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of signed deltas: an attacker with write access to the store can change none of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the files with the keys that sign and verify deltas."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

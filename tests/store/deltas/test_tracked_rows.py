@@ -4,8 +4,6 @@ Separate tests pin down the present behaviour of TorchRec's delta tracker. They 
 fixes it; our workaround can then be removed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Tests with "torchrec" in their names pin down the present behaviour of TorchRec'
 They fail once TorchRec fixes it; our workaround can then be removed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

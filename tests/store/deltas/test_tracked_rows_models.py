@@ -1,7 +1,5 @@
 """Tests of the models whose rows can be tracked, also with a delta tracker of other code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

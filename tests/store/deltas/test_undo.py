@@ -1,7 +1,5 @@
 """Tests of undo: a line returns to an earlier delta, and its training job gets an error."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the vocabularies of a line: the row that each new id gets, compared with a dict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

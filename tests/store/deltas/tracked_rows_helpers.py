@@ -1,7 +1,5 @@
 """Helpers of the tests of tracked rows: copies of the tables, which taken rows bring up to date."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ Each rank writes ``rank-RANK.pt`` into OUT_FOLDER. For each run it has the table
 each take (rank 0 only, whole), and the rows that this rank took.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

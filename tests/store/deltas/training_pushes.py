@@ -7,8 +7,6 @@ whole tables as they were in training at the push. Before the last push rank 0 u
 With "thread" a push writes nothing before the training steps after it are done.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future

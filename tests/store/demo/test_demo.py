@@ -3,8 +3,6 @@
 The full training runs once for this module and takes some seconds.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Tests of the titles of the demo's movies: their ids are in its tables, and a server can read the
 file."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

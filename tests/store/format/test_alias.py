@@ -1,7 +1,5 @@
 """Tests of an alias's file: it names its alias, and a damaged or misplaced file is rejected."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of files of changed ids: the written ids are read back, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 

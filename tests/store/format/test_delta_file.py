@@ -1,8 +1,6 @@
 """Tests of files of changed rows: encoded rows are read back, and rows that no table can have are
 rejected."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

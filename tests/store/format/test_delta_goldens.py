@@ -1,7 +1,5 @@
 """Tests of a delta's goldens: the written goldens are read back, and errors name what is wrong."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of delta manifests: the written manifest is read back, and errors name what is wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of the rules of ids: they are stored unchanged, and contradictory rules are rejected."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests of layout changes: the differences between two versions of a model that its callers would
 notice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

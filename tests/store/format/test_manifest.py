@@ -1,8 +1,6 @@
 """Tests of the manifest: it derives the model's fields from its tables, and rejects
 contradictions."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the checksum in manifest.json: it detects every changed bit or space."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

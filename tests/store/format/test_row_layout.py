@@ -1,7 +1,5 @@
 """Tests of the bytes of rows: FBGEMM's kernels can read them."""
 
-from __future__ import annotations
-
 import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
 import numpy as np
 import pytest

@@ -1,8 +1,6 @@
 """Tests of mapped files: a file is mapped if its header and size are the expected ones, otherwise
 rejected."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

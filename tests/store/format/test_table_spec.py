@@ -1,7 +1,5 @@
 """Tests of a table's description: bytes per row as in FBGEMM, and tables that cannot be served."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Tests of tables.safetensors: page-aligned, readable by the safetensors library, and rejected if
 it is damaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

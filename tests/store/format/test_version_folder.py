@@ -1,7 +1,5 @@
 """Tests of the names of version folders, which are numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from embedserve_store.format.version_folder import version_numbers

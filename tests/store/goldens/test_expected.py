@@ -1,8 +1,6 @@
 """Tests of the file with a training model's results: what it holds, and which files are
 rejected."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

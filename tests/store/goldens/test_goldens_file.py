@@ -1,8 +1,6 @@
 """Tests of the goldens' file: it is loaded as saved, or rejected if it does not fit the
 manifest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the parity check: it accepts differences that rounding explains, and no others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

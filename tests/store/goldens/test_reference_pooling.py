@@ -1,8 +1,6 @@
 """Tests of the reference pooling: it equals torch's, except for weighted means, where it equals
 FBGEMM's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

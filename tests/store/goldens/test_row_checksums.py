@@ -1,8 +1,6 @@
 """Tests of the checksums of rows: any change shows, and the checksums of column-wise shards add
 up."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

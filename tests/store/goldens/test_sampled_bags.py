@@ -1,7 +1,5 @@
 """Tests of the goldens' sample of bags: it has every edge case, and is the same each time."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from embedserve_store.format.manifest import Manifest

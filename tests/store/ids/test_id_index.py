@@ -1,7 +1,5 @@
 """Tests of the index of ids, against a dict: every int64 and every pattern of ids."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

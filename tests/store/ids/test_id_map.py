@@ -1,8 +1,6 @@
 """Tests of id maps: they are built, written to one file, mapped without being read, and rejected if
 damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the hashes of strings, which must never change."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Tests of translation: the ids of a batch become rows, each feature by its rule, as single ids
 would."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

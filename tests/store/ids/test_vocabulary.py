@@ -1,8 +1,6 @@
 """Tests of vocabularies: each format is read to the same entries, and errors name the line or
 entry."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import tracemalloc

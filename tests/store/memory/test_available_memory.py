@@ -1,7 +1,5 @@
 """Tests of available memory: the host's, or the rest under the limit of the nearest cgroup."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

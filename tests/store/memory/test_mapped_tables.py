@@ -1,7 +1,5 @@
 """Tests of mapped tables: their pages are loaded into memory and released."""
 
-from __future__ import annotations
-
 import mmap
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tests of resident tables: copies of the mapped tables in memory, byte for byte, at the same
 offsets."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures: versions that are published for several hosts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests of a loaded part: a version with some of the whole version's rows; no other rows are
 read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Tests of local tables: a router holds the smallest tables that are whole on one part, and no
 other rows."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the memory of a part: only its own rows are populated, released and made resident."""
 
-from __future__ import annotations
-
 import mmap
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the names of parts."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve_store.parts.part import NO_ROWS, LocalTables, Part

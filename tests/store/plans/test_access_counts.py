@@ -1,8 +1,6 @@
 """Tests of access counts: reads of each rank under a new plan, estimated from reads under the old
 plan."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve_store.format.table_spec import TableSpec

@@ -1,8 +1,6 @@
 """Tests of plans from access counts: balanced as far as the counts predict, within memory and
 constraints."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve_store.errors import InvalidModelError

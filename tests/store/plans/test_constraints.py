@@ -1,7 +1,5 @@
 """Tests of constraints: torchrec's, except for constraints that serving cannot satisfy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tests of the plan of hosts: parts cover every row once, evenly, and divide the tables of a
 feature alike."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

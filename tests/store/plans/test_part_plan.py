@@ -1,8 +1,6 @@
 """Tests of the plan of a part: it follows the plan of the whole, and is valid for the part's
 rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve_store.errors import InvalidModelError

@@ -1,7 +1,5 @@
 """Tests of stored plans: a plan covers every table exactly once, or is rejected."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import accumulate

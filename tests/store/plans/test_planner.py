@@ -1,8 +1,6 @@
 """Tests of the planner: a plan fits into the ranks' real memory, and uses only sharding that can be
 served."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

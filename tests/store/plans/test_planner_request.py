@@ -1,8 +1,6 @@
 """Tests of requests to the planner: every accepted type is understood, and errors name what is
 wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Helpers that publish a state dict with the results of its training model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

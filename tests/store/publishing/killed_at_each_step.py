@@ -8,8 +8,6 @@ is whole, the alias has its old or its new version, and the next writer succeeds
 of steps.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -9,8 +9,6 @@ longer), ``unwritable`` (rank 1 cannot write to the store) and ``full`` (its dis
 gets ``store/`` and, for each rank, ``outcome-RANK``.
 """
 
-from __future__ import annotations
-
 import errno
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tests of notes: they are stored beside a version, in order, and do not change it."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime

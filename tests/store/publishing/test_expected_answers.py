@@ -1,8 +1,6 @@
 """Tests of the comparison with the training model's results: a wrong description is rejected with
 the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

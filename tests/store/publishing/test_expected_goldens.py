@@ -1,7 +1,5 @@
 """Tests of goldens from the training model's results: their ids, examples and size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

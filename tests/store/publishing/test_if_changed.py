@@ -1,7 +1,5 @@
 """Tests of if_changed: a publish with the content of the newest version is skipped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the memory of a publish, which holds blocks of a table, never a whole one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests that the figures of a publish report follow their definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

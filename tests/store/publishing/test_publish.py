@@ -1,7 +1,5 @@
 """Tests of a publish: the version equals its source."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

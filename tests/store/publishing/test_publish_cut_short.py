@@ -1,8 +1,6 @@
 """Tests of a publish that is interrupted or concurrent: the store is unchanged or has a whole
 version."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,8 +1,6 @@
 """Tests of a publish with rules of ids: each table keeps its rule, and wrong rules and vocabularies
 are rejected."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of a rejected publish: the error names the cause, and the store stays unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

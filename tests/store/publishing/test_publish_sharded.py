@@ -1,8 +1,6 @@
 """Tests of a publish by the ranks of a training job: all succeed, however slow one is, or all
 fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

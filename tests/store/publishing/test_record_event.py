@@ -1,8 +1,6 @@
 """Tests of the history: every change of a store records who, when and from where, in a folder or
 behind a URL."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """Tests of removal: old versions are removed whole, and versions that are needed stay."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """Tests of aliases: they are set, removed and restored, in a folder and on S3, by one writer and by
 many."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 """Tests of the writer of tables: our reader and the safetensors library read the written rows, and
 the checksums match."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

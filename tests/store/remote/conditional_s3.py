@@ -3,8 +3,6 @@
 All writes must pass through it: it knows only the keys that it has written.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import AbstractContextManager
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Fixtures: a bucket on a real S3 server, a cache, and a published version to upload."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Proxy that adds UploadPartCopy, as AWS and MinIO have it, to an S3 server without it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from urllib.parse import parse_qs, unquote, urlsplit

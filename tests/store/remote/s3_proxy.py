@@ -1,7 +1,5 @@
 """Base of proxies in front of a real S3 server that change some of its responses."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 from collections.abc import Iterator

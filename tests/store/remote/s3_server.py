@@ -1,7 +1,5 @@
 """A real S3 server on this host: rclone serves a folder and checks signatures."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

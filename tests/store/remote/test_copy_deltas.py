@@ -1,8 +1,6 @@
 """Tests of a copy of deltas: they are copied in order and whole, and a killed copy can be
 continued."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

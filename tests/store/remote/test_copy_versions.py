@@ -1,8 +1,6 @@
 """Tests of a copy of versions: it is whole or invisible, can be continued after a kill, and
 replaces nothing."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,8 +1,6 @@
 """Tests of the record of damage: a version that was damaged when it was pulled is not pulled at
 every poll."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import time

@@ -1,8 +1,6 @@
 """Tests of deltas in an object store: appended by conditional writes, read and compacted as in a
 folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Tests of a pull: the cache has a whole, verified version or none, also after a kill or concurrent
 pulls."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import shutil

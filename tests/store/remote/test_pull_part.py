@@ -1,7 +1,5 @@
 """Tests of pulling one part: its ranges are verified and written into a sparse file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

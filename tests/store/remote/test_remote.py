@@ -1,8 +1,6 @@
 """Tests of models under a URL: they are listed and loaded like those in a folder, through the
 cache."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

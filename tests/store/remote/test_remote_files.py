@@ -1,8 +1,6 @@
 """Tests of a store that hangs or fails for a while: the client retries for a limited time, and logs
 that."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import socket

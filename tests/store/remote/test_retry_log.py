@@ -1,7 +1,5 @@
 """Tests of the log of the S3 client's retries, which has few lines."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

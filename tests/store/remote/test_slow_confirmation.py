@@ -1,8 +1,6 @@
 """Tests of the timeout of uploads: as long as a store may need to read the uploaded bytes, and no
 longer."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of tidying the cache: unused versions are removed when a newer version is pulled."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

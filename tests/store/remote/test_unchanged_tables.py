@@ -1,8 +1,6 @@
 """Tests of uploads of changed tables: the client sends these, and the store copies the others, byte
 for byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of an upload: its last file makes it visible, and it never replaces a version."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Callable, Iterator

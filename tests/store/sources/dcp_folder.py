@@ -1,7 +1,5 @@
 """Writes torch.distributed.checkpoint folders shard by shard, as many ranks would."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence

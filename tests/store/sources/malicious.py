@@ -1,7 +1,5 @@
 """An object that creates a folder when it is unpickled."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ tables) and ``store/`` (with the published model). Each rank writes ``outcome-RA
 that its publish returned, and the error of a publish that must fail.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of checkpoints: every kind opens alike, and tables are found by their keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests of DCP folders: read shard by shard, for every sharding, and rejected if they are
 incomplete."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Tests of .metadata: it is read as DCP writes it, and any other pickle is rejected without running
 it."""
 
-from __future__ import annotations
-
 import pickle
 import resource
 import struct

@@ -1,7 +1,5 @@
 """Tests of descriptions, which are checked key by key."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

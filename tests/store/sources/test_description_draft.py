@@ -1,7 +1,5 @@
 """Tests of a draft: it has the tables of the checkpoint, marks guesses, and can be read back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

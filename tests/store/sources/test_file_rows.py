@@ -1,7 +1,5 @@
 """Tests of rows of files: read unchanged, from any rectangles, or rejected."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

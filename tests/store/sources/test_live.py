@@ -1,8 +1,6 @@
 """Tests of a live collection: its description is exact, or the error names what is not
 supported."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Tests of sharded models: their description is that of the unsharded model, and their ranks save
 the tables."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of prefixes: a prefix means the same collection in every source of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of safetensors files and folders of them: read by their headers, or rejected."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

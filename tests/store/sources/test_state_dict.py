@@ -1,8 +1,6 @@
 """Tests of state dicts: they become one flat mapping, and any value but a plain tensor of rows is
 only named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

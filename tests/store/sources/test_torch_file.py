@@ -1,7 +1,5 @@
 """Tests of files of torch.save: opened without their values, read as rows, and never executed."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import warnings

@@ -1,8 +1,6 @@
 """Tests of the texts that commands print: unchanged, even if they look like rich's markup or
 emoji."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve_store.terminal.aligned_columns import grid, show, write

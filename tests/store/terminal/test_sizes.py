@@ -1,7 +1,5 @@
 """Tests of byte counts as people write them. Docstrings have examples of those that they read."""
 
-from __future__ import annotations
-
 import pytest
 
 from embedserve_store.terminal.sizes import parse_bytes

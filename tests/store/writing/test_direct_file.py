@@ -1,8 +1,6 @@
 """Tests of written files: the bytes are on disk, whole and in order, with and without direct
 writes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

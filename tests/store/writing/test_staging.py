@@ -1,7 +1,5 @@
 """Tests of staging: versions appear whole, under numbers that no two publishers share."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

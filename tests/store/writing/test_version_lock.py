@@ -1,7 +1,5 @@
 """Tests of version locks: a version in use is not removed, and a released lock holds nothing."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
