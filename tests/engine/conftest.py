@@ -1,7 +1,5 @@
 """Fixtures of the engine's tests: a small model of every kind of table, in any dtype and plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Stores of models with pushed and compacted deltas, and lookups of their live rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

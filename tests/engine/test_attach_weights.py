@@ -1,7 +1,5 @@
 """Tests of attached weights: kernels read the mapped file; only rows outside of it are copied."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests, without a GPU, of the rows that FBGEMM's CUDA kernels can serve, and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

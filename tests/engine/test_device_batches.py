@@ -3,8 +3,6 @@
 Results equal those of torchrec, whose lookup runs eagerly.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of staged uploads of rows to devices, with the CPU as each device."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

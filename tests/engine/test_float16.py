@@ -1,7 +1,5 @@
 """Tests of rounding results to float16: the same values as numpy's, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

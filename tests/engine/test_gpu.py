@@ -1,7 +1,5 @@
 """Tests of lookups on CUDA: results equal the stored rows and the CPU's. Skipped without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that the GPU tests are collected on a host with only PyTorch and the carried bundle."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests, without a GPU, of the spare rows for changes on a GPU."""
 
-from __future__ import annotations
-
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast

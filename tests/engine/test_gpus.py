@@ -1,7 +1,5 @@
 """Tests, without a GPU, of the devices chosen for tables by what a host's GPUs are."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Collection

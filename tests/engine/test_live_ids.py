@@ -3,8 +3,6 @@
 Each batch has the ids and rows of the delta that its seq names, on each device.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

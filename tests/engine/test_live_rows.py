@@ -3,8 +3,6 @@
 torchrec's lookup runs eagerly.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path

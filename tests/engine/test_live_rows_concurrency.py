@@ -1,7 +1,5 @@
 """Tests of lookups of live rows while a writer applies and undoes deltas."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

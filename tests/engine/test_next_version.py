@@ -1,7 +1,5 @@
 """Tests of compiled programs that are reused for the next version of a model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import replace

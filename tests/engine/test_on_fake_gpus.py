@@ -3,8 +3,6 @@
 torch's fake tensors have devices and sizes, but no memory.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

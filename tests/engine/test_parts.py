@@ -1,7 +1,5 @@
 """Tests of parts that are restored as versions: the kernels pass the goldens of each part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

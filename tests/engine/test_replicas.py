@@ -1,7 +1,5 @@
 """Tests of replicas: which replica gets a batch, and that all return the same results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -23,7 +21,7 @@ WAIT_S = 60.0
 class BlockingReplica:
     """A replica that blocks a lookup until the test allows a result: the ids, or an error."""
 
-    def __init__(self, started: SimpleQueue[BlockingReplica]) -> None:
+    def __init__(self, started: SimpleQueue["BlockingReplica"]) -> None:
         self.may_return = Event()
         self.failure: Exception | None = None
         self._started = started

@@ -1,7 +1,5 @@
 """Tests of restored engines: results equal the source model and the stored rows, for every plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tests of a restored engine's memory: tables are mapped, not copied, on any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

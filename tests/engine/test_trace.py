@@ -1,7 +1,5 @@
 """Tests of tracing: a trace is used only if it is the same for every batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of an EmbeddingCollection: one row per id, in the order of the ids, under every plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of tables of any width: results have that width, even if stored rows are padded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

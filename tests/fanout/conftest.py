@@ -1,7 +1,5 @@
 """Fixtures of the tests of routers: stores of models, and their shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

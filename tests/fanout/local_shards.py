@@ -1,7 +1,5 @@
 """Shards in this process that serve a router from the stored rows of their parts."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Random ids for lookups in parts, and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

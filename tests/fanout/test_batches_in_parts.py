@@ -1,7 +1,5 @@
 """Tests of batches that are divided over parts: their sums equal those of whole tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise, permutations, product
 from typing import cast

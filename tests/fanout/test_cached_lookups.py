@@ -1,7 +1,5 @@
 """Tests of a router with a row cache: results are the same, and calls are fewer."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the certificate and token files that a router authenticates to its shards with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of large batches of a router: threads divide and add them, and few are in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of small tables that the router looks up itself, without calls to shards."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import weakref

@@ -1,7 +1,5 @@
 """Tests of a router that responds without a lost part and reports what is missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of a router's engine: results equal those of whole tables, failed examples are named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

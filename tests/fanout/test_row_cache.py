@@ -1,7 +1,5 @@
 """Tests of the row cache by itself: sums of cached rows, replacement, and bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

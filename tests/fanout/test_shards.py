@@ -1,7 +1,5 @@
 """Tests of a router's process that opens a version once it has found replicas of each part."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -5,8 +5,6 @@ health over HTTP/1.1 and then embeds over gRPC, over and over, each on a connect
 While no test runs it pauses for REST_S between rounds, so that other tests have the cores.
 """
 
-from __future__ import annotations
-
 import http.client
 import multiprocessing
 import ssl
@@ -141,7 +139,7 @@ def _run(
     pid: int,
     rows: np.ndarray,
     root: str,
-    channel: Connection[Seen, str],
+    channel: "Connection[Seen, str]",
 ) -> None:
     """Runs rounds until the channel closes. Replies to a request after a round that began later."""
     seen, requested, pauses_s = Seen(), "", [REST_S]

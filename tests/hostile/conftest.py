@@ -4,8 +4,6 @@ Every test runs inside `unharmed`. Whatever a test does to the server, the canar
 correct responses soon, and the server keeps neither the memory nor the sockets.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -4,8 +4,6 @@ The functions keep no state and check no argument. Header blocks are literals, w
 table.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple

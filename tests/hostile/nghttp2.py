@@ -4,8 +4,6 @@ Calls Debian's libnghttp2-14 through ctypes. The session sends only the response
 requires, and, if requested, a 204 for each whole request.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 from collections.abc import Callable

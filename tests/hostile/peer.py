@@ -5,8 +5,6 @@ unless ``acknowledges`` is False. It does nothing else by itself: it opens no wi
 PING.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Hypothesis strategies for a client's frames: valid sequences, and sequences with faults."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 from collections.abc import Callable

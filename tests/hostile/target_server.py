@@ -5,8 +5,6 @@ default limits of a server, "narrow" for little connection memory. Two further a
 certificate and key; both ports then use TLS.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

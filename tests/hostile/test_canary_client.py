@@ -1,7 +1,5 @@
 """Tests of the canary client's clock: only time spent waiting for a core does not count."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ them, and reads them off the event loop.
 Each of these requests once stopped all clients for seconds, or took gigabytes.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of endless frames that cost a client nothing: the server closes the connection soon."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Tests of invalid prefaces and frames: how each ends its connection or its stream."""
 
-from __future__ import annotations
-
 import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer

@@ -1,7 +1,5 @@
 """Tests of gRPC on valid HTTP/2: invalid prefixes, compression, counts, deadlines and metadata."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 import zlib

@@ -4,8 +4,6 @@ Hypothesis draws the calls, their chunks and their order, the windows, and the o
 between.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager

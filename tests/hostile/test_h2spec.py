@@ -4,8 +4,6 @@ Its binary is not part of the project. Without shared/tools/h2spec beside the ch
 are skipped.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Tests of header blocks: bombs, lists above the limits, invalid HPACK, and malformed requests."""
 
-from __future__ import annotations
-
 import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer

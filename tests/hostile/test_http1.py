@@ -1,7 +1,5 @@
 """Tests of an HTTP/1.1 adversary: one connection's cost is bounded, and others are served."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket

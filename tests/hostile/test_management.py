@@ -3,8 +3,6 @@
 Without the queue the event loop handled all of them before any other request.
 """
 
-from __future__ import annotations
-
 import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer

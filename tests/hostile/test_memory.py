@@ -1,7 +1,5 @@
 """Tests that the memory of all connections stays within the sum of the limits."""
 
-from __future__ import annotations
-
 import select
 import socket
 from collections.abc import Iterable

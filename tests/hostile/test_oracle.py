@@ -5,8 +5,6 @@ client reset. They also compare the acknowledgements, the streams that the serve
 closed the connection, and the codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tests of streams: too many, half requests, resets, and a thousand idle streams."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import time

@@ -1,7 +1,5 @@
 """Tests of TLS handshakes and records by which clients try to use the server's time or memory."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import struct
@@ -155,7 +153,7 @@ class Openssl:
             stderr=subprocess.STDOUT,
         )
 
-    def __enter__(self) -> Openssl:
+    def __enter__(self) -> "Openssl":
         return self
 
     def __exit__(self, *error: object) -> None:

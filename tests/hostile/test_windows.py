@@ -1,7 +1,5 @@
 """Tests of readers that open no window, or one byte of it: the server waits at little cost."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

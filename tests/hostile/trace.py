@@ -1,7 +1,5 @@
 """Records how a server read a client's bytes, in terms that two implementations have in common."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field

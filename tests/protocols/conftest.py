@@ -1,7 +1,5 @@
 """Fixtures of the tests that run over every protocol; the tests of a module share servers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 

@@ -1,7 +1,5 @@
 """Connections that carry encoded requests: HTTP/1.1, HTTP/2, gRPC calls and gRPC streams."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import abstractmethod
 from collections import deque

@@ -1,7 +1,5 @@
 """Drivers, one for each protocol: how it connects, how it encodes, and which options it has."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -117,7 +115,7 @@ class Driver:
         """Asserts that exactly ``counts`` requests were counted since ``before``."""
         assert Counter(self.outcomes()) - Counter(before) == Counter(counts)
 
-    def over(self, name: str) -> Driver:
+    def over(self, name: str) -> "Driver":
         """Returns a driver of another protocol for the same server."""
         return Driver(name, self.live, self.engines, self._shared_folder)
 

@@ -1,7 +1,5 @@
 """Formats of bodies: how each format encodes a request, and decodes vectors and errors."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -71,7 +69,7 @@ class Format:
     can = frozenset({"model", "version", "dtype", "keys", "strings", "NaN", "default model"})
     not_a_message = b"{"
 
-    def __init__(self, shared_folder: SharedMemoryFolder) -> None:
+    def __init__(self, shared_folder: "SharedMemoryFolder") -> None:
         self.shared_folder = shared_folder
 
     @abstractmethod

@@ -1,7 +1,5 @@
 """Formats of the Open Inference Protocol: JSON, binary tensors, messages and streams."""
 
-from __future__ import annotations
-
 from urllib.parse import quote
 
 from protocols.connections import unframed

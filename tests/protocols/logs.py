@@ -1,7 +1,5 @@
 """Reads the log records of a server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

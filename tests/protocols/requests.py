@@ -1,7 +1,5 @@
 """A request for vectors and its response, independent of the protocol that carries them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

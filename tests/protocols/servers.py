@@ -1,7 +1,5 @@
 """Starts servers in the test's event loop; the tests of a module share them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

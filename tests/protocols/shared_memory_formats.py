@@ -1,7 +1,5 @@
 """Formats of the Open Inference Protocol with ids and vectors in shared memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

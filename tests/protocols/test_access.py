@@ -1,7 +1,5 @@
 """Tests of access over every protocol: tokens are required, and their limits hold."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

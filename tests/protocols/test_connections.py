@@ -1,7 +1,5 @@
 """Tests of connections: many requests, a slow body, an aborted body, unread responses."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tests of HTTP headers over every protocol, including the headers that proxies add."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

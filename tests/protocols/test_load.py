@@ -1,8 +1,6 @@
 """Tests of load over every protocol: requests that wait, expire, exceed limits, are cancelled or
 drained."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

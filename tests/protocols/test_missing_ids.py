@@ -1,7 +1,5 @@
 """Tests over every protocol that a router's response counts the ids that no shard could look up."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests of rejections over every protocol: the expected code or status, field and words. The
 request is counted once, and its connection keeps working."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """Tests of seqs over every protocol. A version that follows deltas returns the seq of its rows, and
 a request may require a smallest seq."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Tests of telemetry over every protocol: request ids, which every error has, and timings where
 they are enabled."""
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests that vectors are the oracle's, bit by bit, over every protocol."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
