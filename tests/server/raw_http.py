@@ -10,7 +10,6 @@ from typing import Any, Self, cast
 
 import httpx
 import uvicorn
-from server.asgi_reference import EmbedEndpoint
 from server.fake_engine import FakeEngine
 from server.pipelines import outcomes_of
 from server.waiting import until
@@ -19,7 +18,7 @@ from uvicorn.server import ServerState
 
 from embedserve.api.management import management_app
 from embedserve.pipeline import RequestPipeline
-from embedserve.wire.asgi import ASGIApp
+from embedserve.wire.asgi import ASGIApp, Receive, Scope, Send
 from embedserve.wire.connections import Connection
 from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.tls.certificates import Certificates
@@ -29,6 +28,8 @@ BUFFER_BYTES = 4096
 """Bytes of each socket buffer, so small that a client that does not read soon blocks the server."""
 
 READ_S_MAX = 60.0
+OF_CONNECTION = (b"connection", b"content-length", b"expect", b"transfer-encoding")
+"""Headers of a request's framing, which a relay does not pass on."""
 
 
 class RecordingServer(WireServer):
@@ -163,16 +164,18 @@ class OurServer(RawServer):
 
 
 class PlainServer(RawServer):
-    """A RawServer over uvicorn's connections and the same endpoint.
+    """A RawServer over uvicorn's connections. It relays each request, as uvicorn parsed it, to an
+    OurServer over the same pipeline.
 
     It does without uvicorn.Server, whose stop waits.
     """
 
     def __init__(self, pipeline: RequestPipeline) -> None:
         super().__init__(pipeline)
+        self._ours = OurServer(pipeline)
         self._state = ServerState()
         self._config = uvicorn.Config(
-            cast(Any, EmbedEndpoint(pipeline, management_app(pipeline))),
+            cast(Any, self._relay),
             interface="asgi3",
             ws="none",
             lifespan="off",
@@ -184,7 +187,28 @@ class PlainServer(RawServer):
         )
         self._listening: asyncio.Server
 
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        body = message["body"]
+        while message["more_body"]:
+            message = await receive()
+            body += message["body"]
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        url = (scope["raw_path"] + query).decode("latin-1")
+        lines = [f"{scope['method']} {url} HTTP/1.1", f"content-length: {len(body)}"]
+        for name, value in scope["headers"]:
+            if name not in OF_CONNECTION:
+                lines.append(f"{name.decode()}: {value.decode('latin-1')}")
+        reader, writer = self._relaying
+        writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        status, headers, content = await read_response(reader, scope["method"] != "HEAD")
+        start = {"type": "http.response.start", "status": status, "headers": [*headers.items()]}
+        await send(start)
+        await send({"type": "http.response.body", "body": content})
+
     async def _start(self) -> None:
+        await self._ours._start()
+        self._relaying = await self._ours.open()
         self._config.load()
         self._listening = await asyncio.get_running_loop().create_server(
             lambda: HttpToolsProtocol(self._config, self._state, {}), sock=self._bind()
@@ -196,6 +220,7 @@ class PlainServer(RawServer):
             connection.transport.abort()
         await super()._stop()
         await until(lambda: not self._state.connections and not self._state.tasks)
+        await self._ours._stop()
 
 
 @asynccontextmanager
@@ -213,12 +238,13 @@ Http1Response = tuple[int, dict[bytes, bytes], bytes]
 """Status, headers by name, body."""
 
 
-async def read_response(reader: asyncio.StreamReader) -> Http1Response:
+async def read_response(reader: asyncio.StreamReader, has_body: bool = True) -> Http1Response:
     """Reads the next response of a connection; drops its Date, which changes with time."""
     line, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
     headers = dict(line.split(b": ", 1) for line in lines)
     headers.pop(b"date", None)
-    return int(line.split()[1]), headers, await reader.readexactly(int(headers[b"content-length"]))
+    body = await reader.readexactly(int(headers[b"content-length"])) if has_body else b""
+    return int(line.split()[1]), headers, body
 
 
 def post(
