@@ -58,7 +58,7 @@ def decompressed_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts: dict[str, int] = {"loop": 0, "codec": 0}
     decompress = grpc_framing._decompressed
 
-    def count(stream: zlib._Decompress, message: bytes, bytes_max: int) -> bytes:
+    def count(stream: "zlib._Decompress", message: bytes, bytes_max: int) -> bytes:
         whole = decompress(stream, message, bytes_max)
         is_loop = threading.current_thread() is threading.main_thread()
         counts["loop" if is_loop else "codec"] += len(whole)

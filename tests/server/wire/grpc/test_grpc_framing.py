@@ -116,7 +116,7 @@ def test_large_message_is_decompressed_in_bounded_steps(
     body = compress(data, 0 if is_stored else 9)
     decompress, sizes = grpc_framing._decompressed, [0]
 
-    def measured(stream: zlib._Decompress, message: bytes, bytes_max: int) -> bytes:
+    def measured(stream: "zlib._Decompress", message: bytes, bytes_max: int) -> bytes:
         chunk = decompress(stream, message, bytes_max)
         sizes.append(max(len(message), len(chunk)))
         return chunk
