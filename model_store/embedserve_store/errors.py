@@ -94,7 +94,8 @@ def described(error: Exception) -> str:
 def failed_write(what: str, error: OSError) -> StoreError:
     """Returns the error for ``what`` failed, with the reason and the file if it is known. It is a
     NoRoomError if the disk is full, as when two writers at once had room for one."""
-    file = f" ({error.filename})" if error.filename else ""
+    written = error.filename2 or error.filename  # of a copy, filename is the file that was read
+    file = f" ({written})" if written else ""
     kind = NoRoomError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
     return kind(f"{what}: {error.strerror or error}{file}")
 

@@ -87,15 +87,16 @@ def _has_links(probe: Path) -> bool:
     linked = probe.with_name(f"{probe.name}-2")
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(probe, b"")
-        os.link(probe, linked)
+        try:
+            write_synced(probe, b"")
+            os.link(probe, linked)
+        finally:
+            linked.unlink(missing_ok=True)
+            probe.unlink(missing_ok=True)
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise UnreachableError(f"{probe}: cannot be written: {error.strerror}") from error
         return False
-    finally:
-        linked.unlink(missing_ok=True)
-        probe.unlink(missing_ok=True)
     return True
 
 

@@ -1,6 +1,8 @@
 """Tests of compaction: a version and its deltas become the next version, which has the same
 rows."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,7 @@ from embedserve_store import (
 )
 from embedserve_store.deltas import compact
 from embedserve_store.deltas.compact_ids import write_vocabularies
+from embedserve_store.errors import NoRoomError
 from embedserve_store.parts.part import Part
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
@@ -218,3 +221,15 @@ def test_damaged_version_or_delta_is_not_compacted(store: Path, tmp_path: Path) 
         assert not [*other.glob("m/.staging*")]
         shutil.rmtree(other)
     assert models.versions("m") == [1]
+
+
+def test_full_disk_names_the_file_that_was_written(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    push_random_rows(store, pushes=1)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(NoRoomError, match=r"No space left on device \(.*/.staging-.*/plan.json\)"):
+        compact_deltas(store, "m")

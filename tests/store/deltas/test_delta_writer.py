@@ -1,6 +1,7 @@
 """Tests of DeltaWriter: a push writes a whole delta or none, and never overwrites another
 writer's."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -281,6 +282,16 @@ def test_store_without_hard_links_is_rejected_unless_is_alone(
     with DeltaWriter(store, model="m", is_alone=True) as writer:
         assert writer.push_rows(tag_row(1)) == 1
     assert len(deltas_in(store)) == 1
+
+
+def test_read_only_store_is_unreachable(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("write_bytes", "unlink"):
+        monkeypatch.setattr(Path, name, read_only)
+    with pytest.raises(UnreachableError, match="cannot be written: Read-only file system"):
+        DeltaWriter(store, model="m")
 
 
 def test_unknown_model_or_version_is_rejected(store: Path) -> None:
