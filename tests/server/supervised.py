@@ -70,10 +70,9 @@ def serve(
             write_line("ready", ports.http, ports.grpc)
 
         manager = VersionManager(pipeline, {}, {}, do_not, do_not, do_not)
-        if worker.wait_for_start(channel, manager):
-            uvloop.run(
-                worker.run_worker(pipeline, manager, settings, ports, log_ready, counters, channel)
-            )
+        uvloop.run(
+            worker.run_worker(pipeline, manager, settings, ports, log_ready, counters, channel)
+        )
 
 
 def do_not(*args: object) -> NoReturn:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 READ_BYTES = 1 << 16
 
 
 class SupervisorChannel:
-    """The supervisor's end. Only the newest message matters, so an unsent one is replaced.
-
-    START, which releases a new worker, is sent before any other message.
-    """
+    """The supervisor's end. Only the newest message matters, so an unsent one is replaced."""
 
     def __init__(
         self, sock: socket.socket, selector: selectors.BaseSelector, on_readable: Callable[[], None]
@@ -83,27 +81,9 @@ class SupervisorChannel:
         self._selector.modify(self._sock, events, self._on_events)
 
 
-class WorkerChannel(asyncio.Protocol):
-    """The worker's end, once its event loop runs."""
-
-    def __init__(self, on_message: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
-        """
-        Args:
-            on_message: called with each message.
-            on_end: called once the supervisor is gone.
-        """
-        self._on_message, self._on_end = on_message, on_end
-        self._received = b""
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._received = (self._received + data).split(b"\n")
-        for line in lines:
-            # Not called from here: the transport would close after an error of a message.
-            asyncio.get_running_loop().call_soon(self._on_message, line)
-
-    def eof_received(self) -> None:
-        self._on_end()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if error is not None:  # such as unread messages to the supervisor
-            self._on_end()
+async def messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yields the supervisor's complete messages to a worker, until the supervisor is gone."""
+    # An OSError tells of messages that the supervisor has not read.
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        while True:
+            yield await reader.readuntil()

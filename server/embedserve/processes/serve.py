@@ -17,8 +17,7 @@ From the command until the server listens:
           _applier_main                     in the applier of deltas
           _worker_main                      in each worker
             _loaded
-            worker.wait_for_start           at the first start, until all are warm
-            worker.run_worker               signals, channel, rollouts
+            worker.run_worker               waits until all are warm; signals, channel, rollouts
               server.run_server
 """
 
@@ -380,10 +379,9 @@ def _worker_main(
             import uvloop
 
             ready = partial(_log_ready, pipeline, ports, start_s, settings)
-            if worker.wait_for_start(channel, manager):
-                uvloop.run(
-                    worker.run_worker(pipeline, manager, settings, ports, ready, counters, channel)
-                )
+            uvloop.run(
+                worker.run_worker(pipeline, manager, settings, ports, ready, counters, channel)
+            )
     except (StoreError, OSError, ValueError, ImportError, MemoryError) as error:
         # A package of the engine may not load.
         is_ours = isinstance(error, ImportError) and (error.name or "").startswith("embedserve")

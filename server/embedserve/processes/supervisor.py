@@ -22,7 +22,6 @@ from embedserve.processes.channel import SupervisorChannel
 from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
-    START,
     Desired,
     StartReport,
     WorkerStage,
@@ -62,7 +61,7 @@ class _Worker:
     desired: Desired = field(default_factory=Desired)
     logs_ready: bool = False
     warm_status: WorkerStatus | None = None
-    """Status of a warm worker that awaits START; None for other workers."""
+    """Status of a warm worker that awaits a desired state; None for other workers."""
     is_listening: bool = False
     reason: str = ""
     restarts: Restarts = field(default_factory=Restarts)
@@ -283,7 +282,6 @@ class Supervisor:
             return
         for worker in self._workers:
             if worker.warm_status is not None and worker.channel is not None:
-                worker.channel.send(START)
                 self._coordinator.on_worker_start(worker.index, worker.warm_status)
                 worker.warm_status = None
         if not self._were_ready and all(worker.is_listening for worker in self._workers):

@@ -12,16 +12,16 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 
 from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.channel import WorkerChannel
+from embedserve.processes.channel import messages
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
-    START,
     Report,
     StartReport,
     WorkerStage,
@@ -39,16 +39,8 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 0.5
 """Seconds between two flushes of this worker's counters, which are also its heartbeats. Other
 workers report its counts at most this late."""
-
-
-def wait_for_start(channel: socket.socket, version_manager: VersionManager) -> bool:
-    """Reports that this worker is warm and what it would serve, and waits for START. Returns False
-    if the supervisor is gone instead."""
-    names = version_manager.status().names
-    with contextlib.suppress(OSError):
-        channel.sendall(_line(StartReport(WorkerStage.WARM, names)))
-        return bool(channel.recv(len(START) + 1, socket.MSG_WAITALL))
-    return False
+MESSAGE_BYTES_MAX = 1 << 30
+"""Bytes of a message of the supervisor, which has some hundred for each served name."""
 
 
 def report_failure(channel: socket.socket, error: Exception) -> None:
@@ -70,7 +62,8 @@ async def run_worker(
     counters: WorkerCounters,
     channel: socket.socket,
 ) -> None:
-    """Serves until SIGTERM, or until the supervisor is gone, then drains.
+    """Waits until the supervisor sends what to serve: at the first start, once all workers are
+    warm. Serves until SIGTERM, or until the supervisor is gone, then drains.
 
     Args:
         version_manager: manager of the served versions; it reconciles them with the desired state
@@ -80,50 +73,55 @@ async def run_worker(
     Raises:
         OSError: another process has taken a port of this server.
     """
-    may_listen, may_accept, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    is_logged = asyncio.Event()
-    # The supervisor may not be the only sender: systemd and Ctrl-C signal the whole process group.
-    # At a second signal of its own the supervisor kills the workers.
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    # A copy, which is closed at the end: report_failure may write to the channel then.
+    reader, writer = await asyncio.open_unix_connection(sock=channel.dup(), limit=MESSAGE_BYTES_MAX)
 
     def send(report: Report | StartReport) -> None:
-        if not transport.is_closing():  # else the supervisor is gone, and this worker drains
-            transport.write(_line(report))
+        if not writer.is_closing():  # else the supervisor is gone, and this worker drains
+            writer.write(_line(report))
 
-    await version_manager.start()
-    agent = RolloutAgent(settings, version_manager, send, stop)
-    await apply_initial_alias_settings(settings, version_manager)
+    with contextlib.closing(writer):
+        send(StartReport(WorkerStage.WARM, version_manager.status().names))
+        received = messages(reader)
+        if not (first := await anext(received, b"")):  # the supervisor is gone
+            return
+        may_listen, may_accept, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        log_ready_once = cache(log_ready)
+        # The supervisor may not be the only sender: systemd and Ctrl-C signal the whole process
+        # group. At a second signal of its own the supervisor kills the workers.
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        await version_manager.start()
+        agent = RolloutAgent(settings, version_manager, send, stop)
+        await apply_initial_alias_settings(settings, version_manager)
 
-    def on_message(message: bytes) -> None:
-        desired = desired_from_bytes(message)
-        agent.apply(desired)
-        if desired.may_listen:
-            may_listen.set()
-        if desired.may_accept:
-            may_accept.set()
-        if desired.logs_ready and not is_logged.is_set():
-            is_logged.set()
-            log_ready()
+        def on_message(message: bytes) -> None:
+            desired = desired_from_bytes(message)
+            agent.apply(desired)
+            if desired.may_listen:
+                may_listen.set()
+            if desired.may_accept:
+                may_accept.set()
+            if desired.logs_ready:
+                log_ready_once()
 
-    def on_end() -> None:
-        logger.error("the supervisor is gone: this worker stops, too")
-        stop.set()
+        async def follow() -> None:
+            loop.call_soon(on_message, first)
+            async for message in received:
+                loop.call_soon(on_message, message)  # an error of a message ends nothing
+            logger.error("the supervisor is gone: this worker stops, too")
+            stop.set()
 
-    # A copy, which is closed at the end: report_failure may write to the channel then.
-    transport, _ = await loop.create_unix_connection(
-        lambda: WorkerChannel(on_message, on_end), sock=channel.dup()
-    )
-    with contextlib.closing(transport):
+        following = asyncio.create_task(follow())
         async with heartbeat(pipeline.metrics, counters):
             await _either(may_listen, stop)
-            if not may_listen.is_set():
-                return
-            bound = ports.bind()
-            bound.listen(with_grpc=settings.grpc_server == "native")
-            send(StartReport(WorkerStage.LISTENING))
-            await _either(may_accept, stop)
-            await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
+            if may_listen.is_set():
+                bound = ports.bind()
+                bound.listen(with_grpc=settings.grpc_server == "native")
+                send(StartReport(WorkerStage.LISTENING))
+                await _either(may_accept, stop)
+                await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
+        following.cancel()
 
 
 async def _either(*events: asyncio.Event) -> None:

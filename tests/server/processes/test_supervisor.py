@@ -15,7 +15,6 @@ from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
-    START,
     LoadState,
     NameStatus,
     StartReport,
@@ -204,7 +203,7 @@ def test_last_message_of_a_worker_that_has_ended_does_not_end_the_server() -> No
             channel.sendall(report_to_bytes(report) + b"\n")
 
         send(StartReport(WorkerStage.WARM, {"m": NameStatus(1)}))
-        channel.recv(len(START) + 1)
+        channel.recv(1 << 16)  # its desired state
         send(StartReport(WorkerStage.LISTENING))
         os.read(coordinator.read, 1)
         send(WorkerStatus({"m": NameStatus(1, state=LoadState.FAILED, reason="damaged")}))

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 import uvloop
+from msgspec import DecodeError
 from server.fake_engine import FakeEngine
 from server.pipelines import make_pipeline
 from server.waiting import WAIT_S_MAX, until
@@ -42,12 +43,12 @@ class SupervisedWorker:
     def __init__(self, executor: ThreadPoolExecutor, ports: Ports) -> None:
         self._ours, supervisors = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._channel = SupervisorChannel(supervisors, self._selector, lambda: None)
+        self.channel = SupervisorChannel(supervisors, self._selector, lambda: None)
         self.manager, work = made(self._ours, executor, ports)
         self.running = asyncio.create_task(work)
 
     def send(self, desired: Desired) -> None:
-        self._channel.send(desired_to_bytes(desired))
+        self.channel.send(desired_to_bytes(desired))
 
     async def receive(self) -> list[Report | StartReport]:
         """Returns the reports that the worker sends within 0.2 s."""
@@ -58,11 +59,11 @@ class SupervisedWorker:
         await until(lambda: report in self._received())
 
     def _received(self) -> list[Report | StartReport]:
-        return [report_from_bytes(line) for line in self._channel.receive() or ()]
+        return [report_from_bytes(line) for line in self.channel.receive() or ()]
 
     async def end(self) -> None:
         """Closes the supervisor's end, as if the supervisor had ended."""
-        self._channel.end()
+        self.channel.end()
         self._selector.close()
         async with asyncio.timeout(WAIT_S_MAX):
             await self.running
@@ -106,6 +107,23 @@ async def test_worker_ends_if_stopped_before_it_listens(executor: ThreadPoolExec
     worker = SupervisedWorker(executor, ports)
     worker.send(Desired())
     assert LISTENS not in await worker.receive()
+    await worker.end()
+    ports.close()
+
+
+async def test_error_of_a_message_does_not_end_the_channel(executor: ThreadPoolExecutor) -> None:
+    """Checks that later messages arrive."""
+    faults = list[object]()
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: faults.append(context["exception"])
+    )
+    ports = claim_ports("127.0.0.1", 0, 0).share()
+    worker = SupervisedWorker(executor, ports)
+    worker.send(Desired())
+    worker.channel.send(b"no message")
+    worker.send(Desired(may_listen=True))
+    await worker.until_reported(LISTENS)
+    assert [type(fault) for fault in faults] == [DecodeError]
     await worker.end()
     ports.close()
 

@@ -2,8 +2,8 @@
 
 The coordinator sends what every process is to serve, as a whole: a newer `Desired` replaces an
 older one, and a worker that starts needs only the last. Processes report what they serve, also as a
-whole. Between a supervisor and its workers a message is a line of JSON (channel.py), except START.
-A single process passes the objects themselves.
+whole. Between a supervisor and its workers a message is a line of JSON (channel.py). A single
+process passes the objects themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from enum import StrEnum
 import msgspec
 import orjson
 
-START = b"start"
-"""Supervisor to a warm worker: it may run. It is the first message; all others are `Desired`."""
 REASON_CHARACTERS_MAX = 1000
 
 
@@ -40,7 +38,7 @@ class WorkerStage(StrEnum):
     """Stage of a worker's start."""
 
     WARM = "warm"
-    """The models are loaded. The worker receives START and then the desired state."""
+    """The models are loaded. The worker runs once it receives a desired state."""
     LISTENING = "listening"
     """The worker listens. It accepts connections once it may."""
     FAILED = "failed"
