@@ -34,7 +34,7 @@ class Setup:
     Attributes:
         models: descriptions of its models; the first is the default one.
         tokens: settings of each token; without any, no request needs a token.
-        slow_ms, tells_times: settings of its telemetry.
+        slow_ms, sends_timing: settings of its telemetry.
     """
 
     models: Sequence[ModelInfo] = field(
@@ -43,7 +43,7 @@ class Setup:
     limits: Limits = field(default_factory=Limits)
     tokens: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     slow_ms: float = 0.0
-    tells_times: bool = False
+    sends_timing: bool = False
     trusted_proxies: Sequence[str] = ()
     drain_s: float = 60.0
 
@@ -86,7 +86,7 @@ class Servers:
                 authenticator=authenticator,
                 shared_memory=RegionRegistry("/", setup.limits, str(self._folder)),
             )
-            pipeline.telemetry = RequestTelemetry(setup.slow_ms, tells_times=setup.tells_times)
+            pipeline.telemetry = RequestTelemetry(setup.slow_ms, sends_timing=setup.sends_timing)
             pipeline.addresses = ClientAddresses(setup.trusted_proxies)
             grpc_server = PROTOCOLS[protocol].grpc_server
             async with serving(pipeline, setup.drain_s, grpc_server) as live:

@@ -23,7 +23,7 @@ ID_CHARACTERS_MAX = 128
 STAGES = ["read", "queue", "lookup", "encode"]
 SETUP = Setup()
 SLOW = Setup(slow_ms=50)
-TIMED = Setup(tells_times=True)
+TIMED = Setup(sends_timing=True)
 LINES_MAX = 10
 """Maximum number of log lines of one kind in 10 seconds."""
 

@@ -241,7 +241,7 @@ class Batcher:
         if queue.is_full:
             queue.try_reopen()
         counts = self._counts
-        counts.bound()
+        counts.flush_if_full()
         ticket = BatchTicket(self.model, now_s, counts.requests.count_answered)
         for pending in taken:
             pending.ticket = ticket

@@ -102,10 +102,11 @@ FAMILIES = (
            "Seconds from finding the served version to serving it. 0 for the version served at the "
            "start."),
     Family("embedserve_model_behind_seconds", GAUGE, NAME, "seconds",
-           "Seconds since a newer desired version was found. 0 if the desired version is served."),
+           "Seconds since the store was found to name a version that is not served. 0 if "
+           "it names the served version."),
     Family("embedserve_model_refused", GAUGE, NAME, "",
-           "1 if the desired version cannot be served and the previous one stays. The log and "
-           "/models state the reason."),
+           "1 if the version that the store names cannot be served and the previous one stays. The "
+           "log and /models state the reason."),
     Family("embedserve_model_switches", COUNTER, NAME, "switches",
            "Switches of the model to another version."),
     Family("embedserve_delta_seq", GAUGE, NAME, "",

@@ -28,8 +28,8 @@ HistogramSamples = tuple[list[tuple[str, float]], float]
 
 
 class Histogram:
-    """Histogram with fixed buckets. Observations are buffered until ``flush``, or until ``bound``
-    finds PENDING_MAX of them.
+    """Histogram with fixed buckets. Observations are buffered until ``flush``, or until
+    ``flush_if_full`` finds PENDING_MAX of them.
 
     Attributes:
         pending: observed values that are not yet counted.
@@ -47,7 +47,7 @@ class Histogram:
         self.observe = self.pending.append
         self.observe_many = self.pending.extend
 
-    def bound(self) -> None:
+    def flush_if_full(self) -> None:
         """Flushes once PENDING_MAX values are pending."""
         if len(self.pending) >= PENDING_MAX:
             self.flush()

@@ -19,7 +19,7 @@ from embedserve.config import ServeSettings
 from embedserve.errors import ServedVersion
 from embedserve.metrics.caller_metrics import CALLER_CELLS, CallerMetrics
 from embedserve.metrics.families import Sample, collect_families
-from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_most, name_cells
+from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_max_of, name_cells
 from embedserve.metrics.process import (
     CONNECTION_CELLS,
     PROCESS_CELLS,
@@ -32,7 +32,7 @@ from embedserve.metrics.shard_metrics import (
     SERVED,
     RoutedVersions,
     ShardMetrics,
-    parts_most,
+    parts_max_of,
     shard_cells,
 )
 from embedserve.metrics.shared_counters import (
@@ -70,10 +70,10 @@ class CounterRoom(NamedTuple):
         cls, versions: Collection[ModelInfo | ModelVersion], settings: ServeSettings
     ) -> CounterRoom:
         """Returns the room of a server that starts with ``versions``."""
-        parts = parts_most(one.plan for one in versions) if settings.shards else 0
+        parts = parts_max_of(one.plan for one in versions) if settings.shards else 0
         each = settings.versions_held if settings.part else 1  # of a model, each by its own name
         names = max(len(versions), each * len({one.manifest.model for one in versions}))
-        return cls(names, columns_most(one.manifest for one in versions), parts)
+        return cls(names, columns_max_of(one.manifest for one in versions), parts)
 
 
 def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:
@@ -114,9 +114,9 @@ class Metrics(Collector):
         """
         models = list(models)
         names = names or len(models)
-        columns_max = columns_max or columns_most(model.manifest for model in models)
+        columns_max = columns_max or columns_max_of(model.manifest for model in models)
         counters = counters or single_worker_counters(cells_per_worker(names, columns_max, parts))
-        self._slot = counters
+        self._counters = counters
         self._process = ProcessMetrics(counters)
         self.connections = ConnectionMetrics(counters)
         self.tls = TlsMetrics(counters)
@@ -213,11 +213,11 @@ class Metrics(Collector):
 
     def samples(self) -> Iterator[Sample]:
         """Yields all samples over all workers, in the order of their classes."""
-        slot = self._slot
+        counters = self._counters
         # The process that serves probes while the models load is no worker.
-        yield "embedserve_workers", (), slot.ready_workers() if self.models else 0
-        yield "embedserve_worker_restarts", (), slot.restarts()
-        yield "embedserve_worker_hangs", (), slot.hangs()
+        yield "embedserve_workers", (), counters.ready_workers() if self.models else 0
+        yield "embedserve_worker_restarts", (), counters.restarts()
+        yield "embedserve_worker_hangs", (), counters.hangs()
         yield from self._process.samples()
         yield from self.connections.samples()
         yield from self.tls.samples()

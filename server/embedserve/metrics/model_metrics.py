@@ -32,15 +32,15 @@ NAMES_SPARE = 16
 """Entries reserved for names that are first served after the start."""
 
 
-def columns_most(models: Iterable[Manifest]) -> int:
-    """Returns the most features or keys that any later version may have, given the initial
-    ``models``."""
-    return max(COLUMNS_MIN, *map(columns_of, models), 0)
+def columns_max_of(initial: Iterable[Manifest]) -> int:
+    """Returns the most features or keys that any later version may have, given the ``initial``
+    versions."""
+    return max(COLUMNS_MIN, *map(columns_of, initial), 0)
 
 
-def columns_of(model: Manifest) -> int:
+def columns_of(manifest: Manifest) -> int:
     """Returns the number of features or of keys, whichever is larger."""
-    return max(len(model.features), len(model.keys))
+    return max(len(manifest.features), len(manifest.keys))
 
 
 def name_cells(columns_max: int) -> int:

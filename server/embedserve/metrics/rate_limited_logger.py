@@ -17,9 +17,9 @@ Fields = Mapping[str, object]
 """Named values of a log line, which a formatter appends to the line or writes as JSON."""
 
 
-class Quota:
-    """Counts lines by kind and allows a limited number of each kind in PERIOD_S. Threads may share
-    it; lines of the same moment may be counted as one."""
+class LineLimit:
+    """Limit on the lines of each kind in PERIOD_S, and the count of those beyond it. Threads may
+    share it; lines of the same moment may be counted as one."""
 
     def __init__(self, lines: int) -> None:
         self._lines = lines
@@ -49,12 +49,12 @@ class RateLimitedTracebacks(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._quota = Quota(TRACEBACKS_MAX)
+        self._limit = LineLimit(TRACEBACKS_MAX)
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.exc_info:
             return True
-        left_out = self._quota.take((record.pathname, record.lineno, record.exc_info[0]))
+        left_out = self._limit.take((record.pathname, record.lineno, record.exc_info[0]))
         if left_out:
             record.msg = f"{record.getMessage()}{more_like_it(left_out)}"
             record.args = None
@@ -71,7 +71,7 @@ class RateLimitedLogger:
     def __init__(self, logger: logging.Logger, lines: int = 1) -> None:
         """``lines`` is the number of messages of one kind logged in PERIOD_S."""
         self._logger = logger
-        self._quota = Quota(lines)
+        self._limit = LineLimit(lines)
 
     def log(
         self,
@@ -88,7 +88,7 @@ class RateLimitedLogger:
             with_traceback: whether to log the traceback of the exception being handled.
             fields: returns further named values; called only if the line is logged.
         """
-        left_out = self._quota.take(kind)
+        left_out = self._limit.take(kind)
         if left_out is None or not self._logger.isEnabledFor(level):
             return
         more = more_like_it(left_out)

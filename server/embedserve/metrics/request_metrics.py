@@ -111,7 +111,7 @@ class RequestMetrics:
         if outcome not in NO_FAILURES:
             own[-1] += seconds
         self.seconds.observe(seconds)
-        self.seconds.bound()
+        self.seconds.flush_if_full()
 
     def flush(self) -> None:
         own = self._cells.own
@@ -341,7 +341,7 @@ class VersionMetrics:
                 self._missing_parts.own[part] += 1
         self._cached_ids.own[0] += batch.cached_count
 
-    def bound(self) -> None:
+    def flush_if_full(self) -> None:
         """Flushes what is pending once it is much; called for every batch that is taken.
 
         A batch has as many waits as requests, and at most one value in each other histogram, so

@@ -103,7 +103,7 @@ class PartSource(Protocol):
         not expected."""
 
 
-def parts_most(plans: Iterable[Plan]) -> int:
+def parts_max_of(plans: Iterable[Plan]) -> int:
     """Returns the largest number of parts among ``plans``."""
     return max((0 if plan.hosts is None else plan.hosts.parts for plan in plans), default=0)
 

@@ -149,7 +149,7 @@ class WorkerCounters:
         """
         every = self._cells[:, self.taken : self.taken + count]
         if every.shape[1] < count:
-            raise ValueError(f"count is {count}: a slot has {every.shape[1]} more cells")
+            raise ValueError(f"count is {count}: the row has {every.shape[1]} more cells")
         self.taken += count
         return every
 
@@ -269,6 +269,6 @@ def key_of(name: str) -> float:
 
 def single_worker_counters(cells: int) -> WorkerCounters:
     """Returns the counters of a single process without a supervisor."""
-    slots = SharedCounters(1, cells)
-    slots.set_ready(0, True)
-    return WorkerCounters(slots, 0)
+    shared = SharedCounters(1, cells)
+    shared.set_ready(0, True)
+    return WorkerCounters(shared, 0)

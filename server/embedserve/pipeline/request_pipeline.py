@@ -261,7 +261,7 @@ class RequestContext(PendingRequest):
         if self._trace is _UNDECIDED:
             traces = self.pipeline.telemetry.traces
             given = self.writer.header(TRACEPARENT)
-            self._trace = None if traces is None else traces.sampled(given)
+            self._trace = None if traces is None else traces.sample(given)
         return self._trace
 
     @property

@@ -15,7 +15,7 @@ from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.request_metrics import LINES_MAX, NO_FAILURES
 from embedserve.tracing.record import RequestRecord, StageTimings
 from embedserve.tracing.request_id import REQUEST_ID, ExtraHeaders, usable_id
-from embedserve.tracing.slow_requests import Fields, SlowRequests
+from embedserve.tracing.slow_requests import LogFields, SlowRequests
 from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
 
 if TYPE_CHECKING:
@@ -38,18 +38,18 @@ class RequestTelemetry:
     """
 
     def __init__(
-        self, slow_ms: float = 0.0, *, tells_times: bool = False, traces: OtlpTraces | None = None
+        self, slow_ms: float = 0.0, *, sends_timing: bool = False, traces: OtlpTraces | None = None
     ) -> None:
         """
         Args:
             slow_ms: latency, in milliseconds, from which requests are logged; 0: none are.
-            tells_times: whether every response has a Server-Timing header.
+            sends_timing: whether every response has a Server-Timing header.
             traces: trace exporter; None if no traces are sent.
         """
         self._slow_s = slow_ms / 1000 if slow_ms else _NEVER
-        self._tells_times = tells_times
+        self._sends_timing = sends_timing
         self.traces = traces
-        self.watched_s = 0.0 if tells_times or traces is not None else self._slow_s
+        self.watched_s = 0.0 if sends_timing or traces is not None else self._slow_s
         self._log = RateLimitedLogger(logger, LINES_MAX)
         self.slow = SlowRequests()
 
@@ -60,12 +60,12 @@ class RequestTelemetry:
         at ``end_s``.
 
         The request id is sent if the caller sent an id, or the response is slow or an error. The
-        stage timings are sent if ``tells_times`` is set.
+        stage timings are sent if ``sends_timing`` is set.
         """
         headers: ExtraHeaders = []
         if self._has_id(context) or is_error or end_s - context.start_s >= self._slow_s:
             headers.append((REQUEST_ID, context.request_id))
-        if self._tells_times:
+        if self._sends_timing:
             headers.append((SERVER_TIMING, _timings(context, end_s).server_timing()))
         return headers
 
@@ -89,7 +89,7 @@ class RequestTelemetry:
         caller: str,
         end_s: float,
         encoded_s: float | None = None,
-    ) -> Callable[[], Fields]:
+    ) -> Callable[[], LogFields]:
         """Traces a request that has ended, if it is sampled. If it was slow, adds it to ``slow``,
         and unless it was rejected logs it.
 
@@ -109,7 +109,7 @@ class RequestTelemetry:
             traced.trace = trace
             self.traces.add(traced)
 
-        def fields() -> Fields:
+        def fields() -> LogFields:
             return (traced or _record(context, outcome, caller, end_s, encoded_s)).fields()
 
         seconds = end_s - context.start_s

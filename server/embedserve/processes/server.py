@@ -121,7 +121,7 @@ def build_pipeline(
     metrics.callers.callers = access
     traces = _traces(settings)
     telemetry = RequestTelemetry(
-        settings.slow_ms, tells_times=settings.server_timing, traces=traces
+        settings.slow_ms, sends_timing=settings.server_timing, traces=traces
     )
     served = ModelRegistry(batchers, settings.default_model, settings.limits)
     prefix = settings.shared_memory

@@ -76,7 +76,7 @@ class OtlpTraces:
         self._logged_url = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
         self._share = share_percent / 100
         self._log = RateLimitedLogger(logger)
-        self._waiting: deque[tuple[RequestRecord, int]] = deque()
+        self._waiting: deque[tuple[RequestRecord, int]] = deque()  # with epoch_ns of `spans_of`
         self._stopping = threading.Event()
         self._is_over = False  # once set, queued requests are no longer sent
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -92,8 +92,8 @@ class OtlpTraces:
         service = os.environ.get("OTEL_SERVICE_NAME") or "embedserve"
         self._resource = Resource.create({SERVICE_NAME: service, SERVICE_VERSION: __version__})
 
-    def sampled(self, traceparent: bytes | None) -> TraceContext | None:
-        """Decides whether a request is sampled. Returns its trace context if so, else None."""
+    def sample(self, traceparent: bytes | None) -> TraceContext | None:
+        """Decides whether to sample a request. Returns its trace context if so, else None."""
         if traceparent is not None:
             context = read_traceparent(traceparent)
             if context is not None:
@@ -109,9 +109,8 @@ class OtlpTraces:
         if len(self._waiting) >= QUEUE_MAX:
             self._log.log(logging.WARNING, "traces are left out", f"{QUEUE_MAX} requests wait")
             return
-        # Epoch of perf_counter, in Unix nanoseconds.
-        start_ns = time.time_ns() - int(perf_counter() * 1e9)
-        self._waiting.append((record, start_ns))
+        epoch_ns = time.time_ns() - int(perf_counter() * 1e9)
+        self._waiting.append((record, epoch_ns))
 
     def start(self) -> None:
         """Starts the export thread."""
@@ -179,12 +178,12 @@ class _Reason(logging.Filter):
         return False
 
 
-def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[ReadableSpan]:
+def spans_of(record: RequestRecord, epoch_ns: int, resource: Resource) -> list[ReadableSpan]:
     """Returns a span for the request, followed by a child span for each stage that it reached, and
     for each call of another server for its batch.
 
     Args:
-        start_ns: epoch of perf_counter, in Unix nanoseconds.
+        epoch_ns: epoch of perf_counter, in Unix nanoseconds.
     """
     trace = record.trace
     assert trace is not None  # only requests with a trace are added
@@ -211,8 +210,8 @@ def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[R
         },
         kind=SpanKind.SERVER,
         status=Status(StatusCode.ERROR, record.outcome) if is_fault else Status(),
-        start_time=start_ns + int(record.timings.begins[0] * 1e9),
-        end_time=start_ns + int(record.timings.end_s * 1e9),
+        start_time=epoch_ns + int(record.timings.begins[0] * 1e9),
+        end_time=epoch_ns + int(record.timings.end_s * 1e9),
         instrumentation_scope=SCOPE,
     )
     stages = [
@@ -222,17 +221,17 @@ def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[R
             own,
             resource,
             attributes={},
-            start_time=start_ns + int(begin_s * 1e9),
-            end_time=start_ns + int(end_s * 1e9),
+            start_time=epoch_ns + int(begin_s * 1e9),
+            end_time=epoch_ns + int(end_s * 1e9),
             instrumentation_scope=SCOPE,
         )
         for name, begin_s, end_s in record.timings.stages()
     ]
-    return [root, *stages, *_call_spans(record, own, start_ns, resource)]
+    return [root, *stages, *_call_spans(record, own, epoch_ns, resource)]
 
 
 def _call_spans(
-    record: RequestRecord, parent: SpanContext, start_ns: int, resource: Resource
+    record: RequestRecord, parent: SpanContext, epoch_ns: int, resource: Resource
 ) -> list[ReadableSpan]:
     """Returns a span below ``parent`` for each call for the batch of the request.
 
@@ -265,8 +264,8 @@ def _call_spans(
                 links=links,
                 kind=SpanKind.CLIENT,
                 status=_call_status(call),
-                start_time=start_ns + int(call.start_s * 1e9),
-                end_time=start_ns + int(end_s * 1e9),
+                start_time=epoch_ns + int(call.start_s * 1e9),
+                end_time=epoch_ns + int(end_s * 1e9),
                 instrumentation_scope=SCOPE,
             )
         )

@@ -13,7 +13,7 @@ KEPT_MAX = 20
 """Slow requests kept per process."""
 KEPT_S = 600.0
 """Seconds for which a slow request is kept after its end."""
-Fields = dict[str, Any]
+LogFields = dict[str, Any]
 
 
 class SlowRequests:
@@ -22,9 +22,9 @@ class SlowRequests:
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
         # Seconds, time of the end and fields of each request, the slowest first.
-        self._kept: list[tuple[float, float, Fields]] = []
+        self._kept: list[tuple[float, float, LogFields]] = []
 
-    def add(self, seconds: float, fields: Callable[[], Fields]) -> None:
+    def add(self, seconds: float, fields: Callable[[], LogFields]) -> None:
         """Adds a request that took ``seconds``; calls ``fields`` only if the request is kept."""
         self._forget()
         if len(self._kept) == KEPT_MAX and seconds <= self._kept[-1][0]:
@@ -33,7 +33,7 @@ class SlowRequests:
         insort(self._kept, slow, key=lambda one: -one[0])
         del self._kept[KEPT_MAX:]
 
-    def fields(self) -> list[Fields]:
+    def fields(self) -> list[LogFields]:
         """Returns the log fields and end time ("when") of each kept request, the slowest first."""
         self._forget()
         return [fields for _, _, fields in self._kept]

@@ -13,7 +13,7 @@ from embedserve.metrics.rate_limited_logger import (
     PERIOD_S,
     SHOWN_CHARACTERS_MAX,
     TRACEBACKS_MAX,
-    Quota,
+    LineLimit,
     RateLimitedLogger,
     RateLimitedTracebacks,
 )
@@ -143,7 +143,7 @@ class Interrupted(dict[Hashable, float]):
 def test_two_threads_may_log_the_first_line_of_a_kind(name: str) -> None:
     """Covers the threads of a large batch, which fail together. An error of the log would replace
     theirs, and the batch would never end."""
-    quota = Quota(1)
+    quota = LineLimit(1)
     changed = Interrupted()
     setattr(quota, name, changed)
     taken: list[int | None] = []

@@ -228,11 +228,11 @@ def test_pending_observations_are_bounded() -> None:
         version.requests.count_answered(0.5)
         version.wait_seconds.observe(0.5)
         version.batch_ids.observe(1)
-    version.bound()
+    version.flush_if_full()
     assert len(version.requests.pending) == PENDING_MAX - 1
     version.requests.count_answered(0.5)
     version.wait_seconds.observe(0.5)
-    version.bound()
+    version.flush_if_full()
     waiting = version.requests.pending, version.wait_seconds.pending, version.batch_ids.pending
     assert waiting == ([], [], [])
     assert version.requests.total()["OK"] == PENDING_MAX

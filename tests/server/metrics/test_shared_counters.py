@@ -77,7 +77,7 @@ def test_nested_cells_are_detached_with_the_outer_key() -> None:
 def test_allocating_more_cells_than_the_key_has_is_rejected() -> None:
     (keyed,) = keyed_of_workers(1, 2)
     keyed.claim(1)
-    with pytest.raises(ValueError, match="count is 3: a slot has 2 more cells"):
+    with pytest.raises(ValueError, match="count is 3: the row has 2 more cells"):
         keyed.allocate(3)
 
 

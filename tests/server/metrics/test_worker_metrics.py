@@ -24,7 +24,7 @@ def test_slot_size_equals_the_cells_of_all_metrics() -> None:
     slot = WorkerCounters(SharedCounters(1, cells), 0)
     Metrics([model], slot)
     assert slot.taken == cells
-    with pytest.raises(ValueError, match="count is 1: a slot has 0 more cells"):
+    with pytest.raises(ValueError, match="count is 1: the row has 0 more cells"):
         slot.allocate(1)
 
 

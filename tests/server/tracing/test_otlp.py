@@ -311,7 +311,7 @@ def test_queued_traces_are_exported_before_the_stop(collector: Collector) -> Non
 
 def test_sampling_share_applies_to_requests_without_traceparent() -> None:
     traces = OtlpTraces("http://localhost:1", 25)
-    places = [traces.sampled(None) for _ in range(4000)]
+    places = [traces.sample(None) for _ in range(4000)]
     assert 700 < len([one for one in places if one is not None]) < 1300
-    assert traces.sampled(UNSAMPLED.encode()) is None
-    assert traces.sampled(SAMPLED.encode()) == TraceContext(TRACE, PARENT, True)
+    assert traces.sample(UNSAMPLED.encode()) is None
+    assert traces.sample(SAMPLED.encode()) == TraceContext(TRACE, PARENT, True)
