@@ -65,16 +65,16 @@ async def hold_deltas(name: FollowedName, request: Request, served: ModelsDep) -
     """Holds the deltas of a model: its rows stay as they are, in all workers, until they are held
     no longer or the server restarts. A step in progress is completed. Responds with the state
     `held` once that is so, or after ten seconds with the present state."""
-    return await _hold(served, name.model, request, is_held=True)
+    return await _set_hold(served, name.model, request, is_held=True)
 
 
 @router.post("/go-on", summary="Apply deltas again")
 async def apply_deltas(name: FollowedName, request: Request, served: ModelsDep) -> DeltaProgress:
     """Ends the hold of a model's deltas. Those that wait are applied."""
-    return await _hold(served, name.model, request, is_held=False)
+    return await _set_hold(served, name.model, request, is_held=False)
 
 
-async def _hold(
+async def _set_hold(
     served: ModelRegistry, name: str, request: Request, *, is_held: bool
 ) -> DeltaProgress:
     find = partial(_shared_state, served, name)
@@ -83,12 +83,12 @@ async def _hold(
     by = f" by {caller.grant.name!r}" if caller is not None else ""
     action = "hold" if is_held else "go-on"
     logger.info("%s: deltas %s, as requested%s", model.served_as, action, by)
-    await _switch(find, is_held=is_held)
+    await _set_and_wait(find, is_held=is_held)
     now = find().status.read()
     return DeltaProgress(model=model.served_as, state=now.state, seq=now.applied.seq)
 
 
-async def _switch(find: Callable[[], SharedDeltaState], *, is_held: bool) -> None:
+async def _set_and_wait(find: Callable[[], SharedDeltaState], *, is_held: bool) -> None:
     """Sets or ends a hold, and waits until the applier has looked at the store with it, or until
     somebody reverses it.
 

@@ -28,7 +28,7 @@ from embedserve.api.console.routes import router as console_router
 from embedserve.api.dependencies import ModelsDep, PipelineDep
 from embedserve.api.openapi import describe_routes
 from embedserve.api.openapi import router as openapi_router
-from embedserve.api.openapi_pages import OpenApiPages
+from embedserve.api.openapi_pages import OpenApiPagesMiddleware
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.metrics.scrape_text import RECEIVED_S, ScrapeText
@@ -122,7 +122,9 @@ class Deltas(BaseModel):
         "version."
     )
     memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
-    undo_from: int = Field(description="First delta to which an undo needs no store.")
+    undo_from: int = Field(
+        description="First delta that the server can go back to without reading the store."
+    )
     at_seq: int | None = Field(
         None,
         description="Last delta that may be applied: that of an alias with --at-seq, or during a "
@@ -325,7 +327,7 @@ def management_app(
     state.pipeline, state.admin, state.labels = pipeline, admin, labels or {}
     state.scrape_text = ScrapeText(pipeline.metrics.registry())
     _add_start_page(app, MANAGEMENT_LINKS)
-    app.add_middleware(OpenApiPages)
+    app.add_middleware(OpenApiPagesMiddleware)
     if authenticates:
         _authenticate(app, pipeline)
     _add_error_handlers(app)
@@ -356,7 +358,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         given_id = one_header(request.scope["headers"], REQUEST_ID)
         return error_response(error, status, request.scope["path"], given_id)
 
-    async def on_server_error(request: Request, error: Exception) -> Response:
+    async def on_known_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)
         return respond(request, error, error.http_status)
 
@@ -381,7 +383,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         """Responds with 500. Starlette then raises ``error`` again, for AsgiHandler to log."""
         return respond(request, EngineError(INTERNAL), EngineError.http_status)
 
-    app.add_exception_handler(EmbedServeError, on_server_error)
+    app.add_exception_handler(EmbedServeError, on_known_error)
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(Exception, on_unexpected_error)

@@ -19,7 +19,7 @@ POLICY = "; ".join(
 )
 
 
-class OpenApiPages:
+class OpenApiPagesMiddleware:
     """ASGI middleware that adds the policy to the OpenAPI pages. It also makes the URLs in them
     relative, because proxies may put a prefix before the paths of this server."""
 

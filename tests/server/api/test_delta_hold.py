@@ -131,7 +131,7 @@ async def test_version_switched_to_during_a_hold_request_is_held(server: Server)
     other = at_seq(model_info(), 5).deltas
     assert other is not None
     served = [server.shared]
-    switching = asyncio.create_task(delta_hold._switch(lambda: served[-1], is_held=True))
+    switching = asyncio.create_task(delta_hold._set_and_wait(lambda: served[-1], is_held=True))
     await until(lambda: server.shared.hold.is_set)
     assert not other.hold.is_set
     served.append(other)

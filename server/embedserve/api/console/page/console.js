@@ -20,7 +20,7 @@ function poll() {
   clearTimeout(timer);
   if (document.hidden || isAsking) return;
   isAsking = true;
-  look()
+  refresh()
     .then(() => {
       lastResponse = new Date();
       showState("good", `Live, every ${POLL_MS / 1000} s`);
@@ -31,10 +31,11 @@ function poll() {
     });
 }
 
-async function look() {
+/** Fetches everything once, and shows it. */
+async function refresh() {
   const { models, default_model: defaultModel } = await ask("models");
   const errors = [];
-  const between = await read().catch(addTo(errors));
+  const between = await readMetrics().catch(addTo(errors));
   showModels(models, defaultModel, between);
   await Promise.all([showPlans(models), offerModels(models)]);
   byId("access").hidden = !wasDenied(); // lookups may need a token where the figures need none
@@ -43,7 +44,7 @@ async function look() {
     showFigures(between);
     showLookups(models, between);
     showUnknown(models, between);
-    await readMore().catch(addTo(errors));
+    await showServer().catch(addTo(errors));
   }
   if (errors.length) throw errors[0];
 }
@@ -57,7 +58,7 @@ function addTo(errors) {
 }
 
 /** Returns the change of the metrics over the last seconds; null at the first reading. */
-async function read() {
+async function readMetrics() {
   const now = new Reading(await askText("metrics"), performance.now());
   const last = readings.at(-1);
   if (last) addPoints(new Between(last, now));
@@ -66,7 +67,8 @@ async function read() {
   return readings.length > 1 ? new Between(readings[0], now) : null;
 }
 
-async function readMore() {
+/** Shows how the server runs, and its slowest requests. */
+async function showServer() {
   const info = await ask("info");
   const workers = info.workers === 1 ? "1 worker" : `${info.workers} workers`;
   say("server", `${location.host}, embedserve ${info.version}, ${workers}, tables ${info.tables}`);

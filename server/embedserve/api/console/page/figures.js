@@ -15,7 +15,7 @@ const TILES = [
     title: "Requests",
     value: (between) => between.rate(REQUESTS),
     shown: (value) => `${number(value)}/s`,
-    more: (between) => parts(between.rates(REQUESTS, "protocol")),
+    more: (between) => listed(between.rates(REQUESTS, "protocol")),
   },
   {
     title: "Latency, p50",
@@ -59,11 +59,11 @@ function rejected(between) {
   return sumOf(between.rejections(REQUESTS));
 }
 
-function parts(rates) {
+function listed(rates) {
   return [...rates].map(([name, rate]) => `${name} ${number(rate)}`).join(", ") || "none yet";
 }
 
-/** Adds a point to each line. */
+/** Adds a point to each tile's line, of the change since the last reading. */
 export function addPoints(step) {
   TILES.forEach((tile, at) => {
     lines[at].push(tile.value(step));
@@ -74,7 +74,7 @@ export function addPoints(step) {
 export function showFigures(between) {
   fill("tiles", ...TILES.map((tile, at) => tileOf(tile, between, lines[at])));
   const codes = new Map([...between.rejections(REQUESTS)].filter(([, rate]) => rate > 0));
-  say("rejections", codes.size ? `Rejected with ${parts(codes)} a second` : "");
+  say("rejections", codes.size ? `Rejected with ${listed(codes)} a second` : "");
   byId("rejections").hidden = !codes.size;
 }
 

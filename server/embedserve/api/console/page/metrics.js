@@ -49,6 +49,7 @@ export class Reading {
     this.samples = parse(text);
   }
 
+  /** Returns the samples of a metric whose labels have the values of ``where``. */
   of(name, where = {}) {
     const wanted = Object.entries(where);
     return (this.samples.get(name) ?? []).filter(({ labels }) => wanted.every(([label, value]) => labels[label] === value));
@@ -72,7 +73,7 @@ export class Between {
   }
 
   /** Returns the increase of each counter, [{labels, value}]; a reset counter counts from zero. */
-  growth(name, where = {}) {
+  increases(name, where = {}) {
     const before = new Map(this.before.of(name, where).map((one) => [keyOf(one.labels), one.value]));
     return this.now.of(name, where).map(({ labels, value }) => {
       const had = before.get(keyOf(labels)) ?? 0;
@@ -80,18 +81,19 @@ export class Between {
     });
   }
 
-  grown(name, where = {}) {
-    return this.growth(name, where).reduce((sum, one) => sum + one.value, 0);
+  /** Returns the increase of a counter, summed over its labels. */
+  increase(name, where = {}) {
+    return this.increases(name, where).reduce((sum, one) => sum + one.value, 0);
   }
 
   rate(name, where = {}) {
-    return this.grown(name, where) / this.seconds;
+    return this.increase(name, where) / this.seconds;
   }
 
   /** Returns rates by the value of a label. */
   rates(name, label, where = {}) {
     const rates = new Map();
-    for (const { labels, value } of this.growth(name, where)) {
+    for (const { labels, value } of this.increases(name, where)) {
       rates.set(labels[label], (rates.get(labels[label]) ?? 0) + value / this.seconds);
     }
     return rates;
@@ -106,14 +108,14 @@ export class Between {
 
   /** Returns the mean of a histogram's observations; null if there are none. */
   mean(name, where = {}) {
-    const count = this.grown(`${name}_count`, where);
-    return count ? this.grown(`${name}_sum`, where) / count : null;
+    const count = this.increase(`${name}_count`, where);
+    return count ? this.increase(`${name}_sum`, where) / count : null;
   }
 
   /** Returns a quantile of a histogram, as PromQL's histogram_quantile does; null if it is empty. */
   quantile(name, share, where = {}) {
     const counts = new Map();
-    for (const { labels, value } of this.growth(`${name}_bucket`, where)) {
+    for (const { labels, value } of this.increases(`${name}_bucket`, where)) {
       const bound = numberOf(labels.le);
       counts.set(bound, (counts.get(bound) ?? 0) + value);
     }
