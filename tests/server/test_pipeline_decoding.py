@@ -29,7 +29,7 @@ from embedserve.batching.pending_request import PendingRequest
 from embedserve.codec import json_codec, protobuf_requests
 from embedserve.codec.codec import Codec
 from embedserve.codec.open_inference.message_template import INLINE_JAGGED_BYTES_MAX
-from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
+from embedserve.codec.open_inference.tensors import INLINE_TENSOR_BYTES_MAX
 from embedserve.config import Limits
 from embedserve.errors import (
     DeadlineExceededError,
@@ -41,8 +41,10 @@ from embedserve.lookup_types import LookupRequest, WouldBlockError
 from embedserve.pipeline import RequestPipeline, codec_executor
 from embedserve_proto import embedding_pb2 as pb
 
-LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.INLINE_BYTES_MAX}}).encode()
-WRONG = json.dumps({"features": {"user": [[1]] * json_codec.INLINE_BYTES_MAX + [["a"]]}}).encode()
+LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.INLINE_JSON_BYTES_MAX}}).encode()
+WRONG = json.dumps(
+    {"features": {"user": [[1]] * json_codec.INLINE_JSON_BYTES_MAX + [["a"]]}}
+).encode()
 LIMITS = Limits(request_values_max=1 << 20)
 
 
@@ -63,7 +65,7 @@ async def test_other_requests_are_served_while_a_large_request_is_decoded(
     (body,) = large.responses
     assert isinstance(body, bytes)
     values = np.frombuffer(pb.EmbedResponse.FromString(body).values, "<f4")
-    expected = engine.expected({"user": [[1, 2] * json_codec.INLINE_BYTES_MAX]})[0]
+    expected = engine.expected({"user": [[1, 2] * json_codec.INLINE_JSON_BYTES_MAX]})[0]
     assert np.array_equal(values, expected)
     assert gate.threads[0] is not threading.main_thread()
     assert outcomes(pipeline) == {"OK": 2}
@@ -74,7 +76,7 @@ async def test_invalid_large_request_names_the_wrong_field(pipeline: RequestPipe
     assert call.responses == []
     await until(lambda: call.responses)
     assert isinstance(call.error, InvalidRequestError)
-    assert call.error.field == f"features.user[{json_codec.INLINE_BYTES_MAX}][0]"
+    assert call.error.field == f"features.user[{json_codec.INLINE_JSON_BYTES_MAX}][0]"
     assert outcomes(pipeline) == {"INVALID_ARGUMENT": 1}
 
 
@@ -211,7 +213,7 @@ def message(**more: object) -> bytes:
     return pb.EmbedRequest(keys=["user"], **more).SerializeToString()  # type: ignore[arg-type]
 
 
-MANY = protobuf_requests.INLINE_BYTES_MAX + 1
+MANY = protobuf_requests.INLINE_PROTOBUF_BYTES_MAX + 1
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def infer_body(inputs: Inputs) -> tuple[Codec, bytes]:
 @pytest.mark.parametrize("min_seq", [None, b"0"])
 def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> None:
     codec = CODECS.predict_from(min_seq)
-    for ids, is_inline in ((1000, True), (INLINE_BYTES_MAX // 4, False)):
+    for ids, is_inline in ((1000, True), (INLINE_TENSOR_BYTES_MAX // 4, False)):
         assert_decoded_inline(codec, prediction(ids), is_inline)
         assert np.array_equal(codec.decode(prediction(ids), "", LIMITS).ids, np.arange(ids))
 
@@ -283,9 +285,9 @@ def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> N
     [
         (padded(1000), True),
         (weighted(1000), True),
-        (jagged(INLINE_BYTES_MAX // 4), True),
-        (padded(INLINE_BYTES_MAX // 4), False),
-        (weighted(INLINE_BYTES_MAX // 6), False),
+        (jagged(INLINE_TENSOR_BYTES_MAX // 4), True),
+        (padded(INLINE_TENSOR_BYTES_MAX // 4), False),
+        (weighted(INLINE_TENSOR_BYTES_MAX // 6), False),
         (jagged(INLINE_JAGGED_BYTES_MAX // 8), False),
     ],
 )

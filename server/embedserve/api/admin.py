@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from embedserve.errors import EmbedServeError
 
-JSON = "application/json"
+JSON_TYPE = "application/json"
 _IGNORED = {"schema": {"description": "Ignored."}, "example": {}}
 
 
@@ -52,8 +52,8 @@ class Done(BaseModel):
 
 async def check_json(content_type: str = Header("", include_in_schema=False)) -> None:
     """Raises NotJsonError if the body's content type is not application/json."""
-    if content_type.partition(";")[0].strip().lower() != JSON:
-        raise NotJsonError(f"Content-Type is {content_type!r}: send {JSON}", "Content-Type")
+    if content_type.partition(";")[0].strip().lower() != JSON_TYPE:
+        raise NotJsonError(f"Content-Type is {content_type!r}: send {JSON_TYPE}", "Content-Type")
 
 
 async def _operations(request: Request) -> AdminOperations:
@@ -87,7 +87,7 @@ async def unload(name: Name, admin: AdminDep) -> Done:
     summary="Check the store now",
     status_code=202,
     # Without a body generated clients, and the OpenAPI pages, would send no content type.
-    openapi_extra={"requestBody": {"required": True, "content": {JSON: _IGNORED}}},
+    openapi_extra={"requestBody": {"required": True, "content": {JSON_TYPE: _IGNORED}}},
 )
 async def reload(admin: AdminDep) -> Done:
     """Checks the store immediately, whatever is followed, and retries versions that failed.

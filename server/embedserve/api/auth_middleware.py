@@ -30,7 +30,8 @@ logger = logging.getLogger("embedserve.requests")
 
 PATH_CHARACTERS_MAX = 200
 """Characters of a request's path that are logged."""
-ANYBODY: frozenset[str] = frozenset()
+NO_ROLES: frozenset[str] = frozenset()
+"""Roles of a path that everybody may request."""
 ADMINS = frozenset({"admin"})
 
 
@@ -46,7 +47,7 @@ def roles_of(path: str) -> frozenset[str]:
         or path in PAGE_PATHS
         or path.removeprefix("/v2") in ("/health/live", "/health/ready")
     ):
-        return ANYBODY
+        return NO_ROLES
     if path in ("/models", "/v2") or path.startswith(("/models/", "/v2/")):
         return CALLERS
     return ADMINS
@@ -70,7 +71,7 @@ class AuthMiddleware:
         self._log = RateLimitedLogger(logger, LINES_MAX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        roles = roles_of(scope["path"]) if scope["type"] == "http" else ANYBODY
+        roles = roles_of(scope["path"]) if scope["type"] == "http" else NO_ROLES
         app = self._app
         if roles:
             authorization = one_header(scope["headers"], b"authorization")

@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from embedserve.api.auth_middleware import ANYBODY, is_infer, roles_of
+from embedserve.api.auth_middleware import NO_ROLES, is_infer, roles_of
 from embedserve.api.shared_memory import PREFIX as SHARED_MEMORY
 from embedserve.api.wire_openapi import (
     EMBED_PATHS,
@@ -176,7 +176,7 @@ def _statuses(path: str) -> tuple[str, ...]:
 def _with_token(path: str, operations: JsonSchema) -> JsonSchema:
     """Returns the operations of a route with authentication: the token, and the errors 401 and
     403."""
-    if roles_of(path) == ANYBODY:
+    if roles_of(path) == NO_ROLES:
         return operations
     rejections = error_responses(path, ("401", "403"))
     return {

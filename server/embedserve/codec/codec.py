@@ -29,7 +29,7 @@ from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult
 from embedserve.shared_memory.region import Regions
 
 PROTOBUF_TYPE = b"application/x-protobuf"
-BINARY = b"application/octet-stream"
+BINARY_TYPE = b"application/octet-stream"
 """Content type of bodies that have binary tensors behind their JSON."""
 BINARY_CODECS_MAX = 512
 
@@ -215,7 +215,7 @@ def _infer(decoder: BodyDecoder, json_bytes: int | None = None) -> Codec:
     decode = partial(decoder.decode_request, json_bytes=json_bytes)
     is_json = json_bytes is None
     return Codec(
-        content_type=b"application/json" if is_json else BINARY,
+        content_type=b"application/json" if is_json else BINARY_TYPE,
         limit="request_text_bytes_max" if is_json else "body_bytes_max",
         decode=decode,
         encode=body_responses.encode_chunks,

@@ -51,7 +51,7 @@ class _BodyWithStrings(_Options, gc=False):
     features: dict[str, list[list[int | str] | int | str]]
 
 
-INLINE_BYTES_MAX = 64 << 10
+INLINE_JSON_BYTES_MAX = 64 << 10
 """Bytes of a body that is decoded on the event loop's thread, which takes about a millisecond at
 most."""
 
@@ -77,7 +77,7 @@ def decode_request(
         RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is parsed.
         WouldBlockError: ``is_inline``, and it would take long.
     """
-    if is_inline and len(body) > INLINE_BYTES_MAX:
+    if is_inline and len(body) > INLINE_JSON_BYTES_MAX:
         raise WouldBlockError
     if len(body) > limits.request_values_max:  # a shorter body cannot hold that many values
         check_cost(body, limits)

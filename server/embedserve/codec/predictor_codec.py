@@ -21,7 +21,7 @@ from embedserve.codec.open_inference.outputs import (
     is_quick,
     tensors_of,
 )
-from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
+from embedserve.codec.open_inference.tensors import INLINE_TENSOR_BYTES_MAX
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
     VARINT,
@@ -133,7 +133,7 @@ def decode_request(
         RequestTooLargeError: the body has more than ``limits`` allow.
         WouldBlockError: ``is_inline``, and it would take long.
     """
-    if is_inline and len(body) > INLINE_BYTES_MAX:
+    if is_inline and len(body) > INLINE_TENSOR_BYTES_MAX:
         raise WouldBlockError
     batch_size, of_ids, of_scored = _read(body)
     if batch_size < 1:

@@ -66,7 +66,7 @@ NUMBERS = {
 DTYPES: dict[str, np.dtype] = {"ids": INT64, "lengths": INT32, "weights": _FLOAT32}
 _Numbers = Mapping[str, Sequence[memoryview]]
 INLINE_FIELDS_MAX = 4096
-INLINE_BYTES_MAX = 64 << 10
+INLINE_PROTOBUF_BYTES_MAX = 64 << 10
 """Bytes decoded on the event loop's thread, in about a millisecond, not counting numbers given as
 bytes."""
 SMALL_BYTES = 4096
@@ -123,7 +123,7 @@ class ProtobufDecoder:
             ) from error
         if is_inline:
             packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
-            if packed_bytes + sum(map(len, rest)) > INLINE_BYTES_MAX:
+            if packed_bytes + sum(map(len, rest)) > INLINE_PROTOBUF_BYTES_MAX:
                 raise WouldBlockError
         return self._decode_numbers(body, numbers, rest, model, limits)
 

@@ -18,7 +18,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http_stream import Handler, Headers, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.management_turns import ManagementTurns
-from embedserve.wire.rest.calls import rejecting, resolve_embed
+from embedserve.wire.rest.calls import rejection_factory, resolve_embed
 from embedserve.wire.rest.headers import embed_route, headers_too_large
 
 TARGET_BYTES_SHOWN = 100
@@ -80,14 +80,14 @@ class RouteTable:
                 self.allowed_hosts.check(request.headers)
         except EmbedServeError as error:
             if is_grpc:
-                return self._grpc.rejecting(error, request.headers)
-            return rejecting(error, request, self.pipeline)
+                return self._grpc.rejection_factory(error, request.headers)
+            return rejection_factory(error, request, self.pipeline)
         return self._grpc.resolve(request) if is_grpc else self.resolve(request)
 
     def resolve(self, request: HttpRequest) -> MakeHandler:
         """Returns the handler factory of a request that is not gRPC, from an allowed host."""
         if error := target_error(request.target):
-            return rejecting(error, request, self.pipeline)
+            return rejection_factory(error, request, self.pipeline)
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is None:

@@ -13,7 +13,7 @@ from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
 from embedserve.codec.open_inference.outputs import ResponseOptions
 from embedserve.codec.open_inference.shared_memory_template import TEMPLATE_BYTES_MAX
-from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
+from embedserve.codec.open_inference.tensors import INLINE_TENSOR_BYTES_MAX
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError
@@ -244,7 +244,7 @@ def test_large_inputs_are_not_decoded_inline(
 ) -> None:
     make, decoder = request_format
     one = caller("one")
-    bags = {"user": [list(range(INLINE_BYTES_MAX // 8)), [1], []]}
+    bags = {"user": [list(range(INLINE_TENSOR_BYTES_MAX // 8)), [1], []]}
     request_body = make(jagged(bags), one.put(jagged(bags)))
     for _ in range(2):
         with pytest.raises(WouldBlockError):

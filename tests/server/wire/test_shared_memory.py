@@ -283,7 +283,7 @@ async def test_other_requests_are_served_while_a_write_to_a_region_waits(
     infer_request = SharedMemoryRequest(INPUTS, INS, USER)
     waiting = asyncio.ensure_future(infer(live, infer_request, "shop"))
     await until(lambda: gate.threads)
-    for count in (1, json_codec.INLINE_BYTES_MAX):  # the codec thread decodes the second
+    for count in (1, json_codec.INLINE_JSON_BYTES_MAX):  # the codec thread decodes the second
         answer = await live.http.post("/embed", json={"features": {"user": [1] * count}})
         assert answer.status_code == 200, answer.text
     gate.opened.set()

@@ -59,7 +59,7 @@ INLINE_KEYS_MAX = 64
 """Keys of a response whose columns are described on the event loop's thread, in about a
 millisecond."""
 INLINE_LENGTHS_MAX = 262_144
-INLINE_VECTORS_MAX, INLINE_BYTES_MAX = 16_384, 8 << 20
+INLINE_VECTORS_MAX, INLINE_COPY_BYTES_MAX = 16_384, 8 << 20
 """Vectors and bytes that are copied on the event loop's thread. A vector takes about 20 ns, and 14
 bytes are copied per nanosecond."""
 _SEQ_ROOM = "0" * SEQ_DIGITS_MAX
@@ -135,7 +135,7 @@ def _is_quick(result: LookupResult) -> bool:
         return result.lengths.size <= INLINE_LENGTHS_MAX
     values = [result.values, *result.extra_chunks]
     vectors, nbytes = keys * sum(map(len, values)), sum(one.nbytes for one in values)
-    return vectors <= INLINE_VECTORS_MAX and nbytes <= INLINE_BYTES_MAX
+    return vectors <= INLINE_VECTORS_MAX and nbytes <= INLINE_COPY_BYTES_MAX
 
 
 def _body(result: LookupResult) -> _BodyBuffers:

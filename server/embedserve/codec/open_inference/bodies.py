@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from embedserve.codec.json_codec import INLINE_BYTES_MAX, check_cost
+from embedserve.codec.json_codec import INLINE_JSON_BYTES_MAX, check_cost
 from embedserve.codec.open_inference.body_structs import (
     InferBody,
     Input,
@@ -89,7 +89,7 @@ class BodyDecoder:
         """
         if is_inline:
             head_bytes = len(body) if json_bytes is None else json_bytes
-            if head_bytes > INLINE_BYTES_MAX or len(body) > INLINE_JAGGED_BYTES_MAX:
+            if head_bytes > INLINE_JSON_BYTES_MAX or len(body) > INLINE_JAGGED_BYTES_MAX:
                 raise WouldBlockError
             if json_bytes is not None:
                 known = self.templates.read(body, json_bytes, model, limits)
@@ -268,7 +268,7 @@ def _tensors(
             position = end
             if one.datatype == BYTES:
                 text_bytes += size
-                if is_inline and text_bytes > INLINE_BYTES_MAX:
+                if is_inline and text_bytes > INLINE_JSON_BYTES_MAX:
                     raise WouldBlockError
                 _check_text(text_bytes, limits)
                 tensor.data = read_strings(tensor, rest[end - size : end], limits)

@@ -67,7 +67,7 @@ _InputMessage = pb.ModelInferRequest.InferInputTensor
 SMALL_BYTES = 16 << 10
 """Bytes of a message, without its raw contents, that the protobuf library parses whole. This costs
 the event loop a few hundred microseconds at most."""
-INLINE_BYTES_MAX = 64 << 10
+INLINE_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are decoded on the event loop's thread."""
 INLINE_FIELDS_MAX = 4096
 
@@ -280,7 +280,7 @@ def _parse_inline(body: bytes, limits: Limits) -> _Parsed:
     message = _parse(b"".join(rest))
     inputs = [one for one in message.inputs if not is_in_shared_memory(one.parameters)]
     texts = zip(raw, inputs, strict=False)
-    if sum(len(one) for one, of in texts if of.datatype == BYTES) > INLINE_BYTES_MAX:
+    if sum(len(one) for one, of in texts if of.datatype == BYTES) > INLINE_TEXT_BYTES_MAX:
         raise WouldBlockError
     return message, raw, None
 

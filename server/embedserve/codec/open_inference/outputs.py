@@ -29,7 +29,7 @@ REQUEST_ID_CHARACTERS_MAX = 1024
 """Characters of a request id, which stays in memory while its request waits."""
 OTHERS_MAX = 64
 """Outputs requested in the less frequent format, JSON or binary, of a request."""
-INLINE_BYTES_MAX = 1 << 20
+INLINE_OUTPUT_BYTES_MAX = 1 << 20
 """Bytes of values that are reordered on the event loop's thread, in about a millisecond."""
 SEQ = "seq"
 """Parameter of a response with the seq of its rows."""
@@ -301,9 +301,9 @@ def is_quick(result: LookupResult, options: ResponseOptions) -> bool:
     if options.locations is not None:
         return False
     if result.extra_chunks or result.lengths is not None:
-        return result.values.nbytes <= INLINE_BYTES_MAX and not result.extra_chunks
+        return result.values.nbytes <= INLINE_OUTPUT_BYTES_MAX and not result.extra_chunks
     return (
-        result.values.nbytes <= INLINE_BYTES_MAX
+        result.values.nbytes <= INLINE_OUTPUT_BYTES_MAX
         or not options.has_keys
         or (not options.has_pooled and len(result.model.keys) == 1)
     )

@@ -24,7 +24,7 @@ from embedserve.codec.open_inference.shared_memory_tensors import (
     runs,
 )
 from embedserve.codec.open_inference.tensors import (
-    INLINE_BYTES_MAX,
+    INLINE_TENSOR_BYTES_MAX,
     FeatureSizes,
     InputTensor,
     add_up,
@@ -84,7 +84,7 @@ class SharedMemoryTemplate:
     @property
     def is_quick(self) -> bool:
         """Whether the inputs are read on the event loop's thread."""
-        return self.nbytes <= INLINE_BYTES_MAX
+        return self.nbytes <= INLINE_TENSOR_BYTES_MAX
 
     def has_body(self, body: bytes, limits: Limits) -> bool:
         return body == self._body and limits is self._limits

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from embedserve.codec.open_inference.strings import read_strings
-from embedserve.codec.open_inference.tensors import BYTES, INLINE_BYTES_MAX, InputTensor
+from embedserve.codec.open_inference.tensors import BYTES, INLINE_TENSOR_BYTES_MAX, InputTensor
 from embedserve.config import Limits
 from embedserve.errors import (
     EmbedServeError,
@@ -118,7 +118,7 @@ def read_shared_memory(
             + limits.describe("request_text_bytes_max"),
             "inputs",
         )
-    is_much = nbytes > INLINE_BYTES_MAX or len(located) > INLINE_TENSORS_MAX
+    is_much = nbytes > INLINE_TENSOR_BYTES_MAX or len(located) > INLINE_TENSORS_MAX
     if is_inline and (is_much or text_bytes > INLINE_TEXT_BYTES_MAX):
         raise WouldBlockError
     for run in runs(located):

@@ -28,7 +28,7 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """Numpy dtypes of the datatypes of numeric inputs."""
 BYTES = "BYTES"
-INLINE_BYTES_MAX = 1 << 20
+INLINE_TENSOR_BYTES_MAX = 1 << 20
 """Bytes of tensors that the event loop's thread reads and converts, in about a millisecond."""
 DATATYPES = {"ids": ("INT64", BYTES), "lengths": ("INT32",), "weights": ("FP32",)}
 """Accepted datatypes of a tensor, by the part of the feature that it is."""
@@ -85,7 +85,11 @@ def lookup_request(
     check_feature_count("inputs", len(features), limits)
     batch_size = _batch_size(features, limits)
     is_jagged = all(one.weights is None and one.padded is None for one in features.values())
-    if is_inline and not is_jagged and sum(len(one.data) for one in tensors) > INLINE_BYTES_MAX:
+    if (
+        is_inline
+        and not is_jagged
+        and sum(len(one.data) for one in tensors) > INLINE_TENSOR_BYTES_MAX
+    ):
         raise WouldBlockError
     return _join_features(model, features, batch_size, limits)
 
@@ -149,7 +153,7 @@ def _decode_plain(
 
 def _joined(chunks: Sequence[Any], dtype: np.dtype) -> np.ndarray:
     """Concatenates numbers. numpy copies many of them without holding the interpreter lock."""
-    if sum(map(len, chunks)) > INLINE_BYTES_MAX:
+    if sum(map(len, chunks)) > INLINE_TENSOR_BYTES_MAX:
         return np.concatenate([np.frombuffer(one, dtype) for one in chunks])
     return np.frombuffer(b"".join(chunks), dtype)
 

@@ -25,13 +25,13 @@ MESSAGE_WORK = 256
 """Work units of one message. A connection has WORK_PER_TURN in an event-loop iteration."""
 DECOMPRESSED_BYTES_PER_WORK = 16
 """Bytes of a decompressed message for each further work unit."""
-INLINE_BYTES_MAX = 64 << 10
+INLINE_MESSAGE_BYTES_MAX = 64 << 10
 """Bytes to which a message is decompressed on the event loop; a larger one is a LargeMessage."""
 STEP_BYTES = 64 << 10
 """Bytes that a larger message is decompressed by at a time. zlib copies its output while it holds
 the interpreter lock, so that a whole message would stop the event loop for 60 ms and more. With
 steps of 256 KiB rejected messages left more memory in the process."""
-PLAIN_BYTES_MAX = INLINE_BYTES_MAX
+PLAIN_BYTES_MAX = INLINE_MESSAGE_BYTES_MAX
 """Bytes of a message to a plain method, which does no lookup, such as health, reflection and
 management."""
 BODY_LIMIT = "--body-bytes-max"
@@ -105,7 +105,8 @@ def percent_encoded(message: str) -> bytes:
 
 
 class LargeMessage:
-    """A compressed message of more than INLINE_BYTES_MAX, to be decompressed off the event loop.
+    """A compressed message of more than INLINE_MESSAGE_BYTES_MAX, to be decompressed off the event
+    loop.
 
     Attributes:
         nbytes: bytes of the message as received, which it holds until it is decompressed.
@@ -236,7 +237,7 @@ class Deframer:
     def _read(self, message: bytes) -> bytes | LargeMessage:
         """Decompresses ``message`` if that is quick."""
         stream = zlib.decompressobj(WINDOW_BITS[self.encoding])
-        size = inline_bytes = min(self._bytes_max, INLINE_BYTES_MAX)
+        size = inline_bytes = min(self._bytes_max, INLINE_MESSAGE_BYTES_MAX)
         try:
             whole = _decompressed(stream, message, inline_bytes + 1)
             size = len(whole)

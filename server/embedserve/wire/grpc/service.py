@@ -33,7 +33,7 @@ from embedserve_proto import embedding_pb2, predictor_pb2
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 PREDICTOR_NAME = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
 SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
-PREDICT = f"/{PREDICTOR_NAME}/Predict".encode()
+PREDICT_PATH = f"/{PREDICTOR_NAME}/Predict".encode()
 
 ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
@@ -166,7 +166,7 @@ class GrpcService:
             timeout_s = None if timeout is None else parse_timeout(timeout)
             headers = GrpcHeaders(by_name.get(b"grpc-encoding", b"identity"), timeout_s, by_name)
             codec = self._lookups.get(request.target)
-            if request.target == PREDICT:
+            if request.target == PREDICT_PATH:
                 codec = self._codecs.predict_from(by_name.get(MIN_SEQ_HEADER))
             if codec is not None:
                 options = self._options(codec, headers)
@@ -176,10 +176,10 @@ class GrpcService:
                 shown = request.target.decode("latin-1")
                 raise GrpcCallError("UNIMPLEMENTED", f"there is no method {shown}")
         except EmbedServeError as error:
-            return self.rejecting(error, request.headers)
+            return self.rejection_factory(error, request.headers)
         return partial(self._begin, method, headers)
 
-    def rejecting(self, error: EmbedServeError, headers: Headers) -> MakeCall:
+    def rejection_factory(self, error: EmbedServeError, headers: Headers) -> MakeCall:
         """Returns a handler factory that ends each call with ``error``; calls are counted and
         logged.
 
@@ -218,7 +218,7 @@ class GrpcService:
                 quota = authenticator.check(authorization, certificate, roles, charge=method.charge)
             return method.make(headers, stream, quota)
         except EmbedServeError as error:
-            return self.rejecting(error, [*headers.by_name.items()])(stream)
+            return self.rejection_factory(error, [*headers.by_name.items()])(stream)
 
     def _list_models(self, quota: CallerQuota | None, message: bytes) -> bytes:
         models = self._pipeline.models

@@ -25,7 +25,7 @@ from embedserve.wire.connections import (
 from embedserve.wire.http1.request_parser import RequestParser
 from embedserve.wire.http1.stream import Http1Stream
 from embedserve.wire.http_stream import HttpRequest
-from embedserve.wire.rest.calls import rejecting
+from embedserve.wire.rest.calls import rejection_factory
 from embedserve.wire.route_table import RouteTable
 from embedserve.wire.unsent_memory import UnsentMemory
 
@@ -259,7 +259,7 @@ class Http1Connection(Connection):
             if stream.is_sent:
                 return
             self._streams.pop().reset()
-        respond = rejecting(error, request, self.pipeline, perf_counter() - since_s)
+        respond = rejection_factory(error, request, self.pipeline, perf_counter() - since_s)
         self._streams.append(Http1Stream(self, respond, request, is_1_0=False, is_last=True))
         self._advance()
 

@@ -126,11 +126,11 @@ def resolve_embed(
         options = read_headers(route, request.headers, metrics, pipeline.codecs)
         by_name = headers_by_name(request.headers)
     except EmbedServeError as error:
-        return rejecting(error, request, pipeline)
+        return rejection_factory(error, request, pipeline)
     return partial(RestCall, options, pipeline, by_name)
 
 
-def rejecting(
+def rejection_factory(
     error: EmbedServeError, request: HttpRequest, pipeline: RequestPipeline, seconds: float = 0.0
 ) -> MakeHandler:
     """Returns a handler factory that answers each stream with ``error``.

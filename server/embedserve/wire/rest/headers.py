@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from embedserve.codec import json_codec
-from embedserve.codec.codec import BINARY, JSON, Codec, Codecs
+from embedserve.codec.codec import BINARY_TYPE, JSON, Codec, Codecs
 from embedserve.codec.open_inference import body_responses
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.lookup_types import ResponseChunks
@@ -217,7 +217,7 @@ def content_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
     json_bytes = 0 if codec.json_bytes is None else codec.json_bytes(chunks)
     if not json_bytes:
         return [(b"content-type", codec.content_type)]
-    return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]
+    return [(b"content-type", BINARY_TYPE), (JSON_LENGTH, b"%d" % json_bytes)]
 
 
 def encode_error_response(

@@ -26,7 +26,7 @@ from embedserve.config import Limits
 from embedserve.wire.grpc import grpc_framing
 from embedserve.wire.grpc.grpc_framing import (
     DECOMPRESSED_BYTES_PER_WORK,
-    INLINE_BYTES_MAX,
+    INLINE_MESSAGE_BYTES_MAX,
     PLAIN_BYTES_MAX,
     framed,
 )
@@ -135,7 +135,7 @@ async def test_a_large_message_is_decompressed_in_the_codec_thread(
     more = [(b"grpc-encoding", encoding.encode())]
     peer.call(1, EMBED, framed_compressed(compress(LARGE)), more=more)
     await peer.wait_for_end(1)
-    assert decompressed_bytes == {"loop": INLINE_BYTES_MAX + 1, "codec": len(LARGE)}
+    assert decompressed_bytes == {"loop": INLINE_MESSAGE_BYTES_MAX + 1, "codec": len(LARGE)}
     assert peer.status(1)[0] == 8
     assert "examples" in peer.status(1)[1]  # there are too many
 

@@ -12,7 +12,7 @@ from server.wire.grpc.grpc_peer import framed_compressed
 from embedserve.wire.grpc import grpc_framing
 from embedserve.wire.grpc.calls import only_message
 from embedserve.wire.grpc.grpc_framing import (
-    INLINE_BYTES_MAX,
+    INLINE_MESSAGE_BYTES_MAX,
     Deframer,
     GrpcCallError,
     LargeMessage,
@@ -93,7 +93,7 @@ def test_message_that_cannot_be_decompressed_is_rejected(encoding: bytes, body: 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
 def test_large_message_counts_by_its_compressed_bytes(encoding: bytes) -> None:
     deframer = Deframer(32 << 20, encoding)
-    data = bytes(2 * INLINE_BYTES_MAX)
+    data = bytes(2 * INLINE_MESSAGE_BYTES_MAX)
     body = zlib.compress(data) if encoding == b"deflate" else gzip.compress(data)[:-4] + b"\xff" * 4
     deframer.feed(framed_compressed(body))
     message = deframer.next_message()
