@@ -46,7 +46,12 @@ class ClientCertificate:
 
 
 class AdmissionTarget(Protocol):
-    """A request as the authenticator sees it."""
+    """A request as the authenticator sees it.
+
+    Attributes:
+        quota: quota of its caller, which ``Authenticator.admit`` sets.
+        start_s: perf_counter time when its headers had arrived, at which the rate is charged.
+    """
 
     quota: CallerQuota | None
     start_s: float

@@ -255,10 +255,10 @@ def _ones(bags: list[Any]) -> list[Any]:
 
 
 def _problem(body: bytes, error: Exception) -> EmbedServeError:
-    """Returns the error in ``body``, for the caller to raise.
+    """Returns the error in ``body``.
 
-    An error that is stored in a local variable of its frame is a reference cycle. It keeps alive
-    what the frames below hold, such as all the parsed values.
+    The caller raises it, and no local variable has it: an error that a variable of its own frame
+    holds is a reference cycle, which would keep all parsed values alive until the next collection.
     """
     return explain_invalid_json(body) or InvalidRequestError(f"body: {error}", "body")
 

@@ -50,9 +50,9 @@ class RowToRank:
         self._counts = np.zeros(len(self._starts))
 
     def _build_ranges(self, starts: NDArray[np.int64], span: int) -> None:
-        """Builds the ranges from ``starts`` [tables, ranks], the first row of each rank. It runs
-        between two batches when another version takes over, so that it has no Python loop over
-        features."""
+        """Builds the ranges from ``starts`` [tables, ranks], the first row of each rank. It has no
+        Python loop over features, because it runs between two batches when another version takes
+        over."""
         uses = np.arange(len(self._table_of_use))
         bases = self._bases[self._feature_of_use]
         of_uses = starts[self._table_of_use]

@@ -57,6 +57,9 @@ def _slots(parts: int, names: int) -> int:
 class PartStats:
     """Counts of the lookups of one part since the start.
 
+    The metrics name such a lookup a call of the part. It takes one call of a replica, or several
+    if it is retried or hedged; these are its attempts.
+
     Attributes:
         calls: lookups that have ended, by outcome.
         seconds: those lookups by bucket of SECONDS_BUCKETS, not cumulated, by their latency from

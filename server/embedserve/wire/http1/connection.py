@@ -53,6 +53,7 @@ class Http1Connection(Connection):
         pipeline: pipeline of embed requests.
         date: Date header of responses.
         transport: transport of the connection.
+        loop: event loop of the connection.
         certificate: client certificate that TLS has verified; None if there is none.
         peer: address of the client.
         is_read_paused: whether the transport is paused from reading.

@@ -107,7 +107,7 @@ class ControlFrames:
             raise violation("SETTINGS of a stream")
         settings = read_settings(flags, payload)
         if flags & ACK:
-            self._connection.flow_control.acknowledged(self._connection.streams.values())
+            self._connection.flow_control.apply_acknowledged(self._connection.streams.values())
             return
         window = self._frame_writer.stream_window
         for number, value in settings:

@@ -291,7 +291,8 @@ class FrameWriter:
         return now_s - self._stuck_since_s
 
     def restart_timeouts(self, now_s: float) -> None:
-        """Begins the time limits of missing window anew, because window updates are not read."""
+        """Restarts the time limits on missing windows; called while nothing is read, and so no
+        update of a window."""
         self._stuck_since_s = now_s
         for stream in self.blocked_streams.values():
             stream.blocked_since_s = now_s

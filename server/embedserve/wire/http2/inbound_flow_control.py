@@ -1,9 +1,10 @@
 """Receive windows of a connection and its streams, and the updates that let clients send more.
 
 The windows bound bytes that are received and not consumed, per connection and per stream. Larger
-messages get more window from UploadBudget. After a client's request is rejected because its queue
-is full, the client gets a small initial window. The body of a request that is rejected by its
-headers then stays with the client.
+messages get more window from UploadBudget. Incomplete bodies that fill the connection's window
+would wait for each other: the connection then takes spare bytes from that budget. After a client's
+request is rejected because its queue is full, the client gets a small initial window. The body of a
+request that is rejected by its headers then stays with the client.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class InboundFlowControl:
             self.out.append(frames.settings((SETTINGS_INITIAL_WINDOW_SIZE, stream_window)))
             self._on_output()
 
-    def acknowledged(self, streams: Iterable[Stream]) -> None:
+    def apply_acknowledged(self, streams: Iterable[Stream]) -> None:
         """Applies the oldest unacknowledged initial window, also to the open ``streams``."""
         if not self._announced:
             return
@@ -190,9 +191,8 @@ class InboundFlowControl:
         Callers skip it while ``window`` is over WINDOW_LOW.
         """
         if not self._widen() and self.window < STREAM_WINDOW and not self._wants_spare:
-            # Otherwise unfinished bodies that fill the connection window would deadlock.
             self._wants_spare = True
-            self._uploads.request(CONNECTION_WINDOW, self._spare, lambda: not self._is_over)
+            self._uploads.request(CONNECTION_WINDOW, self._take_spare, lambda: not self._is_over)
 
     def _widen(self) -> bool:
         """Sends a connection window update, unless it would add less than WINDOW_LOW bytes.
@@ -208,7 +208,9 @@ class InboundFlowControl:
         self.out.append(frames.window_update(0, more))
         return True
 
-    def _spare(self, nbytes: int) -> bool:
+    def _take_spare(self, nbytes: int) -> bool:
+        """Takes ``nbytes`` of spare bytes, granted by UploadBudget. Returns False if the connection
+        no longer needs them."""
         self._wants_spare = False
         if self._is_over or self.window >= STREAM_WINDOW:
             return False
