@@ -11,7 +11,7 @@ from typing import Any
 
 from embedserve import __version__
 from embedserve.access.caller_quota import CallerQuota
-from embedserve.codec.open_inference.outputs import DATATYPES, POOLED, versioned
+from embedserve.codec.open_inference.outputs import OUTPUT_DATATYPES, POOLED, versioned
 from embedserve.metrics.histogram import Histogram
 from embedserve.metrics.request_metrics import NO_FAILURES, VersionMetrics
 from embedserve.model_info import ModelInfo
@@ -67,7 +67,7 @@ def model_metadata(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:
     widths = dict(zip(info.keys, info.length_per_key, strict=True))
     if info.is_pooled:
         widths[POOLED] = sum(info.length_per_key)
-    outputs = [_tensor(name, DATATYPES[4], _ANY, width) for name, width in widths.items()]
+    outputs = [_tensor(name, OUTPUT_DATATYPES[4], _ANY, width) for name, width in widths.items()]
     return {
         "name": info.name,
         "versions": [str(version) for version in versions],

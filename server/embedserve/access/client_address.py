@@ -17,7 +17,7 @@ PEER = "embedserve.peer"
 _PARAMETER = re.compile(r"\s*([^\s=\"\\]+)\s*=\s*+(?:\"([^\"\\]*)\"|([^\s\"\\]*))\s*")
 _PORT = re.compile(r"(\[.*\]|[0-9.]+):[0-9]{1,5}")
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -74,7 +74,7 @@ class ClientAddresses:
                 return found
         return found
 
-    def _is_trusted(self, address: Address | None) -> bool:
+    def _is_trusted(self, address: IpAddress | None) -> bool:
         return address is not None and any(address in network for network in self._trusted)
 
 
@@ -119,7 +119,7 @@ def _for_parameter(element: str) -> str:
     return found
 
 
-def _parsed(text: str) -> Address | None:
+def _parsed(text: str) -> IpAddress | None:
     """Returns the address in ``text``, which may have brackets and a port; None if there is none.
     IPv4-mapped IPv6 addresses become IPv4 addresses."""
     if found := _PORT.fullmatch(text):

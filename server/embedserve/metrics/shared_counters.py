@@ -28,7 +28,7 @@ KEY_BYTES = 6
 """Bytes of the hash of a name: 48 bits fit exactly into a float64 cell."""
 
 Cells = NDArray[np.float64]
-Key = tuple[Cells, float]
+ClaimedKey = tuple[Cells, float]
 """All workers' cells of a key, float64 [workers], and this worker's key."""
 
 
@@ -59,7 +59,9 @@ class CounterCells:
     """A range of cells: this worker's (``own``, float64 [n]) and all workers' (``every``, float64
     [workers, n])."""
 
-    def __init__(self, own: Cells, every: Cells, is_ready: Cells, keys: Sequence[Key]) -> None:
+    def __init__(
+        self, own: Cells, every: Cells, is_ready: Cells, keys: Sequence[ClaimedKey]
+    ) -> None:
         self.own = own
         self._every = every
         self._is_ready = is_ready
@@ -101,7 +103,7 @@ class WorkerCounters:
     def __init__(self, shared_counters: SharedCounters, worker: int) -> None:
         self._rows = shared_counters.rows
         self._cells = self._rows[:, CONTROL_CELLS:]
-        self._keys: tuple[Key, ...] = ()
+        self._keys: tuple[ClaimedKey, ...] = ()
         self._allocated: list[CounterCells | KeyedCounters] = []
         self.worker = worker
         self.taken = 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from embedserve.codec.arrow.flatbuffers import INT64, Fields, Number
+from embedserve.codec.arrow.flatbuffers import INT64, Number, TableFields
 from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.codec.arrow.stream import (
     BUFFERS,
@@ -41,7 +41,7 @@ class CraftedStream:
     buffers: Sequence[tuple[int, int]] = ((0, 0), (0, 12), (16, 0), (16, 24))
     schema: bytes = LIST_SCHEMA
     dtype: str = "<i4"
-    more: Fields = field(default_factory=dict)
+    more: TableFields = field(default_factory=dict)
     body_bytes: int | None = None
 
     def stream(self) -> bytes:

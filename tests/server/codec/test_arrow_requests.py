@@ -14,7 +14,7 @@ from server.arrow_streams import columns_of, message_of, stream_of
 from server.fake_engine import Bags, Weights
 from server.strategies import bags_of_ids, weights_or_none
 
-from embedserve.codec.arrow.columns import MESSAGE_BYTES_MAX
+from embedserve.codec.arrow.columns import SCHEMA_BYTES_MAX
 from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.codec.protobuf_requests import ProtobufDecoder
 from embedserve.codec.template_cache import BYTES_MAX, TEMPLATES_MAX
@@ -197,7 +197,7 @@ def test_schema_cache_is_bounded() -> None:
         assert decoder.decode_request(stream_of(many)).ids.size == 1000
         assert 0 < cache.nbytes <= BYTES_MAX
     assert len(cache.templates) < 8
-    large = columns_of({"user": [[1]]}).replace_schema_metadata({"x": "a" * MESSAGE_BYTES_MAX})
+    large = columns_of({"user": [[1]]}).replace_schema_metadata({"x": "a" * SCHEMA_BYTES_MAX})
     before = list(cache.templates)
     assert decoder.decode_request(stream_of(large)).ids.size == 1
     assert cache.templates == before

@@ -15,7 +15,7 @@ from embedserve.errors import InvalidRequestError
 
 BY_KEY, IN_ONE = "keys", "values"
 """Layouts of a response: a column for each key, or a single column with the vectors of all keys."""
-MESSAGE_BYTES_MAX = 1 << 20
+SCHEMA_BYTES_MAX = 1 << 20
 """Bytes of a cached schema's message."""
 COLUMN_BYTES = 640
 """Bytes that a column of a cached schema takes, not counting the schema's message."""
@@ -149,7 +149,7 @@ class SchemaTemplateCache(TemplateCache[SchemaTemplate]):
 
     def remember(self, message: bytes, schema: Schema) -> None:
         """Caches ``schema``, whose stream begins with ``message``."""
-        if len(message) <= MESSAGE_BYTES_MAX:
+        if len(message) <= SCHEMA_BYTES_MAX:
             nbytes = len(message) + COLUMN_BYTES * len(schema.columns)
             self.add(SchemaTemplate(message, schema), nbytes)
 

@@ -106,14 +106,14 @@ class Number:
     value: int
 
 
-Fields = Mapping[int, "Value"]
+TableFields = Mapping[int, "Value"]
 """The values of a table's fields, by field number."""
-Value = Number | str | np.ndarray | Fields | Sequence[Fields]
+Value = Number | str | np.ndarray | TableFields | Sequence[TableFields]
 """A field's value: a number, a string, structs of two int64 as an array [n, 2], a table, or a
 vector of tables."""
 
 
-def write(fields: Fields) -> bytes:
+def write(fields: TableFields) -> bytes:
     """Returns a message with a root table of ``fields``, padded to a multiple of 8 bytes."""
     out = bytearray(_UINT32.size)
     _UINT32.pack_into(out, 0, _put_table(out, fields))
@@ -121,7 +121,7 @@ def write(fields: Fields) -> bytes:
     return bytes(out)
 
 
-def _put_table(out: bytearray, fields: Fields) -> int:
+def _put_table(out: bytearray, fields: TableFields) -> int:
     """Appends a table and everything that it refers to. Returns the table's position."""
     offsets = [0] * (max(fields, default=-1) + 1)
     size = INT32.size
@@ -146,7 +146,7 @@ def _put_table(out: bytearray, fields: Fields) -> int:
     return at
 
 
-def _put(out: bytearray, value: str | np.ndarray | Fields | Sequence[Fields]) -> int:
+def _put(out: bytearray, value: str | np.ndarray | TableFields | Sequence[TableFields]) -> int:
     """Appends ``value`` and returns its position."""
     if isinstance(value, Mapping):
         return _put_table(out, value)

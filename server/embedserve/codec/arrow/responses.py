@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from embedserve.codec.arrow.columns import BY_KEY
-from embedserve.codec.arrow.flatbuffers import INT16, INT32, INT64, UINT8, Fields, Number
+from embedserve.codec.arrow.flatbuffers import INT16, INT32, INT64, UINT8, Number, TableFields
 from embedserve.codec.arrow.schema import (
     CHILDREN,
     FIELDS,
@@ -203,7 +203,7 @@ def _with_seq(start: bytes, seq_at: int, seq: int) -> bytes:
     return start[:seq_at] + text + start[seq_at + len(text) :]
 
 
-def _schema(result: LookupResult) -> Fields:
+def _schema(result: LookupResult) -> TableFields:
     model, itemsize = result.model, result.values.itemsize
     if not _is_by_key(result):
         columns = [_vectors(VALUES, result.values.shape[1], itemsize)]
@@ -237,12 +237,12 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _vectors(name: str, dim: int, itemsize: int) -> Fields:
+def _vectors(name: str, dim: int, itemsize: int) -> TableFields:
     """Returns the field of a column of fixed-size lists."""
     precision = FLOATS.index(f"float{8 * itemsize}")
     item = _field(ITEM, FLOAT, {0: Number(INT16, precision)}, [])
     return _field(name, FIXED_SIZE_LIST, {0: Number(INT32, dim)}, [item])
 
 
-def _field(name: str, kind: int, of: Fields, children: Sequence[Fields]) -> Fields:
+def _field(name: str, kind: int, of: TableFields, children: Sequence[TableFields]) -> TableFields:
     return {NAME: name, TYPE_KIND: Number(UINT8, kind), TYPE: of, CHILDREN: children}

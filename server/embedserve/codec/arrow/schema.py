@@ -44,7 +44,7 @@ _ENDIANNESS, FIELDS, METADATA = 0, 1, 2
 NAME, TYPE_KIND, TYPE, DICTIONARY, CHILDREN = 0, 2, 3, 4, 5
 KEY, VALUE = 0, 1
 NULL, INT, FLOAT, UTF8, LIST, FIXED_SIZE_LIST, LARGE_UTF8, LARGE_LIST = 1, 2, 3, 5, 12, 16, 20, 21
-KINDS = (
+TYPE_KINDS = (
     *("none", "null", "int", "float", "binary", "utf8", "bool", "decimal", "date", "time"),
     *("timestamp", "interval", "list", "struct", "union", "fixed_size_binary", "fixed_size_list"),
     *("map", "duration", "large_binary", "large_utf8", "large_list", "run_end_encoded"),
@@ -176,7 +176,7 @@ def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
 def _value_type(field: str, table: FlatTable) -> ValueType:
     """Returns the type of values that are not lists."""
     kind, of = table.number(TYPE_KIND, UINT8), table.table(TYPE)
-    name = KINDS[kind] if kind < len(KINDS) else f"{kind}"
+    name = TYPE_KINDS[kind] if kind < len(TYPE_KINDS) else f"{kind}"
     if table.table(DICTIONARY) is not None:
         name = "dictionary"
     elif kind == NULL:

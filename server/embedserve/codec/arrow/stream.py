@@ -47,7 +47,7 @@ read on the event loop's thread."""
 VERSION, HEADER_KIND, HEADER, BODY_BYTES = 0, 1, 2, 3
 ROWS, NODES, BUFFERS, COMPRESSION = 0, 1, 2, 3
 SCHEMA, RECORD_BATCH = 1, 3
-KINDS = (
+MESSAGE_KINDS = (
     "nothing",
     "a schema",
     "a dictionary batch",
@@ -135,9 +135,9 @@ def _message(metadata: bytes, at: int, start: int, nbytes: int) -> ArrowMessage:
     if version not in (V4, V5):
         raise ValueError(f"its version is {version}, expected {V4} or {V5}")
     if kind not in (SCHEMA, RECORD_BATCH):
+        shown = MESSAGE_KINDS[kind] if kind < len(MESSAGE_KINDS) else kind
         raise malformed(
-            f"the message at byte {at} is {KINDS[kind] if kind < len(KINDS) else kind}, expected "
-            "a schema and record batches"
+            f"the message at byte {at} is {shown}, expected a schema and record batches"
         )
     header, size = table.table(HEADER), table.number(BODY_BYTES, INT64)
     if header is None or not 0 <= size <= nbytes - start:

@@ -39,8 +39,8 @@ from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
-    Data,
     InputTensor,
+    TensorData,
     count_bags_and_ids,
     wrong,
 )
@@ -290,7 +290,7 @@ def _check_text(nbytes: int, limits: Limits) -> None:
         )
 
 
-def _from_json(tensor: InputTensor, data: list[Any] | None) -> Data:
+def _from_json(tensor: InputTensor, data: list[Any] | None) -> TensorData:
     """Returns the values of an input in its datatype. They are flat, or nested like its shape."""
     if data is None:
         raise wrong(tensor, "has neither data nor a binary_data_size")

@@ -14,7 +14,7 @@ import orjson
 from embedserve.codec.float16_digits import shortest_float16_repr
 from embedserve.codec.json_codec import CHUNK_VALUES, INLINE_VALUES_MAX
 from embedserve.codec.open_inference.outputs import (
-    DATATYPES,
+    OUTPUT_DATATYPES,
     OutputTensor,
     ResponseOptions,
     are_in_order,
@@ -101,7 +101,7 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
 
 def _start(tensor: OutputTensor, itemsize: int) -> bytes:
     """Returns the description of an output, without its values."""
-    fields = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
+    fields = {"name": tensor.name, "datatype": OUTPUT_DATATYPES[itemsize], "shape": tensor.shape}
     return orjson.dumps(fields)[:-1]
 
 

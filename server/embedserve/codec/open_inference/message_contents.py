@@ -10,8 +10,8 @@ from embedserve.codec.open_inference.strings import read_strings, text_of
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
-    Data,
     InputTensor,
+    TensorData,
     wrong,
 )
 from embedserve.codec.protobuf_fields import (
@@ -54,7 +54,7 @@ def raw_strings(tensor: InputTensor, raw: bytes | memoryview, limits: Limits) ->
     return read_strings(tensor, memoryview(raw), limits)
 
 
-def from_message(tensor: InputTensor, message: pb.ModelInferRequest.InferInputTensor) -> Data:
+def from_message(tensor: InputTensor, message: pb.ModelInferRequest.InferInputTensor) -> TensorData:
     """Returns the values of an input that the protobuf library has parsed."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:
@@ -66,7 +66,7 @@ def from_message(tensor: InputTensor, message: pb.ModelInferRequest.InferInputTe
     return np.array(values, DTYPES[tensor.datatype])
 
 
-def from_contents(tensor: InputTensor, contents: Contents, limits: Limits) -> Data:
+def from_contents(tensor: InputTensor, contents: Contents, limits: Limits) -> TensorData:
     """Returns the values of an input whose contents were located in the message's bytes."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:

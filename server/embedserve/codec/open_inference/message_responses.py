@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from embedserve.codec.open_inference.outputs import (
-    DATATYPES,
+    OUTPUT_DATATYPES,
     OutputTensor,
     ResponseOptions,
     is_quick,
@@ -118,7 +118,7 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
 def _described(
     tensors: Sequence[OutputTensor], result: LookupResult, options: ResponseOptions
 ) -> bytes:
-    datatype = DATATYPES[result.values.itemsize]
+    datatype = OUTPUT_DATATYPES[result.values.itemsize]
     outputs = [
         pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
         for one in tensors

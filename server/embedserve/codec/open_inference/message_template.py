@@ -43,12 +43,12 @@ milliseconds."""
 VIEWED_BYTES = 64 << 10
 """Bytes of a message that is sliced by copying. A larger message is sliced by views, so that it is
 not copied twice."""
-INPUTS_TAG = bytes([tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)])
+ENCODED_INPUTS_TAG = bytes([tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)])
 REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
-RAW_TAG = bytes([tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)])
-SHAPE_TAG = bytes([tag_of(number_of(_Input, "shape"), LENGTH_DELIMITED)])
+ENCODED_RAW_TAG = bytes([tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)])
+ENCODED_SHAPE_TAG = bytes([tag_of(number_of(_Input, "shape"), LENGTH_DELIMITED)])
 SMALL_COUNTS = 256
-RAW_STARTS = tuple(RAW_TAG + varint(8 * count) for count in range(SMALL_COUNTS))
+RAW_STARTS = tuple(ENCODED_RAW_TAG + varint(8 * count) for count in range(SMALL_COUNTS))
 """Bytes before the raw contents of small counts of ids, by the count."""
 _Stems = tuple[bytes, ...]
 """Bytes of an input up to its only dimension, by the bytes of that dimension's varint, from 1."""
@@ -162,7 +162,7 @@ class MessageTemplate:
             tuple(before + stem for stem in stems)
             for before, stems in zip(lengths, self._ids[1:], strict=False)
         )
-        middles = between, lengths[-1] + self._tail, RAW_TAG + varint(4 * batch_size)
+        middles = between, lengths[-1] + self._tail, ENCODED_RAW_TAG + varint(4 * batch_size)
         if len(self._middles) >= BATCH_SIZES_MAX:
             self._middles.clear()
         self._middles[batch_size] = middles
@@ -176,7 +176,9 @@ class MessageTemplate:
         lengths_bytes, start_bytes = 4 * batch_size, len(lengths_start)
         startswith = body.startswith
         for count in counts:
-            start = RAW_STARTS[count] if count < SMALL_COUNTS else RAW_TAG + varint(8 * count)
+            start = (
+                RAW_STARTS[count] if count < SMALL_COUNTS else ENCODED_RAW_TAG + varint(8 * count)
+            )
             first = position + len(start)
             end = first + 8 * count
             if not (startswith(start, position) and startswith(lengths_start, end)):
@@ -200,9 +202,9 @@ def _stems(name: str, datatype: str) -> _Stems:
     described = _Input(name=name, datatype=datatype).SerializeToString()
     stems = []
     for width in range(1, WIDTHS + 1):
-        shape = SHAPE_TAG + bytes([width])
+        shape = ENCODED_SHAPE_TAG + bytes([width])
         size = len(described) + len(shape) + width
-        stems.append(INPUTS_TAG + varint(size) + described + shape)
+        stems.append(ENCODED_INPUTS_TAG + varint(size) + described + shape)
     return tuple(stems)
 
 

@@ -22,7 +22,7 @@ from embedserve.shared_memory.region import MemorySlice
 
 POOLED = "pooled"
 """Name of the output with the vectors of all keys, one after the other."""
-DATATYPES = {4: "FP32", 2: "FP16"}
+OUTPUT_DATATYPES = {4: "FP32", 2: "FP16"}
 """Datatypes of outputs, by the bytes of a value."""
 OUTPUT_DTYPES = {"FP32": "float32", "FP16": "float16"}
 REQUEST_ID_CHARACTERS_MAX = 1024

@@ -30,12 +30,12 @@ DTYPES: Mapping[str, np.dtype] = {
 BYTES = "BYTES"
 INLINE_TENSOR_BYTES_MAX = 1 << 20
 """Bytes of tensors that the event loop's thread reads and converts, in about a millisecond."""
-DATATYPES = {"ids": ("INT64", BYTES), "lengths": ("INT32",), "weights": ("FP32",)}
+DATATYPES_BY_ROLE = {"ids": ("INT64", BYTES), "lengths": ("INT32",), "weights": ("FP32",)}
 """Accepted datatypes of a tensor, by the part of the feature that it is."""
 _INT64, _INT32, _FLOAT32 = DTYPES["INT64"], DTYPES["INT32"], DTYPES["FP32"]
 _UINT32 = np.dtype("<u4")
 
-Data = bytes | memoryview | np.ndarray | list[str]
+TensorData = bytes | memoryview | np.ndarray | list[str]
 """The numbers of a tensor, little-endian and row-major; the strings of a BYTES tensor."""
 FeatureSizes = tuple[tuple[str, ...], list[int], int]
 """Sizes of features with ids and lengths: (names, count of ids of each, number of examples)."""
@@ -48,7 +48,7 @@ class InputTensor:
     name: str
     datatype: str
     shape: Sequence[int]
-    data: Data
+    data: TensorData
 
     def __str__(self) -> str:
         return f"input {shortened(self.name)!r} ({self.datatype[:16]} {list(self.shape[:8])})"
@@ -177,7 +177,7 @@ def _by_feature(tensors: Iterable[InputTensor], limits: Limits) -> dict[str, _Fe
                 "inputs",
             )
         name, _, role = tensor.name.rpartition(".")
-        if not name or role not in DATATYPES or (role == "ids" and len(tensor.shape) == 2):
+        if not name or role not in DATATYPES_BY_ROLE or (role == "ids" and len(tensor.shape) == 2):
             name, role = tensor.name, "padded"
         _check(tensor, role)
         feature = features.get(name)
@@ -196,7 +196,7 @@ def _by_feature(tensors: Iterable[InputTensor], limits: Limits) -> dict[str, _Fe
 def _check(tensor: InputTensor, role: str) -> None:
     """Raises InvalidRequestError unless ``tensor`` has a datatype and a shape that suit its role in
     a feature, and data of that size."""
-    datatypes = DATATYPES.get(role, ("INT64",))
+    datatypes = DATATYPES_BY_ROLE.get(role, ("INT64",))
     if tensor.datatype not in datatypes:
         raise wrong(tensor, f"is not {' or '.join(datatypes)}")
     shape = tensor.shape
@@ -280,7 +280,9 @@ def _join_features(
         if one.padded is not None:
             padded = _array(one.padded, _INT64).reshape(batch_size, -1)
             is_id = padded >= 0
-            data: Data = padded[is_id].view(np.uint8)  # in bytes, as the data of other tensors
+            data: TensorData = padded[is_id].view(
+                np.uint8
+            )  # in bytes, as the data of other tensors
             lengths.append(is_id.sum(axis=1, dtype=_INT32))
             counts.append(len(data) // _INT64.itemsize)
         else:

@@ -27,7 +27,7 @@ CODES = {
 MESSAGE_BYTES_MAX, FIELD_BYTES_MAX = 2000, 500
 """Bytes of the message and the field of a status before percent-encoding, which may triple them.
 Clients reject trailers over 8 KiB."""
-BLOCKS_MAX = 16
+ERROR_BLOCKS_MAX = 16
 """Header blocks of errors that are cached."""
 
 _HEAD: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
@@ -65,7 +65,7 @@ def _trailers(status: str, message: str, field: str, retry_after_s: int) -> Head
     return trailers
 
 
-@lru_cache(BLOCKS_MAX)
+@lru_cache(ERROR_BLOCKS_MAX)
 def _error_block(status: str, message: str, field: str, retry_after_s: int) -> bytes:
     """Encodes an error response. Cached, because an overload rejects many calls with one error."""
     return only_trailers(_trailers(status, message, field, retry_after_s))

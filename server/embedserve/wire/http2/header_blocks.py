@@ -24,9 +24,9 @@ LIST_BYTES_MAX = 64 << 10
 HEADER_WORK = 32
 BLOCKS_MAX = 64
 """Header blocks cached per connection; the cache is cleared when it is full."""
-HEADER_BYTES = 128
+HEADER_MEMORY_BYTES = 128
 """Approximate bytes of memory per cached header, without its name and value."""
-BLOCK_BYTES_MAX = 16 << 10
+CACHED_BLOCK_BYTES_MAX = 16 << 10
 """Approximate bytes of memory of the largest block that is cached, with its headers. Lists over the
 16 KiB that requests may have are larger, so their rejections are never cached."""
 CACHED_BYTES_MAX = 128 << 10
@@ -86,8 +86,10 @@ class HeaderBlocks(Generic[T]):
 
     def _cache(self, block: bytes, headers: Headers, converted: T) -> None:
         """Caches ``converted``, which may keep ``headers``, unless it is large."""
-        nbytes = len(block) + sum(len(name) + len(value) + HEADER_BYTES for name, value in headers)
-        if nbytes > BLOCK_BYTES_MAX:
+        nbytes = len(block) + sum(
+            len(name) + len(value) + HEADER_MEMORY_BYTES for name, value in headers
+        )
+        if nbytes > CACHED_BLOCK_BYTES_MAX:
             return
         if len(self.known) >= BLOCKS_MAX or self.cached_bytes + nbytes > CACHED_BYTES_MAX:
             self.forget()

@@ -16,7 +16,7 @@ from typing import Any
 
 from embedserve.access.authenticator import CERTIFICATE, ClientCertificate, certificate_of
 
-HEADER_BYTES = 5
+RECORD_HEADER_BYTES = 5
 """Bytes before the content of a TLS record: type, version and length."""
 RECORD_BYTES = 16 << 10
 """Bytes of the largest TLS record."""
@@ -128,7 +128,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     @property
     def _has_input(self) -> bool:
         """Whether received bytes can be decrypted: the header of a record, or more of its rest."""
-        return len(self._encrypted) >= (1 if self._record_left else HEADER_BYTES)
+        return len(self._encrypted) >= (1 if self._record_left else RECORD_HEADER_BYTES)
 
     def _decrypt(self) -> tuple[bytes, ssl.SSLError | None]:
         """Returns (decrypted bytes, the error or end of the TLS stream, or None)."""
@@ -150,9 +150,9 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         data, start, end = self._encrypted, 0, self._record_left
         for _ in range(READ_RECORDS):
             if end == start:
-                if len(data) < start + HEADER_BYTES:
+                if len(data) < start + RECORD_HEADER_BYTES:
                     break
-                end += HEADER_BYTES + (data[start + 3] << 8 | data[start + 4])
+                end += RECORD_HEADER_BYTES + (data[start + 3] << 8 | data[start + 4])
             self._incoming.write(data[start:end])
             try:
                 chunk = self._tls.read(RECORD_BYTES)

@@ -10,10 +10,10 @@ from embedserve.shard_client.call_headers import CallHeaders
 from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.frames import ErrorCode, ProtocolViolation
 from embedserve.wire.http2.header_blocks import (
-    BLOCK_BYTES_MAX,
     BLOCKS_MAX,
+    CACHED_BLOCK_BYTES_MAX,
     CACHED_BYTES_MAX,
-    HEADER_BYTES,
+    HEADER_MEMORY_BYTES,
     LIST_BYTES_MAX,
     HeaderBlocks,
     encode,
@@ -127,17 +127,17 @@ def test_trailers_that_leave_the_table_unchanged_keep_the_cache() -> None:
 
 
 def held_bytes(block: bytes, headers: Headers) -> int:
-    return len(block) + sum(len(name) + len(value) + HEADER_BYTES for name, value in headers)
+    return len(block) + sum(len(name) + len(value) + HEADER_MEMORY_BYTES for name, value in headers)
 
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_large_blocks_are_not_cached(over: int) -> None:
     reader = CountingReader()
     headers = [(b"x", b""), (b"y", b"v" * 1000)]
-    more = BLOCK_BYTES_MAX - held_bytes(encode(headers), headers)
+    more = CACHED_BLOCK_BYTES_MAX - held_bytes(encode(headers), headers)
     headers[1] = (b"y" + b"y" * (more % 2), b"v" * (1000 + more // 2 + over))
     block = encode(headers)
-    assert held_bytes(block, headers) - BLOCK_BYTES_MAX in (2 * over, 2 * over + 1)
+    assert held_bytes(block, headers) - CACHED_BLOCK_BYTES_MAX in (2 * over, 2 * over + 1)
     reader.read(block)
     assert (block in reader.blocks.known) == (not over)
 
