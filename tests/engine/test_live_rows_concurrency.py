@@ -12,8 +12,8 @@ from engine.live_stores import GPU, reader_of
 from pooled import collection
 from torchrec import PoolingType
 
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.engine.restore import restore
 from embedserve_store import ModelStore, publish

@@ -10,8 +10,8 @@ import msgspec
 import orjson
 
 from embedserve.config import ServeSettings
+from embedserve.deltas.changed_rows_memory import changed_rows_bytes_max
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import memory_bytes
 from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
@@ -103,7 +103,7 @@ def check_room(settings: ServeSettings, version: ModelVersion, available: int) -
     """Raises StoreError if the changed rows of another version may not fit into ``available``
     bytes."""
     rows = sum(table.num_embeddings for table in version.manifest.tables)
-    needed = memory_bytes(settings, version) + BYTES_PER_ROW * rows
+    needed = changed_rows_bytes_max(settings, version) + BYTES_PER_ROW * rows
     if needed > available:
         raise StoreError(
             f"{version.path}: its changed rows may take {needed} bytes beside those of the served "
@@ -118,7 +118,7 @@ def _shared_state(
     or OSError if the address space is too small."""
     live = LiveRows(
         version,
-        memory_bytes(settings, version),
+        changed_rows_bytes_max(settings, version),
         settings.workers,
         settings.delta_undo,
         memory,

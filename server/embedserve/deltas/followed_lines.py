@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
 from embedserve.deltas.bounded_line import BoundedLine
+from embedserve.deltas.changed_rows_memory import changed_rows_bytes_max
 from embedserve.deltas.delta_target import DeltaTarget, open_shared_state
 from embedserve.deltas.follower import DeltaFollower
-from embedserve.deltas.memory import memory_bytes
 from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.status import HELD, DeltaStatus, SharedDeltaState
 from embedserve_store.deltas.signing import TrustedKeys
@@ -247,7 +247,7 @@ class FollowedLines:
         )
         version = shared.live.version
         line = BoundedLine(self._store, version.manifest, self._keys)
-        room = memory_bytes(settings, version)
+        room = changed_rows_bytes_max(settings, version)
         make = partial(DeltaFollower, target.name, line, shared, room, self._check_on_device)
         schedule = PollSchedule(make, shared.status, delta_poll_s(settings))
         return _FollowedLine(target, shared, line, schedule)

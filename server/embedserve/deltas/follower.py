@@ -17,10 +17,10 @@ from functools import partial
 from typing import cast
 
 from embedserve.deltas.bounded_line import BoundedLine
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.live_rows import Change
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import merged
-from embedserve.deltas.read_changes import CheckRows, Waiting, read_changes
+from embedserve.deltas.read_changes import CheckRows, WaitingDelta, read_changes
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens
 from embedserve.deltas.status import (
@@ -59,14 +59,14 @@ class DeltaFollower:
         name: str,
         line: BoundedLine,
         shared: SharedDeltaState,
-        memory_bytes: int,
+        room_bytes: int,
         check_on_device: CheckRows | None = None,
     ) -> None:
         """Continues where a follower before it ended, even if it was killed.
 
         Args:
             name: name that the model is served by, for the log.
-            memory_bytes: room for changed rows; no step reads more, unless one delta has more.
+            room_bytes: room for changed rows; no step reads more, unless one delta has more.
             check_on_device: raises StoreError for rows that the device of the lookups cannot serve.
         """
         self._name = name
@@ -76,12 +76,12 @@ class DeltaFollower:
         self._manifest = shared.live.version.manifest
         self._status, self._hold = shared.status, shared.hold
         self._goldens = shared.goldens
-        self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
+        self._step_bytes = min(STEP_BYTES_MAX, room_bytes)
         self._state = self._continued(shared.live.seq)
         self._position = self._state.applied.position(line.start.line)
         # Manifests are read ahead of the position during a hold, and while no delta is applied.
         self._known = self._position
-        self._undos: list[Waiting] = []
+        self._undos: list[WaitingDelta] = []
         self._refused_seq = 0  # delta whose goldens got other results: no step goes past it
         self._found_s = time.monotonic()
         self._list_after_s = 0.0
@@ -95,11 +95,11 @@ class DeltaFollower:
         """
         start_s = time.perf_counter()
         error: StoreError | RowsFullError | None = None
-        waiting: list[Waiting] = []
+        waiting: list[WaitingDelta] = []
         is_held = self._hold.is_set
         try:
             self._rows.finish_undo()
-            self._keep_bound(is_held=is_held)
+            self._apply_bound(is_held=is_held)
             self._list_if_due()
             if is_held:
                 self._read_ahead(1)
@@ -157,12 +157,12 @@ class DeltaFollower:
             delta, self._known = found
             read += 1
             if not self._state.waiting_since:
-                self._state = replace(self._state, waiting_since=Waiting(*found).as_of)
+                self._state = replace(self._state, waiting_since=WaitingDelta(*found).as_of)
             wanted = max(self._state.wanted_seq, delta.seq)
             self._state = replace(self._state, wanted_seq=wanted)
             self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S
             if delta.reverts_to is not None:
-                self._undos.append(Waiting(*found))
+                self._undos.append(WaitingDelta(*found))
 
     def _finds_undo(self) -> bool:
         """Returns whether manifests that are read ahead have an undo that is a way past an
@@ -172,7 +172,7 @@ class DeltaFollower:
             self._read_ahead()
         return self._known_undo() is not before
 
-    def _known_undo(self) -> Waiting | None:
+    def _known_undo(self) -> WaitingDelta | None:
         """Returns the last undo that was read ahead and leaves none of the deltas before it."""
         last = self._line.last_seq
         for undo in reversed(self._undos):
@@ -181,7 +181,7 @@ class DeltaFollower:
                 return undo
         return None
 
-    def _find(self, waiting: list[Waiting]) -> None:
+    def _find(self, waiting: list[WaitingDelta]) -> None:
         """Adds the deltas of the next step to ``waiting``. Raises StoreError at a bad manifest;
         the deltas before it are in ``waiting``."""
         if (undo := self._known_undo()) is not None:
@@ -194,13 +194,13 @@ class DeltaFollower:
             wanted = max(self._state.wanted_seq, delta.seq)
             self._state = replace(self._state, wanted_seq=wanted)
             if self._takes_back(delta):
-                waiting[:] = [Waiting(delta, end)]  # the others are undone
+                waiting[:] = [WaitingDelta(delta, end)]  # the others are undone
                 return
             if waiting and (nbytes > self._step_bytes or len(waiting) == STEP_DELTAS_MAX):
                 return
             if not waiting:
-                self._state = replace(self._state, waiting_since=Waiting(delta, end).as_of)
-            waiting.append(Waiting(delta, end))
+                self._state = replace(self._state, waiting_since=WaitingDelta(delta, end).as_of)
+            waiting.append(WaitingDelta(delta, end))
             if delta.seq == self._refused_seq:
                 return
 
@@ -208,7 +208,7 @@ class DeltaFollower:
         """Returns whether ``delta`` is an undo of deltas that are applied."""
         return delta.reverts_to is not None and delta.reverts_to < self._position.seq
 
-    def _apply(self, waiting: Sequence[Waiting], start_s: float) -> None:
+    def _apply(self, waiting: Sequence[WaitingDelta], start_s: float) -> None:
         """Applies all of ``waiting`` at once. If there is no room, or the goldens of the last one
         get other results, applies one after the other.
 
@@ -235,7 +235,7 @@ class DeltaFollower:
             raise error
 
     def _apply_once(
-        self, waiting: Sequence[Waiting], changes: Sequence[Change], start_s: float
+        self, waiting: Sequence[WaitingDelta], changes: Sequence[Change], start_s: float
     ) -> None:
         last = waiting[-1]
         self._announce(last.end, last.as_of)
@@ -257,7 +257,7 @@ class DeltaFollower:
         bounds = check_rows(delta.goldens, self._manifest, rows_of, where)
         self._goldens.write(CheckedGoldens(delta.seq, delta.goldens, bounds))
 
-    def _revert(self, undo: Waiting, start_s: float) -> None:
+    def _revert(self, undo: WaitingDelta, start_s: float) -> None:
         """Brings the rows before an undo back.
 
         Raises:
@@ -274,7 +274,7 @@ class DeltaFollower:
         logger.warning("%s: delta %d reverts to delta %d: %s", self._name, seq, target, why)
         self._rows.finish_undo()
 
-    def _keep_bound(self, *, is_held: bool) -> None:
+    def _apply_bound(self, *, is_held: bool) -> None:
         """Counts only deltas that the version may have, and goes back where it has later ones.
 
         Args:
@@ -304,7 +304,7 @@ class DeltaFollower:
         end, as_of = self._line.start, 0.0
         if target > end.seq:
             delta, end = self._line.manifest(target)
-            as_of = Waiting(delta, end).as_of
+            as_of = WaitingDelta(delta, end).as_of
         self._announce(end, as_of)
         self._bring_back(target, target)
         self._position = self._known = end
@@ -326,7 +326,7 @@ class DeltaFollower:
         for the seq that was committed."""
         self._write(replace(self._state, applying=Applied(end.seq, as_of, end.checksum)))
 
-    def _advance(self, waiting: Sequence[Waiting], start_s: float) -> None:
+    def _advance(self, waiting: Sequence[WaitingDelta], start_s: float) -> None:
         """Writes the position after ``waiting``, which have been applied."""
         now, state = time.time(), self._state
         freshness = state.freshness_seconds

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_file import ChangedRows

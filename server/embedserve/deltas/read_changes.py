@@ -16,7 +16,7 @@ CheckRows = Callable[[ChangedRows], None]
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingDelta:
     """A delta that is not applied yet.
 
     Attributes:
@@ -32,13 +32,16 @@ class Waiting:
         return datetime.fromisoformat(self.delta.as_of).timestamp()
 
 
-ReadDeltas = tuple[list[Waiting], list[Change]]
+ReadDeltas = tuple[list[WaitingDelta], list[Change]]
 """A delta and its changes; or consecutive deltas that are undone, their undos among them, and no
 changes."""
 
 
 def read_changes(
-    line: DeltaLine, waiting: Sequence[Waiting], applied_seq: int, check_on_device: CheckRows | None
+    line: DeltaLine,
+    waiting: Sequence[WaitingDelta],
+    applied_seq: int,
+    check_on_device: CheckRows | None,
 ) -> tuple[list[ReadDeltas], StoreError | None]:
     """Reads the rows and ids of those ``waiting`` that are not undone by another of them.
 
@@ -63,7 +66,7 @@ def read_changes(
             error, last = caught, delta.seq - 1
     seqs = {delta.seq for delta in wanted}
     found: list[ReadDeltas] = []
-    undone: list[Waiting] = []
+    undone: list[WaitingDelta] = []
     for one in waiting:
         if one.delta.seq > last:
             break

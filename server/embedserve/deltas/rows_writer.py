@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.live_rows import LiveRows, View
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import TableChange
 from embedserve.deltas.row_groups import FreeSpares, Numbers
 from embedserve_store.errors import StoreError

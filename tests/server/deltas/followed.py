@@ -11,9 +11,9 @@ from server.deltas.tables import first_values
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas.bounded_line import BoundedLine
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import TableChange
 from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.rows_reader import RowsReader

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 from server.deltas.followed import Followed
 
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.follower import LIST_AFTER_S, LIST_AFTER_S_MAX
-from embedserve.deltas.memory import RowsFullError
 from embedserve_store import compact_deltas, undo_deltas
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX
 

@@ -20,10 +20,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas import rows_writer
 from embedserve.deltas.bounded_line import BoundedLine
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_ids import LiveIds
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory

@@ -8,8 +8,8 @@ import pytest
 from server.deltas.fake_device import FakeDevice
 from server.deltas.tables import SHARED_SPECS, SPECS, rows_of, state_of, states_equal, version_of
 
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.row_groups import NUMBER_MAX
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter

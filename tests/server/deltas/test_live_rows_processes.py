@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from server.deltas.tables import SHARED_SPECS, SPECS, version_of
 
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.version_memory import VersionMemory

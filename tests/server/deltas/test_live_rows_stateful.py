@@ -27,8 +27,8 @@ from server.deltas.tables import (
 )
 
 from embedserve.deltas import membarrier
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion

@@ -5,8 +5,8 @@ import pytest
 from server.deltas.tables import SPECS, read, rows_of, states_equal
 
 from embedserve.deltas import row_groups, rows_writer
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion, StoreError

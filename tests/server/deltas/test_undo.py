@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from server.deltas.followed import ROWS, Followed
 
 from embedserve.deltas import rows_writer
-from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.changed_rows_memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve_store import compact_deltas, undo_deltas
 from embedserve_store.errors import StoreError

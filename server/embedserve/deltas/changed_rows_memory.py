@@ -15,6 +15,6 @@ SHARE = 10
 """A tenth of a version's tables may change by default."""
 
 
-def memory_bytes(settings: ServeSettings, version: ModelVersion) -> int:
+def changed_rows_bytes_max(settings: ServeSettings, version: ModelVersion) -> int:
     """Returns the bytes for changed rows of ``version``: --delta-memory, or its default."""
     return settings.delta_memory or max(BYTES_MIN, version.manifest.nbytes // SHARE)
