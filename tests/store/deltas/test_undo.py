@@ -26,7 +26,7 @@ from embedserve_store.deltas.append import append
 from embedserve_store.errors import UnreachableError
 from embedserve_store.format.delta_manifest import DeltaManifest, manifest_name
 from embedserve_store.publishing.added_file import Write
-from embedserve_store.writing import staging
+from embedserve_store.writing import small_files
 
 
 def undo(store: Path, to: int, why: str = "CTR fell") -> int:
@@ -187,7 +187,7 @@ def overwriting_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def link(aside: Path, path: Path) -> None:
         aside.replace(path)
 
-    monkeypatch.setattr(staging, "_link", link)
+    monkeypatch.setattr(small_files, "_link", link)
 
 
 def call_after_listing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
