@@ -59,14 +59,14 @@ class AliasSettings:
     They apply once ``version`` serves; with version 0 to the version that serves now.
 
     Attributes:
-        traffic: percentage of the requests that name only the model.
+        share: percentage of the requests that name only the model.
         shadow: percentage of the serving version's batches that are also looked up here, to compare
             the results.
         at_seq: last delta that ``version`` may have; None: any.
     """
 
     version: int
-    traffic: float = 0.0
+    share: float = 0.0
     shadow: float = 0.0
     at_seq: int | None = None
 

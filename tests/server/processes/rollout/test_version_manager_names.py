@@ -89,8 +89,8 @@ async def canary(process: SwitchingProcess) -> SwitchingProcess:
     return process
 
 
-def set_share(process: SwitchingProcess, version: int, traffic: float, shadow: float = 0.0) -> None:
-    process.desire("shop@canary", alias_settings=AliasSettings(version, traffic, shadow))
+def set_share(process: SwitchingProcess, version: int, share: float, shadow: float = 0.0) -> None:
+    process.desire("shop@canary", alias_settings=AliasSettings(version, share, shadow))
 
 
 def current_shares(process: SwitchingProcess) -> tuple[float, float]:
