@@ -15,7 +15,7 @@ from embedserve.engine.programs import Programs
 from embedserve.errors import EmbedServeError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import DTYPES
-from embedserve.fanout.parted_version import ServedPart
+from embedserve.fanout.parted_version import ExpectedPart
 from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine
 from embedserve.fanout.shards import Shards
 from embedserve.fanout.values_budget import ValuesBudget
@@ -61,23 +61,23 @@ class LocalShards:
 
     def call_part(
         self,
-        served: ServedPart,
+        expected: ExpectedPart,
         message: Sequence[bytes],
         deadline_s: float,
         on_done: Callable[[Reply], None],
         calls: CallTrace | None,
     ) -> None:
-        self.called_parts.append(served.part)
-        self.traced[served.part] = calls
-        reply = self.replies.get(served.part) or self._answer(served, b"".join(message))
+        self.called_parts.append(expected.part)
+        self.traced[expected.part] = calls
+        reply = self.replies.get(expected.part) or self._answer(expected, b"".join(message))
         assert self.loop is not None
         self.loop.call_soon(on_done, reply)
 
-    def _answer(self, served: ServedPart, message: bytes) -> Reply:
+    def _answer(self, expected: ExpectedPart, message: bytes) -> Reply:
         request = embedding_pb2.EmbedRequest.FromString(message)
-        version = self.versions[served.part]
-        assert version.whole.fingerprint == served.fingerprint
-        assert request.model == f"{served.model}@{served.version}"
+        version = self.versions[expected.part]
+        assert version.whole.fingerprint == expected.fingerprint
+        assert request.model == f"{expected.model}@{expected.version}"
         ids = np.frombuffer(request.ids_bytes, np.int64)
         lengths = np.frombuffer(request.lengths_bytes, np.int32)
         weights = (
@@ -89,14 +89,14 @@ class LocalShards:
             values = _selected(version, bags, values, set(request.output_keys))
         dtype = DTYPES[embedding_pb2.OutputDType.Name(request.output_dtype).lower()]
         response = embedding_pb2.EmbedResponse(
-            model=served.model,
-            version=served.version,
+            model=expected.model,
+            version=expected.version,
             values=values.astype(dtype).tobytes(),
             output_dtype=request.output_dtype,
         )
         self.dtypes.append(dtype.name)
-        if served.part in self.changes:
-            self.changes[served.part](response)
+        if expected.part in self.changes:
+            self.changes[expected.part](response)
         return Reply(OK, payload=response.SerializeToString())
 
 

@@ -15,7 +15,7 @@ from shard_client.fake_shards import FakeConnection, FakeTime
 
 from embedserve.config import ServeSettings
 from embedserve.fanout import shards as shards_module
-from embedserve.fanout.parted_version import ServedPart
+from embedserve.fanout.parted_version import ExpectedPart
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.shards import Shards
 from embedserve.shard_client import replica
@@ -59,7 +59,7 @@ class FoundShards:
         addresses = {str(part): [f"a:{part + 1}"] for part in range(parts)}
         self._addresses.write_text(json.dumps(addresses))
 
-    def _poll(self, parts: list[ServedPart]) -> str:
+    def _poll(self, parts: list[ExpectedPart]) -> str:
         self.polls += 1
         return self._missing(parts)
 
@@ -134,7 +134,7 @@ async def test_version_opens_once_each_part_has_a_replica(
             assert not opening.done()
             found.join(part, version)
         engine = await opening
-        assert [part.part for part in engine.served_parts] == [0, 1]
+        assert [part.part for part in engine.expected_parts] == [0, 1]
         assert found.shards.replicas("m", 1) == [1, 1]
 
 

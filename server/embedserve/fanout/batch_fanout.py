@@ -26,7 +26,7 @@ from embedserve.errors import (
     RequestTooLargeError,
 )
 from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
-from embedserve.fanout.parted_version import PartedBatch, PartedVersion, ServedPart
+from embedserve.fanout.parted_version import ExpectedPart, PartedBatch, PartedVersion
 from embedserve.fanout.partition import PartLookup
 from embedserve.fanout.row_cache import RowCache
 from embedserve.lookup_types import Batch
@@ -143,8 +143,8 @@ class BatchFanout:
         for i, lookup in enumerate(lookups if local is None else lookups[:-1]):
             message = self._messages[lookup.part].encode(lookup)
             on_reply = partial(self._on_reply, i)
-            served = version.served[lookup.part]
-            version.shards.call_part(served, message, self._until_s, on_reply, self._batch.calls)
+            expected = version.expected[lookup.part]
+            version.shards.call_part(expected, message, self._until_s, on_reply, self._batch.calls)
         if local is not None:
             local.look_up(lookups[-1], partial(self._take, len(lookups) - 1))
 
@@ -159,10 +159,10 @@ class BatchFanout:
                 return self._messages[lookup.part].decode(reply.payload, lookup.shape)
             except WrongAnswerError as error:
                 reply = Reply(UNKNOWN, f"the response {error}")
-        served = self._version.served[lookup.part]
+        expected = self._version.expected[lookup.part]
         what = f"{status_name(reply.status)}: {reply.message}"
-        self._version.log.log(logging.ERROR, f"{served} fails", what)
-        return _error_of(reply, served)
+        self._version.log.log(logging.ERROR, f"{expected} fails", what)
+        return _error_of(reply, expected)
 
     def _take(self, index: int, values: np.ndarray | EmbedServeError) -> None:
         """Takes the values of the lookup at ``index``, or why there are none; the last ones end the
@@ -233,24 +233,24 @@ class BatchFanout:
         return values
 
 
-def _error_of(reply: Reply, served: ServedPart) -> EmbedServeError:
-    """Returns the error for callers whose lookup of ``served`` ended with ``reply``: a
+def _error_of(reply: Reply, expected: ExpectedPart) -> EmbedServeError:
+    """Returns the error for callers whose lookup of ``expected`` ended with ``reply``: a
     MissingPartError if no replica is there."""
     if reply.status == UNAVAILABLE:
         kind = MissingPartError if reply.is_lost else NotReadyError
-        return kind(f"{served} is not available")
+        return kind(f"{expected} is not available")
     if reply.is_too_large:
         return RequestTooLargeError(
-            f"{served} rejects a request of this size: {reply.message}. Send fewer examples or "
+            f"{expected} rejects a request of this size: {reply.message}. Send fewer examples or "
             "ids, or raise this limit of the shards"
         )
     if reply.status == RESOURCE_EXHAUSTED:
-        overloaded = OverloadedError(f"{served} is overloaded")
+        overloaded = OverloadedError(f"{expected} is overloaded")
         overloaded.retry_after_s = max(reply.retry_after_s, overloaded.retry_after_s)
         return overloaded
     if reply.status == DEADLINE_EXCEEDED:
-        return DeadlineExceededError(f"{served} has not answered in time")
-    return EngineError(f"the lookup in {served} failed; the server's log says why")
+        return DeadlineExceededError(f"{expected} has not answered in time")
+    return EngineError(f"the lookup in {expected} failed; the server's log says why")
 
 
 def _ignore(values: np.ndarray | EmbedServeError) -> None:

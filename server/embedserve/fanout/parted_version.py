@@ -39,7 +39,7 @@ DENSE_SHARE = 2 / 3
 parts return up to half as many bytes more, but dividing and adding takes half the time."""
 
 
-class ServedPart(NamedTuple):
+class ExpectedPart(NamedTuple):
     """A part of a version. Only shards that list it with the same values are called."""
 
     model: str
@@ -52,12 +52,12 @@ class ServedPart(NamedTuple):
         return f"part {self.part} of {self.part_count} of {self.model!r} version {self.version}"
 
 
-def served_parts(version: ModelVersion) -> list[ServedPart]:
+def expected_parts(version: ModelVersion) -> list[ExpectedPart]:
     """Returns what the shards of each part of ``version`` have to serve."""
     manifest, hosts = version.whole, version.plan.hosts
     assert hosts is not None
     return [
-        ServedPart(manifest.model, manifest.version, manifest.fingerprint, part, hosts.parts)
+        ExpectedPart(manifest.model, manifest.version, manifest.fingerprint, part, hosts.parts)
         for part in range(hosts.parts)
     ]
 
@@ -68,7 +68,7 @@ class PartedVersion:
     Attributes:
         model: name of the model.
         shards: caller of the parts that shards serve.
-        served: what the shards of each part have to serve.
+        expected: what the shards of each part have to serve.
         local: the part in this process; None for none.
         local_number: number of the part in this process.
         means: columns of tables with mean pooling.
@@ -86,8 +86,8 @@ class PartedVersion:
         assert hosts is not None  # a store opened for a router has checked it
         self.model = manifest.model
         self.shards, self.local = shards, local
-        self.served = served_parts(version)
-        self.local_number = len(self.served)
+        self.expected = expected_parts(version)
+        self.local_number = len(self.expected)
         self._has_local_tables = [False] * hosts.parts
         if local is not None:
             self._has_local_tables = [

@@ -66,7 +66,7 @@ class RouterEngine:
     Attributes:
         manifest, translator, plan: as those of Engine. Ids become row numbers in the router.
         fingerprint, part, spare_rows: as those of Engine that serves a whole version.
-        served_parts: what the shards of each part have to serve.
+        expected_parts: what the shards of each part have to serve.
         local_tables: names of the tables that are looked up in this process.
         traces_calls: whether calls of shards are recorded for traces.
         rows_reader: None, as rows never change.
@@ -114,7 +114,7 @@ class RouterEngine:
         self._local = local
         self.local_tables = () if local is None else local.tables
         self._parted = PartedVersion(version, shards, local, inline_bytes_max)
-        self.served_parts = self._parted.served
+        self.expected_parts = self._parted.expected
         self._exact = self._parted.messages("float32")
         self._messages = self._parted.messages(partial_dtype)
         fails = {one.feature for one in manifest.columns if on_missing.fails(one.table.name)}

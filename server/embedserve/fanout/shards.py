@@ -24,7 +24,7 @@ from embedserve.config import ServeSettings
 from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.fanout.credentials import follow_credentials
 from embedserve.fanout.local_part import LocalParts
-from embedserve.fanout.parted_version import ServedPart, served_parts
+from embedserve.fanout.parted_version import ExpectedPart, expected_parts
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.file_reloader import poll_all
@@ -197,7 +197,7 @@ class Shards:
         if self._credentials is not None:
             self._tasks.append(asyncio.ensure_future(poll_all([self._credentials])))
         for engine in self._opened():
-            self._expect(engine.served_parts)
+            self._expect(engine.expected_parts)
 
     def _opened(self) -> list[RouterEngine]:
         """Returns the engines that are in use."""
@@ -214,24 +214,26 @@ class Shards:
             await asyncio.sleep(POLL_S)
 
     def _all_missing(self) -> str:
-        return "; ".join(filter(None, (self._missing(one.served_parts) for one in self._opened())))
+        return "; ".join(
+            filter(None, (self._missing(one.expected_parts) for one in self._opened()))
+        )
 
     # On the event loop
 
     def call_part(
         self,
-        served: ServedPart,
+        expected: ExpectedPart,
         message: Sequence[bytes],
         deadline_s: float,
         on_done: OnReply,
         calls: CallTrace | None,
     ) -> None:
-        """Looks ``message`` up in ``served``; see PartClient.look_up."""
-        client = self._clients[served.part_count][served.part]
-        key = VersionKey(served.model, served.version)
+        """Looks ``message`` up in ``expected``; see PartClient.look_up."""
+        client = self._clients[expected.part_count][expected.part]
+        key = VersionKey(expected.model, expected.version)
         client.look_up(key, message, deadline_s, on_done, calls)
 
-    def _expect(self, parts: Sequence[ServedPart]) -> None:
+    def _expect(self, parts: Sequence[ExpectedPart]) -> None:
         """Lets replicas join for a version.
 
         Raises:
@@ -248,8 +250,8 @@ class Shards:
             )
             self._clients[count] = clients
             self._discoveries[count] = asyncio.ensure_future(discovery)
-        for client, served in zip(self._clients[count], parts, strict=True):
-            client.expect(VersionKey(served.model, served.version), served.fingerprint)
+        for client, expected in zip(self._clients[count], parts, strict=True):
+            client.expect(VersionKey(expected.model, expected.version), expected.fingerprint)
 
     def _adopt_options(self, options: ConnectionOptions) -> None:
         """Makes new connections with ``options``, and replaces those that are open."""
@@ -271,16 +273,16 @@ class Shards:
 
         return connect
 
-    def _missing(self, parts: Sequence[ServedPart]) -> str:
+    def _missing(self, parts: Sequence[ExpectedPart]) -> str:
         """Returns which parts of a version have no replica, and why; "" if all have one."""
         missing = []
-        for client, served in zip(self._clients[len(parts)], parts, strict=True):
-            key = VersionKey(served.model, served.version)
+        for client, expected in zip(self._clients[len(parts)], parts, strict=True):
+            key = VersionKey(expected.model, expected.version)
             if not client.stats.replicas.get(key):
                 missing.append(client.why_unavailable(key))
         return "; ".join(missing)
 
-    def _expect_and_check(self, parts: Sequence[ServedPart]) -> str:
+    def _expect_and_check(self, parts: Sequence[ExpectedPart]) -> str:
         """Lets replicas join for a version. Returns which parts have none yet, and why."""
         try:
             self._expect(parts)
@@ -293,7 +295,7 @@ class Shards:
         counts remain."""
         self._engines = [one for one in self._engines if one() is not None]
         used = {
-            (len(one.served_parts), VersionKey(one.manifest.model, one.manifest.version))
+            (len(one.expected_parts), VersionKey(one.manifest.model, one.manifest.version))
             for one in self._opened()
         }
         for count, clients in self._clients.items():
@@ -320,7 +322,7 @@ class Shards:
 
         def add() -> str:
             self._engines.append(ref(engine))
-            missing = self._expect_and_check(engine.served_parts)
+            missing = self._expect_and_check(engine.expected_parts)
             self._forget_unused()
             return missing
 
@@ -329,13 +331,13 @@ class Shards:
             if monotonic() >= until_s:
                 raise UnopenedError(f"{version.path}: {missing}")
             sleep(POLL_S)
-            missing = self._on_loop(partial(self._expect_and_check, engine.served_parts))
+            missing = self._on_loop(partial(self._expect_and_check, engine.expected_parts))
         return engine
 
     def expect_and_check(self, version: ModelVersion) -> str:
         """Connects to the shards of ``version``, and lets replicas join for it. Returns why they
         cannot serve it yet, "" if they can; called in another thread than the event loop's."""
-        return self._on_loop(partial(self._expect_and_check, served_parts(version)))
+        return self._on_loop(partial(self._expect_and_check, expected_parts(version)))
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         """Calls ``function`` on the event loop and returns its result.
