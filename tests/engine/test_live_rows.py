@@ -41,7 +41,7 @@ from embedserve_store import DeltaWriter, ModelStore, publish
 from embedserve_store.errors import GoldensError
 from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.table_spec import DTYPES
-from embedserve_store.goldens.delta_parity import check_rows
+from embedserve_store.goldens.delta_parity import check_delta_goldens
 from embedserve_store.goldens.reference_pooling import RowsOf
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
@@ -133,7 +133,7 @@ def with_goldens(
     goldens = DeltaGoldens(bags.ids, bags.lengths, bags.weights, results, "float32")
 
     def check(rows_of: RowsOf) -> None:
-        bounds = check_rows(goldens, manifest, rows_of, "delta 4")
+        bounds = check_delta_goldens(goldens, manifest, rows_of, "delta 4")
         followed.goldens.write(CheckedGoldens(4, goldens, bounds))
 
     RowsWriter(live).apply(4, [], check)

@@ -14,7 +14,7 @@ from embedserve.call_trace import CallTrace
 from embedserve.engine.programs import Programs
 from embedserve.errors import EmbedServeError
 from embedserve.fanout.local_part import LocalParts
-from embedserve.fanout.part_messages import DTYPES
+from embedserve.fanout.part_messages import VALUE_DTYPES
 from embedserve.fanout.parted_version import ExpectedPart
 from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine
 from embedserve.fanout.shards import Shards
@@ -87,7 +87,7 @@ class LocalShards:
         values = pool_stored(version.manifest, bags, bags.ids, version.tables)
         if request.output_keys:
             values = _selected(version, bags, values, set(request.output_keys))
-        dtype = DTYPES[embedding_pb2.OutputDType.Name(request.output_dtype).lower()]
+        dtype = VALUE_DTYPES[embedding_pb2.OutputDType.Name(request.output_dtype).lower()]
         response = embedding_pb2.EmbedResponse(
             model=expected.model,
             version=expected.version,

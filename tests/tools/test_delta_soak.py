@@ -23,7 +23,7 @@ class Line:
     def __init__(self) -> None:
         self.reverts_to: list[int | None] = []
 
-    def kept(self, last: int) -> Iterator[Any]:
+    def deltas_in_state(self, last: int) -> Iterator[Any]:
         while last:
             if (to := self.reverts_to[last - 1]) is None:
                 yield SimpleNamespace(seq=last)

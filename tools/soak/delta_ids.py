@@ -32,7 +32,7 @@ Slots = dict[int, int]
 
 def slots_after(line: DeltaLine, seq: int) -> Slots:
     """Returns the slots that have ids after delta ``seq``."""
-    return _slots(delta.seq for delta in islice(line.kept(seq), WINDOW))
+    return _slots(delta.seq for delta in islice(line.deltas_in_state(seq), WINDOW))
 
 
 def _slots(newest_first: Iterable[int]) -> Slots:
@@ -78,7 +78,7 @@ def vocabularies() -> dict[str, Any]:
 
 def changes(line: DeltaLine, seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the rows and the removed ids of delta ``seq``, which follows the last of ``line``."""
-    before = [delta.seq for delta in islice(line.kept(seq - 1), WINDOW)]
+    before = [delta.seq for delta in islice(line.deltas_in_state(seq - 1), WINDOW)]
     gone = _slots(before).keys() - _slots([seq, *before[: WINDOW - 1]]).keys()
     values = np.full((IDS_PER_SLOT, ID_DIM), value_of(seq), np.float32)
     rows = {name: (ids_of(name, seq % SLOTS), values) for name in KINDS}

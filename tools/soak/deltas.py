@@ -265,7 +265,7 @@ class DeltaSoak:
     def _state(self, seq: int) -> list[NDArray[np.float32]]:
         """Returns the value of each row after delta ``seq``."""
         tables = [np.zeros(ROWS, np.float32) for _ in range(TABLES)]
-        for kept in [delta.seq for delta in self._line().kept(seq)][::-1]:
+        for kept in [delta.seq for delta in self._line().deltas_in_state(seq)][::-1]:
             for table, values in enumerate(tables):
                 values[changed_rows(kept, table, self._rows_per_push // TABLES)] = kept
         return tables
@@ -321,7 +321,7 @@ class DeltaSoak:
         """Compares what responses had with the deltas that are kept at their seqs."""
         line, wrong = self._line(), self.report.wrong
         for seq, values in found.values.items():
-            first = next(line.kept(seq), None)
+            first = next(line.deltas_in_state(seq), None)
             newest = float(first.seq if first else 0)
             if values != {newest}:
                 wrong.append(f"seq {seq}: {values}, expected {newest}")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from embedserve_store.deltas.compact import compact_deltas
-from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.delta_line import DeltaLine, deltas_in_state
 from embedserve_store.deltas.prune import prune_deltas
 from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.deltas.undo import undo_deltas
@@ -179,7 +179,7 @@ def _undone(deltas: Mapping[int, DeltaManifest]) -> set[int]:
     def stored_up_to(seq: int) -> DeltaManifest:
         return deltas[seqs[bisect_right(seqs, seq) - 1]]
 
-    rest = {one.seq for one in kept(seqs[-1], seqs[0] - 1, stored_up_to)}
+    rest = {one.seq for one in deltas_in_state(seqs[-1], seqs[0] - 1, stored_up_to)}
     return {seq for seq, one in deltas.items() if one.reverts_to is None} - rest
 
 

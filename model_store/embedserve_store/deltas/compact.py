@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from embedserve_store.deltas.compact_ids import golden_bags, write_vocabularies
-from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.delta_line import DeltaLine, deltas_in_state
 from embedserve_store.deltas.signing import KeyFile, trusted_keys
 from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.changed_ids import ChangedIds, compose_ids
@@ -26,7 +26,7 @@ from embedserve_store.format.delta_manifest import DELTAS_FOLDER, LINE_SEQ, Line
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS, Manifest
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.tables_file import Progress, TablesFile, header_bytes
-from embedserve_store.goldens.delta_parity import check_rows
+from embedserve_store.goldens.delta_parity import check_delta_goldens
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.reference_pooling import pool_stored, row_numbers, stored_rows
 from embedserve_store.ids.id_map import open_id_maps
@@ -125,7 +125,7 @@ def _write(
     tables = TablesFile.open(path, base.manifest.tables)
     if goldens is not None:
         where = f"delta {position.seq} of line {position.line}"
-        check_rows(goldens, base.manifest, partial(stored_rows, tables), where)
+        check_delta_goldens(goldens, base.manifest, partial(stored_rows, tables), where)
     specs = write_vocabularies(base, ids, staging)
     checksums, parts = _checksums(tables, base.plan.hosts)
     specs = tuple(replace(one, sha256=checksums[one.name]) for one in specs)
@@ -179,7 +179,7 @@ def _apply(
     undos.check(position.seq)
     data = np.memmap(path, np.uint8, "r+", offset=len(header_bytes(manifest.tables)))
     offsets = TablesFile.open(path, manifest.tables).offsets
-    applied = [*kept(position.seq, line.start.seq, deltas.__getitem__)][::-1]
+    applied = [*deltas_in_state(position.seq, line.start.seq, deltas.__getitem__)][::-1]
     for delta in applied:
         for changes in line.rows(delta):
             for change in changes:

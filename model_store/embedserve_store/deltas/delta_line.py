@@ -42,7 +42,7 @@ from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.model_store import ModelStore
 
 
-def kept(
+def deltas_in_state(
     last: int, first: int, manifest: Callable[[int], DeltaManifest]
 ) -> Iterator[DeltaManifest]:
     """Yields the deltas after ``first`` whose rows are in the state after delta ``last``, newest
@@ -149,15 +149,15 @@ class DeltaLine:
             position = after
             yield delta, after
 
-    def kept(self, last: int) -> Iterator[DeltaManifest]:
+    def deltas_in_state(self, last: int) -> Iterator[DeltaManifest]:
         """Yields the deltas after the version whose rows are in the state after delta ``last``,
-        newest first, as the function ``kept``."""
-        return kept(last, self.start.seq, lambda seq: self.manifest(seq)[0])
+        newest first, as the function ``deltas_in_state``."""
+        return deltas_in_state(last, self.start.seq, lambda seq: self.manifest(seq)[0])
 
     def between(self, one: int, other: int) -> Iterator[DeltaManifest]:
         """Yields the deltas whose rows are in the state after one of two deltas alone, newest
         first; no delta before the last that both states have is read."""
-        states = self.kept(one), self.kept(other)
+        states = self.deltas_in_state(one), self.deltas_in_state(other)
         ones, others = (next(state, None) for state in states)
         while (a := ones.seq if ones else 0) != (b := others.seq if others else 0):
             if a > b:
@@ -195,7 +195,7 @@ class DeltaLine:
         """
         values = {name: published.rows(name)[found] for name, found in numbers.items()}
         missing = {name: np.ones(len(found), bool) for name, found in numbers.items()}
-        for delta in self.kept(seq):
+        for delta in self.deltas_in_state(seq):
             if not any(one.any() for one in missing.values()):
                 break
             for change in (change for changes in self.rows(delta) for change in changes):
@@ -286,7 +286,7 @@ class DeltaLine:
     def ids_at(self, seq: int) -> dict[str, ChangedIds]:
         """Returns the ids that differ between the version and the state after delta ``seq``, by
         table."""
-        deltas = [replace(delta, goldens=None) for delta in self.kept(seq) if delta.ids]
+        deltas = [replace(delta, goldens=None) for delta in self.deltas_in_state(seq) if delta.ids]
         return compose_ids(self.ids(delta) for delta in reversed(deltas))
 
     def ids_between(self, one: int, other: int) -> dict[str, ChangedIds]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedserve_store.deltas.encode_changes import RowsOfIds, copy_values
 from embedserve_store.errors import InvalidModelError, checking_model
-from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
+from embedserve_store.format.delta_goldens import TRAINING_DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.parity import least_precise
@@ -74,7 +74,7 @@ class PushedGoldens:
             return None
         bags, answers = goldens
         numbers = _with_row_numbers(_bags_of(bags, self._base), self._base, rows_of)
-        return _delta_goldens(numbers, answers, DTYPES[0], self._base)
+        return _delta_goldens(numbers, answers, TRAINING_DTYPES[0], self._base)
 
 
 def _bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
@@ -143,7 +143,9 @@ def _checked(bags: Bags, base: Manifest) -> Bags:
     """Returns ``bags`` of row numbers. Raises InvalidModelError unless they can be looked up in the
     version, and can be goldens with their results."""
     _check_sizes(bags, base)
-    _delta_goldens(bags, np.zeros(base.answers_shape(bags.lengths), np.float32), DTYPES[0], base)
+    _delta_goldens(
+        bags, np.zeros(base.answers_shape(bags.lengths), np.float32), TRAINING_DTYPES[0], base
+    )
     return bags
 
 
@@ -173,8 +175,10 @@ def _delta_goldens(bags: Bags, answers: Any, dtype: str, base: Manifest) -> Delt
 
     results = torch.as_tensor(answers)
     own = str(results.dtype).removeprefix("torch.")
-    if own not in DTYPES:
-        raise InvalidModelError(f"goldens: answers are {own}, expected {', '.join(DTYPES)}")
+    if own not in TRAINING_DTYPES:
+        raise InvalidModelError(
+            f"goldens: answers are {own}, expected {', '.join(TRAINING_DTYPES)}"
+        )
     values = results.detach().float().cpu().numpy()
     made = DeltaGoldens(bags.ids, bags.lengths, bags.weights, values, least_precise(own, dtype))
     with checking_model():

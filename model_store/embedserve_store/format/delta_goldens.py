@@ -25,9 +25,9 @@ GOLDENS = "goldens"
 """Name of the field in the manifest."""
 EXAMPLES_MAX = 1000
 IDS_MAX = 10_000
-BYTES_MAX = 4 << 20
+GOLDENS_BYTES_MAX = 4 << 20
 """Maximum bytes of all arrays together; 4 MiB."""
-DTYPES = ("float32", "float16", "bfloat16")
+TRAINING_DTYPES = ("float32", "float16", "bfloat16")
 """Dtypes in which a training model adds rows up."""
 _ARRAYS = {
     "numbers": ("<i8", 1),
@@ -52,7 +52,7 @@ class DeltaGoldens:
     """Results [B, sum of dims] in the order of the version's keys. For an unpooled model [N, dim],
     where each key has one row for each row number of its feature."""
     dtype: str
-    """Dtype in which the training model added rows up, one of DTYPES."""
+    """Dtype in which the training model added rows up, one of TRAINING_DTYPES."""
 
     @property
     def examples(self) -> int:
@@ -94,10 +94,12 @@ class DeltaGoldens:
         found = self.examples, len(self.numbers), self.nbytes
         if not self.examples:
             raise StoreError(f"{where}: have no example")
-        if any(a > b for a, b in zip(found, (EXAMPLES_MAX, IDS_MAX, BYTES_MAX), strict=True)):
+        if any(
+            a > b for a, b in zip(found, (EXAMPLES_MAX, IDS_MAX, GOLDENS_BYTES_MAX), strict=True)
+        ):
             raise StoreError(
                 f"{where}: {found[0]} examples, {found[1]} ids and {found[2]} bytes, the limits "
-                f"are {EXAMPLES_MAX}, {IDS_MAX} and {BYTES_MAX}"
+                f"are {EXAMPLES_MAX}, {IDS_MAX} and {GOLDENS_BYTES_MAX}"
             )
 
     def _check_values(self, base: Manifest, totals: NDArray[np.int64], where: str) -> None:
@@ -127,8 +129,10 @@ def parse_goldens(data: Any, where: str) -> DeltaGoldens:
     if not isinstance(data, dict):
         raise StoreError(f"{where}: expected a JSON object")
     dtype = typed(data, "dtype", str, where)
-    if dtype not in DTYPES:
-        raise StoreError(f"{where}: dtype is {dtype!r:.80}, expected one of {', '.join(DTYPES)}")
+    if dtype not in TRAINING_DTYPES:
+        raise StoreError(
+            f"{where}: dtype is {dtype!r:.80}, expected one of {', '.join(TRAINING_DTYPES)}"
+        )
     names = [name for name in _ARRAYS if name in data or name != "weights"]
     arrays: dict[str, Any] = {name: _decoded(data, name, where) for name in names}
     return DeltaGoldens(**({"weights": None} | arrays), dtype=dtype)
@@ -144,7 +148,7 @@ def _decoded(data: Mapping[str, Any], name: str, where: str) -> NDArray[Any]:
     where = f"{where}: {name}"
     dtype, dimensions = _ARRAYS[name]
     shape = typed(described, "shape", list, where)
-    are_counts = all(type(one) is int and 0 <= one <= BYTES_MAX for one in shape)
+    are_counts = all(type(one) is int and 0 <= one <= GOLDENS_BYTES_MAX for one in shape)
     if len(shape) != dimensions or not are_counts:
         raise StoreError(f"{where}: shape is {shape!r:.80}, expected {dimensions} counts")
     try:

@@ -28,7 +28,7 @@ COLUMN_MULTIPLE = 4
 """Divisor of the number of columns of stored rows, and so of column shards. All of FBGEMM's
 quantizers and kernels accept multiples of 4 columns, on CPU and CUDA. Its CPU kernels accept any
 number, the others multiples of 1, 2 or 4."""
-BYTES_MAX = 2**63 - 1
+TABLE_BYTES_MAX = 2**63 - 1
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -178,10 +178,10 @@ def check_table(table: TableSpec, where: str) -> None:
         raise StoreError(f"{where}: num_embeddings is {table.num_embeddings}, expected 1 or more")
     if table.embedding_dim < 1:
         raise StoreError(f"{where}: embedding_dim is {table.embedding_dim}, expected 1 or more")
-    if table.num_embeddings * table.stored_dim * 4 > BYTES_MAX:
+    if table.num_embeddings * table.stored_dim * 4 > TABLE_BYTES_MAX:
         raise StoreError(
             f"{where}: num_embeddings is {table.num_embeddings}: its float32 rows would have more "
-            f"than {BYTES_MAX} bytes"
+            f"than {TABLE_BYTES_MAX} bytes"
         )
     if table.dtype not in DTYPES:
         raise StoreError(f"{where}: dtype is {table.dtype!r}, expected one of {', '.join(DTYPES)}")

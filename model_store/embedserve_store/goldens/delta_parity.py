@@ -18,7 +18,7 @@ from embedserve_store.goldens.parity import (
 from embedserve_store.goldens.reference_pooling import RowsOf, pool
 
 
-def check_rows(
+def check_delta_goldens(
     goldens: DeltaGoldens, manifest: Manifest, rows_of: RowsOf, where: str
 ) -> NDArray[np.float32]:
     """Compares the results from the rows after a delta with its goldens.

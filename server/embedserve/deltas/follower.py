@@ -35,7 +35,7 @@ from embedserve.deltas.status import (
 )
 from embedserve_store.errors import GoldensError, StoreError, UnreachableError, described
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
-from embedserve_store.goldens.delta_parity import check_rows
+from embedserve_store.goldens.delta_parity import check_delta_goldens
 from embedserve_store.goldens.reference_pooling import RowsOf
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class DeltaFollower:
             self._goldens.clear()
             return
         where = f"delta {delta.seq}"
-        bounds = check_rows(delta.goldens, self._manifest, rows_of, where)
+        bounds = check_delta_goldens(delta.goldens, self._manifest, rows_of, where)
         self._goldens.write(CheckedGoldens(delta.seq, delta.goldens, bounds))
 
     def _revert(self, undo: WaitingDelta, start_s: float) -> None:

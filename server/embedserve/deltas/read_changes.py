@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from embedserve.deltas.live_rows import Change
-from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.delta_line import DeltaLine, deltas_in_state
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
@@ -56,7 +56,7 @@ def read_changes(
     read: dict[int, list[Change]] = {}
     error, last = None, waiting[-1].delta.seq
     while True:
-        wanted = [*kept(last, applied_seq, manifests.__getitem__)][::-1]
+        wanted = [*deltas_in_state(last, applied_seq, manifests.__getitem__)][::-1]
         try:
             for delta in wanted:
                 if delta.seq not in read:

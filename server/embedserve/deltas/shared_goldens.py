@@ -15,11 +15,11 @@ from safetensors.numpy import load, save
 
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.version_memory import SharedRecord, VersionMemory
-from embedserve_store.format.delta_goldens import BYTES_MAX, DeltaGoldens
+from embedserve_store.format.delta_goldens import GOLDENS_BYTES_MAX, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.delta_parity import check_results
 
-ROOM = 2 * BYTES_MAX + 4096
+ROOM = 2 * GOLDENS_BYTES_MAX + 4096
 """Bytes of the memory: the goldens, bounds of at most the same size, and their names and shapes."""
 
 Lookup = Callable[

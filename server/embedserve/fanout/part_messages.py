@@ -33,7 +33,7 @@ VALUES_DTYPE = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "output_dtyp
 VALUES = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "values"), LENGTH_DELIMITED))
 
 
-DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("float32", "float16")}
+VALUE_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("float32", "float16")}
 """Dtypes in which shards may send their values."""
 
 
@@ -51,10 +51,10 @@ class PartMessages:
         Args:
             part: manifest of the part.
             features: its features in the order in which their ids are sent.
-            dtype: dtype of the values in responses, one of DTYPES.
+            dtype: dtype of the values in responses, one of VALUE_DTYPES.
             has_more: whether shards of the part have more tables, which are not requested.
         """
-        self._dtype = DTYPES[dtype]
+        self._dtype = VALUE_DTYPES[dtype]
         self._output_dtype = embedding_pb2.OutputDType.Value(dtype.upper())
         asked = varint(self._output_dtype)
         self._end = OUTPUT_DTYPE + asked if self._output_dtype else b""

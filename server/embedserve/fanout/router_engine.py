@@ -94,7 +94,8 @@ class RouterEngine:
             version: version as a router opens it; its plan has a host plan.
             shards: caller of its parts.
             partial_dtype: dtype in which shards send their values for batches, one of
-                part_messages.DTYPES. Those for ``lookup``, and so for the goldens, are float32.
+                part_messages.VALUE_DTYPES. Those for ``lookup``, and so for the goldens, are
+                float32.
             on_missing: tables whose rows batches may lack. Values of ``lookup``, and so of the
                 goldens, lack none.
             local: the tables of ``version`` that are looked up in this process; None for none.

@@ -26,7 +26,12 @@ from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens, Shared
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store import Bags, undo_deltas
 from embedserve_store.errors import GoldensError
-from embedserve_store.format.delta_goldens import BYTES_MAX, EXAMPLES_MAX, IDS_MAX, DeltaGoldens
+from embedserve_store.format.delta_goldens import (
+    EXAMPLES_MAX,
+    GOLDENS_BYTES_MAX,
+    IDS_MAX,
+    DeltaGoldens,
+)
 from embedserve_store.goldens.reference_pooling import RowsOf
 
 
@@ -163,7 +168,7 @@ def checked_goldens(seq: int, examples: int = 2, ids: int = 3, columns: int = 4)
 def test_shared_goldens_round_trip() -> None:
     shared = SharedGoldens(VersionMemory.create())
     assert shared.read() is None
-    largest = (BYTES_MAX - 12 * IDS_MAX - 4 * EXAMPLES_MAX) // 4 // EXAMPLES_MAX
+    largest = (GOLDENS_BYTES_MAX - 12 * IDS_MAX - 4 * EXAMPLES_MAX) // 4 // EXAMPLES_MAX
     for one in (
         checked_goldens(1),
         checked_goldens(2),

@@ -70,7 +70,7 @@ def test_compacted_deltas_are_undone_on_the_previous_version(
 
     def kept_seqs(version: int) -> list[int]:
         line = line_of(store, version=version)
-        return [one.seq for one in line.kept(line.seqs()[-1])]
+        return [one.seq for one in line.deltas_in_state(line.seqs()[-1])]
 
     set_alias(store, "m", "stable", 1)
     for row in (1, 2, 3):

@@ -28,7 +28,7 @@ from embedserve_store import (
 from embedserve_store.errors import GoldensError
 from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.format.row_layout import dequantize_rows
-from embedserve_store.goldens.delta_parity import check_rows
+from embedserve_store.goldens.delta_parity import check_delta_goldens
 from embedserve_store.goldens.reference_pooling import RowsOf
 
 TIMEOUT_S = 300
@@ -69,10 +69,10 @@ def test_stored_rows_equal_trained_rows_after_each_push(tmp_path: Path, mode: st
         assert (delta.goldens is None) == (delta.step == 3)
         if delta.goldens is not None:
             assert delta.goldens.dtype == "float32"
-            check_rows(delta.goldens, base.manifest, rows_in(tables), "delta")
+            check_delta_goldens(delta.goldens, base.manifest, rows_in(tables), "delta")
             if delta.step == 0:  # the goldens differ before and after
                 with pytest.raises(GoldensError):
-                    check_rows(delta.goldens, base.manifest, rows_in(before), "delta")
+                    check_delta_goldens(delta.goldens, base.manifest, rows_in(before), "delta")
         assert any((before[name] != tables[name]).any() for name in tables) == (delta.step != 2)
         push_count += 1
     assert push_count == 4

@@ -34,7 +34,7 @@ def undo(store: Path, to: int, why: str = "CTR fell") -> int:
 
 
 def kept_seqs(store: Path, last: int) -> list[int]:
-    return [delta.seq for delta in line_of(store).kept(last)]
+    return [delta.seq for delta in line_of(store).deltas_in_state(last)]
 
 
 def test_undo_appends_a_delta_without_rows(store: Path, writer: DeltaWriter) -> None:
@@ -252,7 +252,7 @@ def test_undo_reverts_any_version_to_its_own_rows(
     push(writer, 5)
     assert undo_deltas(store, "m", to=4, why="").seq == 6  # undo of version 2
     two = line_of(store, version=2)
-    assert ([delta.seq for delta, _ in two.deltas()], [*two.kept(6)]) == ([5, 6], [])
+    assert ([delta.seq for delta, _ in two.deltas()], [*two.deltas_in_state(6)]) == ([5, 6], [])
     publish(make_ebc(), store, model="m")
     with DeltaWriter(store, model="m") as other:
         push(other, 1)

@@ -11,8 +11,8 @@ import pytest
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_goldens import (
-    BYTES_MAX,
     EXAMPLES_MAX,
+    GOLDENS_BYTES_MAX,
     IDS_MAX,
     DeltaGoldens,
     parse_goldens,
@@ -118,7 +118,7 @@ def zeros(*shape: int) -> np.ndarray:
         ({"weights": zeros(6)}, "the model takes no weights"),
         ({"answers": zeros(2, 9)}, r"answers is \[2, 9\], the version means \[2, 8\]"),
         ({"answers": np.full((2, 8), np.nan, np.float32)}, "answers has a value that is not fin"),
-        ({"answers": zeros(BYTES_MAX, 8)}, f"the limits are {EXAMPLES_MAX}, {IDS_MAX} and"),
+        ({"answers": zeros(GOLDENS_BYTES_MAX, 8)}, f"the limits are {EXAMPLES_MAX}, {IDS_MAX} and"),
         ({"numbers": np.zeros(IDS_MAX + 1, np.int64)}, f"2 examples, {IDS_MAX + 1} ids and"),
         ({"lengths": np.ones((3, EXAMPLES_MAX + 1), np.int32)}, f"{EXAMPLES_MAX + 1} examples, 6"),
     ],

@@ -58,7 +58,7 @@ def test_delta_line_works_in_an_object_store(conditional: None, url: str, tmp_pa
     second = line.after(first[1])
     assert second is not None
     assert (first[0].step, second[0].seq) == (4, 2)
-    assert [delta.seq for delta in line.kept(4)] == [4]
+    assert [delta.seq for delta in line.deltas_in_state(4)] == [4]
     made = compact_deltas(url, "m", cache=tmp_path / "cache")
     assert (made.version, made.where) == (2, f"{url}/m/2")
     opened = models.load("m")
