@@ -134,7 +134,7 @@ def _write(
     manifest = replace(base.manifest, tables=specs, source=source, part_checksums=parts)
     shutil.copyfile(base.path / "plan.json", staging / "plan.json")
     _write_goldens(base, manifest, tables, staging / "goldens.safetensors")
-    undos.check(position.seq)  # minutes after the first look
+    undos.check(position.seq)  # minutes after the first check
     return finish_version(manifest, base.plan, staging, {}, ())
 
 

@@ -273,7 +273,7 @@ class DeltaWriter:
             ids = self._ids.row_changes(hashed, own_removed)
             rows_of = self._ids.rows_after(ids)
             encoded = self._ranks.on_all(lambda: encode_changes(hashed, self._tables, rows_of))
-            self._check_apart(encoded)
+            self._check_distinct_rows(encoded)
             given = self._goldens.encode(own_goldens, rows_of)
             return self._append(encoded, ids, given, step, as_of)
 
@@ -388,7 +388,7 @@ class DeltaWriter:
             self._notifier.notify(seq)
         return seq
 
-    def _check_apart(self, changes: Mapping[str, ChangedRows]) -> None:
+    def _check_distinct_rows(self, changes: Mapping[str, ChangedRows]) -> None:
         """Raises InvalidModelError on all ranks if two have the same row; a collective."""
         if self._ranks.count == 1:
             return

@@ -154,7 +154,7 @@ class _Line:
         remove = _remover(self._models)
         for seq, has_rows, name in _in_order(self._names, lambda one: self._may_go(one, last)):
             path = f"{self._model}/{self._folder}/{name}"
-            if seq <= last or self._is_left_over(path, is_apart=seq <= needed_after):
+            if seq <= last or self._is_left_over(path, is_past=seq <= needed_after):
                 remove(path)
                 if not has_rows:
                     self.removed_to = seq
@@ -173,13 +173,13 @@ class _Line:
         at = int(np.searchsorted(self._seqs, seq))
         return at == len(self._seqs) or int(self._seqs[at]) != seq
 
-    def _is_left_over(self, path: str, *, is_apart: bool) -> bool:
+    def _is_left_over(self, path: str, *, is_past: bool) -> bool:
         """Returns whether a file without a manifest is old enough to be nobody's.
 
         Args:
-            is_apart: whether no writer can append a delta with this file.
+            is_past: whether no writer can append a delta with this file.
         """
-        keep_s = self._keep_s if is_apart else max(self._keep_s, STALE_S)
+        keep_s = self._keep_s if is_past else max(self._keep_s, STALE_S)
         try:
             modified_s = self._models.modified_s(path)
         except MissingFileError:

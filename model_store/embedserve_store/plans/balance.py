@@ -47,7 +47,6 @@ def balanced_plan(
     Raises:
         InvalidModelError: a constraint is wrong, or the planner found no plan.
     """
-
     requested = combined(tables, sharding, own_constraints(tables, constraints or {}))
     own = {table.name: requested.get(table.name, TableConstraints()) for table in tables}
 

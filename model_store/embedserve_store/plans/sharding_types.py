@@ -16,6 +16,7 @@ table on every rank."""
 UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "data_parallel")
 """Sharding types that are served for tables of an EmbeddingCollection."""
 SEVERAL_HOSTS_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
+"""Sharding types of TorchRec for training on several hosts. None of them is served."""
 
 
 def served_types(table: TableSpec) -> tuple[str, ...]:

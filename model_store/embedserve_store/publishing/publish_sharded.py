@@ -69,13 +69,13 @@ def publish_sharded(
         ranks = Ranks()
         stack.callback(ranks.close)
         # A store may be writable on some ranks only.
-        description, options = ranks.on_all(lambda: _checked(module, store, model, options))
+        description, options = ranks.on_all(lambda: _resolve_options(module, store, model, options))
         shards = _shared_folder(stack, ranks, Path(store) / model)
         save = partial(_save_and_publish, module, shards, store, model, description, options, ranks)
         return ranks.on_all(save)
 
 
-def _checked(
+def _resolve_options(
     module: torch.nn.Module, store: str | os.PathLike[str], model: str, options: PublishOptions
 ) -> tuple[Description, PublishOptions]:
     """Returns the tables of ``module``, and ``options`` with its prefix and sharding.

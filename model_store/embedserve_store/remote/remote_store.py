@@ -112,7 +112,7 @@ class RemoteStore:
             logger.warning("%s; loading version %d of %r from the cache", error, version, model)
             return self._local.load(model, version)
         folder = self._cached(model, wanted.number)
-        loaded = self._pulled(wanted, folder)
+        loaded = self._pull_and_open(wanted, folder)
         if (folder / MANIFEST).read_bytes() != wanted.manifest_json:
             raise StoreError(
                 f"{wanted.where}: is not the version that was pulled to "
@@ -120,7 +120,7 @@ class RemoteStore:
             )
         return loaded
 
-    def _pulled(self, wanted: StoredVersion, folder: Path) -> ModelVersion:
+    def _pull_and_open(self, wanted: StoredVersion, folder: Path) -> ModelVersion:
         """Pulls the version if needed and opens it. Retries if another process removes it."""
         for _ in range(PULL_ATTEMPTS):
             if not folder.is_dir():

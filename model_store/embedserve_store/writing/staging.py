@@ -35,7 +35,7 @@ attempt can use what has arrived."""
 COPY_KEPT_S = 7 * 24 * 3600.0
 """Seconds that the folder of a killed copy is kept; a week, in which somebody starts it again."""
 WAIT_S = 0.5
-"""Seconds between two looks at a folder that another process has locked."""
+"""Seconds between two attempts to lock a folder that another process has locked."""
 LOCK = ".lock"
 LOCK_ATTEMPTS = 100
 """Attempts to lock a new lock file, which another publisher's cleanup may remove first."""

@@ -34,7 +34,7 @@ class ClientStream:
     __slots__ = (
         "_chunks",
         "_client",
-        "_head",
+        "_headers",
         "id",
         "nbytes",
         "on_reply",
@@ -48,7 +48,7 @@ class ClientStream:
         self.send_window = 0
         self.nbytes = 0
         self._chunks: list[memoryview] = []
-        self._head: ResponseHeaders | None = None
+        self._headers: ResponseHeaders | None = None
 
     def cancel(self) -> None:
         """Cancels the call: its callback is not called. Does nothing after the reply."""
@@ -63,26 +63,26 @@ class ClientStream:
 
     def on_headers(self, headers: ResponseHeaders, is_end: bool) -> Reply | None:
         """Takes headers or trailers. Returns the reply if the call ends with them."""
-        if self._head is None and self.nbytes:
+        if self._headers is None and self.nbytes:
             return Reply(INTERNAL, "the response has data before its headers")
-        if self._head is None and not is_end:
+        if self._headers is None and not is_end:
             if not headers.is_informational:
-                self._head = headers
+                self._headers = headers
             return None
         if not is_end:
             return Reply(INTERNAL, "the response has headers within its data")
         if headers.status != OK:
-            if headers.status is None and self._head is not None:
-                return self._head.reply()
+            if headers.status is None and self._headers is not None:
+                return self._headers.reply()
             return headers.reply()
         return self._complete(headers)
 
     def on_end(self) -> Reply:
         """Returns the reply to a call that ends without trailers, such as a proxy's error page."""
-        head = self._head
-        if head is None or head.status is not None or head.http_status == 200:
+        headers = self._headers
+        if headers is None or headers.status is not None or headers.http_status == 200:
             return Reply(INTERNAL, "the response ended without trailers")
-        return head.reply()
+        return headers.reply()
 
     def _complete(self, trailers: ResponseHeaders) -> Reply:
         """Returns the reply to a call that ends with status OK."""
