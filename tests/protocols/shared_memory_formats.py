@@ -1,9 +1,7 @@
 """Formats of the Open Inference Protocol with ids and vectors in shared memory."""
 
-import json
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from protocols.connections import unframed
@@ -11,10 +9,16 @@ from protocols.formats import metadata
 from protocols.inference_formats import INFER, Infer, InferMessage, infer_request, vectors_of_result
 from protocols.requests import EncodedRequest, RawResponse, Request, Vectors
 from server.fake_engine import FakeEngine
-from server.open_inference import InferResponse
+from server.open_inference import (
+    DTYPES,
+    InferRequest,
+    InferResponse,
+    Place,
+    read_body,
+    read_message,
+)
 
 from embedserve_proto import open_inference_pb2 as inference
-from server import open_inference
 
 OUTPUT_BYTES = 1 << 16
 """Bytes reserved for an output in shared memory."""
@@ -32,95 +36,56 @@ class SharedMemoryFolder:
         self.last = folder / "none"
         self._count = 0
 
-    def write_request(self, request: Request, engine: FakeEngine) -> dict[str, Any]:
-        """Writes the ids; returns the JSON of the request."""
+    def place(self, request: Request, engine: FakeEngine) -> InferRequest:
+        """Writes the ids; returns the request for vectors in the same file."""
         self._count += 1
         self.last = self.folder / f"region-{self._count}"
-        tensors = infer_request(request)
-        data = bytearray()
-        inputs, outputs = [], []
-        for one in tensors.inputs:
-            inputs.append(one.head | {"parameters": self._part(len(data), len(one.raw))})
+        tensors, data = infer_request(request), bytearray()
+        ins, outs = {}, {}
+        for at, one in enumerate(tensors.inputs):
+            ins[at] = Place(self.last.name, len(data), len(one.raw))
             data += one.raw
-        for key in request.output_keys or engine.model.keys:
-            outputs.append({"name": key, "parameters": self._part(len(data), OUTPUT_BYTES)})
+        keys = request.output_keys or engine.model.keys
+        for key in keys:
+            outs[key] = Place(self.last.name, len(data), OUTPUT_BYTES)
             data += bytes(OUTPUT_BYTES)
         self.last.write_bytes(data)
-        return {"inputs": inputs, "outputs": outputs, "parameters": dict(tensors.parameters)}
+        return replace(tensors, outputs=keys, ins=ins, outs=outs)
 
-    def _part(self, offset: int, nbytes: int) -> dict[str, Any]:
-        at = {"shared_memory_offset": offset} if offset else {}
-        return {
-            "shared_memory_region": self.last.name,
-            "shared_memory_byte_size": nbytes,
-            **at,
-        }
-
-    def read(self, outputs: Mapping[str, tuple[str, Any, Mapping[str, Any]]]) -> Any:
-        """Returns the vectors by key, given (datatype, shape, location) of each output."""
+    def read(self, response: InferResponse) -> Vectors:
+        """Returns the vectors of a response, all of whose outputs are in shared memory."""
+        assert response.outputs == {}
         by_key = {}
-        for key, (datatype, shape, place) in outputs.items():
+        for key, (datatype, shape, place) in response.shared.items():
             data = (self.folder / place["shared_memory_region"]).read_bytes()
             start = place["shared_memory_offset"]
             end = start + place["shared_memory_byte_size"]
-            dtype = open_inference.DTYPES[datatype]
-            by_key[key] = np.frombuffer(data[start:end], dtype).reshape(shape)
-        return by_key
+            by_key[key] = np.frombuffer(data[start:end], DTYPES[datatype]).reshape(shape)
+        return vectors_of_result(replace(response, outputs=by_key))
 
 
 class SharedMemory(Infer):
     """The Open Inference Protocol over REST, with ids and vectors in shared memory."""
 
     def encode(self, request: Request, engine: FakeEngine) -> EncodedRequest:
-        body = self.shared_folder.write_request(request, engine)
         sent = super().encode(request, engine)
-        return EncodedRequest(sent.path, sent.headers, json.dumps(body).encode())
+        return replace(sent, body=self.shared_folder.place(request, engine).json_body())
 
     def decode(self, raw: RawResponse) -> Vectors:
-        result = json.loads(raw.body)
-        outputs = {
-            one["name"]: (one["datatype"], one["shape"], one["parameters"])
-            for one in result["outputs"]
-        }
-        named = result["model_name"], result["model_version"], "", result.get("parameters", {})
-        return vectors_of_result(InferResponse(*named, self.shared_folder.read(outputs)))
+        return self.shared_folder.read(read_body(raw.body, None))
 
 
 class SharedMemoryMessage(InferMessage):
     """The Open Inference Protocol over gRPC, with ids and vectors in shared memory."""
 
     def encode(self, request: Request, engine: FakeEngine) -> EncodedRequest:
-        body = self.shared_folder.write_request(request, engine)
-        model = request.model or engine.model.name
-        message = inference.ModelInferRequest(model_name=model, model_version=request.version)
-        _put(message.parameters, body["parameters"])
-        for one in body["inputs"]:
-            tensor = message.inputs.add(
-                name=one["name"], datatype=one["datatype"], shape=one["shape"]
-            )
-            _put(tensor.parameters, one["parameters"])
-        for one in body["outputs"]:
-            _put(message.outputs.add(name=one["name"]).parameters, one["parameters"])
+        model, version = request.model or engine.model.name, request.version
+        placed = self.shared_folder.place(request, engine)
+        message = placed.message(model, is_raw=True, version=version)
         return EncodedRequest(INFER, metadata(request), message.SerializeToString())
 
     def decode(self, raw: RawResponse) -> Vectors:
-        (data,) = unframed(raw.body)
-        message = inference.ModelInferResponse.FromString(data)
-        assert not any(message.raw_output_contents)
-        outputs: dict[str, tuple[str, Any, dict[str, Any]]] = {}
-        for one in message.outputs:
-            place: dict[str, Any] = {
-                "shared_memory_region": one.parameters["shared_memory_region"].string_param,
-                "shared_memory_offset": one.parameters["shared_memory_offset"].int64_param,
-                "shared_memory_byte_size": one.parameters["shared_memory_byte_size"].int64_param,
-            }
-            outputs[one.name] = (one.datatype, list(one.shape), place)
-        parameters = {name: one.int64_param for name, one in message.parameters.items()}
-        named = message.model_name, message.model_version, "", parameters
-        return vectors_of_result(InferResponse(*named, self.shared_folder.read(outputs)))
-
-
-def _put(parameters: Any, place: Mapping[str, Any]) -> None:
-    for name, value in place.items():
-        kind = "string_param" if isinstance(value, str) else "int64_param"
-        setattr(parameters[name], kind, value)
+        (message,) = unframed(raw.body)
+        return self.shared_folder.read(
+            read_message(inference.ModelInferResponse.FromString(message))
+        )

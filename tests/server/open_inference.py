@@ -1,7 +1,7 @@
 """Requests of the Open Inference Protocol in each format, and the parsing of the responses."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,72 +64,124 @@ def jagged(bags: Mapping[str, Sequence[Sequence[Any]]]) -> list[Input]:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Location of a tensor in a region of shared memory: offset and size in bytes."""
+
+    region: str
+    offset: int
+    nbytes: int
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters as Triton's clients send them, without an offset of 0."""
+        at = {"shared_memory_offset": self.offset} if self.offset else {}
+        return {"shared_memory_region": self.region, "shared_memory_byte_size": self.nbytes} | at
+
+
+@dataclass(frozen=True)
 class InferRequest:
-    """A request, independent of its format."""
+    """A request, independent of its format.
+
+    Attributes:
+        ins: locations of the inputs that are in shared memory, by position.
+        outs: locations for the outputs that are to be in shared memory, by name.
+    """
 
     inputs: Sequence[Input]
     outputs: Sequence[str] = ()
     request_id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    ins: Mapping[int, Place] = field(default_factory=dict)
+    outs: Mapping[str, Place] = field(default_factory=dict)
 
     def json_body(self) -> bytes:
-        inputs = [one.head | {"data": one.values} for one in self.inputs]
-        return self._dumped(inputs, {})
+        inputs = [{"data": one.values} for one in self.inputs]
+        return self._dumped(inputs, {"binary_data_output": False} if self.outs else {})
 
     def binary_body(self) -> tuple[bytes, dict[str, str]]:
         """Returns (body, headers) of a request for a binary response."""
-        inputs = [
-            one.head | {"parameters": {"binary_data_size": len(one.raw)}} for one in self.inputs
-        ]
+        inputs = [{"parameters": {"binary_data_size": len(one.raw)}} for one in self.inputs]
         head = self._dumped(inputs, {"binary_data_output": True})
-        body = head + b"".join(one.raw for one in self.inputs)
-        return body, {LENGTH_HEADER: str(len(head))}
+        in_body = [one.raw for at, one in enumerate(self.inputs) if at not in self.ins]
+        return head + b"".join(in_body), {LENGTH_HEADER: str(len(head))}
 
-    def _dumped(self, inputs: list[Any], parameters: dict[str, Any]) -> bytes:
+    def _dumped(self, contents: Iterable[dict[str, Any]], parameters: dict[str, Any]) -> bytes:
+        inputs = [
+            one.head | ({"parameters": self.ins[at].parameters} if at in self.ins else content)
+            for at, (one, content) in enumerate(zip(self.inputs, contents, strict=True))
+        ]
         body: dict[str, Any] = {"inputs": inputs, "parameters": parameters | dict(self.parameters)}
+        places = {
+            name: {"parameters": place.parameters | {"binary_data": False}}
+            for name, place in self.outs.items()
+        }
         if self.outputs:
-            body["outputs"] = [{"name": name} for name in self.outputs]
+            body["outputs"] = [{"name": name} | places.get(name, {}) for name in self.outputs]
         if self.request_id:
             body["id"] = self.request_id
         return json.dumps(body).encode()
 
     def message(self, model: str, *, is_raw: bool, version: str = "") -> pb.ModelInferRequest:
         request = pb.ModelInferRequest(model_name=model, model_version=version, id=self.request_id)
-        for one in self.inputs:
+        for at, one in enumerate(self.inputs):
             message = request.inputs.add(name=one.name, datatype=one.datatype, shape=one.sizes)
-            if is_raw:
+            if at in self.ins:
+                set_parameters(message.parameters, self.ins[at].parameters)
+            elif is_raw:
                 request.raw_input_contents.append(one.raw)
             else:
                 values = [v.encode() if isinstance(v, str) else v for v in one.flat]
                 getattr(message.contents, CONTENTS[one.datatype]).extend(values)
         for name in self.outputs:
-            request.outputs.add(name=name)
-        for name, value in self.parameters.items():
-            kind = "string_param" if isinstance(value, str) else "int64_param"
-            setattr(request.parameters[name], kind, value)
+            output = request.outputs.add(name=name)
+            if name in self.outs:
+                set_parameters(output.parameters, self.outs[name].parameters)
+        set_parameters(request.parameters, self.parameters)
         return request
+
+
+def set_parameters(parameters: Any, values: Mapping[str, str | int]) -> None:
+    """Adds ``values`` to the parameters of a message or of a tensor."""
+    for name, value in values.items():
+        kind = "string_param" if isinstance(value, str) else "int64_param"
+        setattr(parameters[name], kind, value)
+
+
+def values_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    return {
+        name: getattr(one, one.WhichOneof("parameter_choice") or "")
+        for name, one in parameters.items()
+    }
 
 
 @dataclass(frozen=True)
 class InferResponse:
-    """A response, independent of its format."""
+    """A response, independent of its format.
+
+    Attributes:
+        shared: (datatype, shape, parameters) of each output in shared memory, by name.
+    """
 
     model: str
     version: str
     request_id: str
     parameters: dict[str, Any]
     outputs: dict[str, np.ndarray]
+    shared: dict[str, tuple[str, list[int], dict[str, Any]]]
 
 
 def read_body(body: bytes, head_bytes: str | None) -> InferResponse:
     """Returns a REST response; ``head_bytes`` is the value of its header."""
     end = len(body) if head_bytes is None else int(head_bytes)
     parsed, rest = json.loads(body[:end]), body[end:]
-    outputs = {}
+    outputs, shared = {}, {}
     for one in parsed["outputs"]:
-        dtype = np.dtype(DTYPES[one["datatype"]])
-        size = one.get("parameters", {}).get("binary_data_size")
-        if size is None:
+        dtype, place = np.dtype(DTYPES[one["datatype"]]), one.get("parameters", {})
+        if "shared_memory_region" in place:
+            assert "data" not in one
+            shared[one["name"]] = one["datatype"], one["shape"], place
+            continue
+        if (size := place.get("binary_data_size")) is None:
             values = np.array([np.inf if v is None else v for v in one["data"]]).astype(dtype)
         else:
             values, rest = np.frombuffer(rest[:size], dtype), rest[size:]
@@ -141,14 +193,18 @@ def read_body(body: bytes, head_bytes: str | None) -> InferResponse:
         parsed.get("id", ""),
         parsed.get("parameters", {}),
         outputs,
+        shared,
     )
 
 
 def read_message(message: pb.ModelInferResponse) -> InferResponse:
-    assert len(message.outputs) == len(message.raw_output_contents)
-    outputs = {
-        one.name: np.frombuffer(raw, DTYPES[one.datatype]).reshape(list(one.shape))
-        for one, raw in zip(message.outputs, message.raw_output_contents, strict=True)
-    }
-    parameters = {name: one.int64_param for name, one in message.parameters.items()}
-    return InferResponse(message.model_name, message.model_version, message.id, parameters, outputs)
+    outputs, shared = {}, {}
+    for one, raw in zip(message.outputs, message.raw_output_contents, strict=True):
+        if one.parameters:
+            assert raw == b""
+            shared[one.name] = one.datatype, list(one.shape), values_of(one.parameters)
+        else:
+            values = np.frombuffer(raw, DTYPES[one.datatype])
+            outputs[one.name] = values.reshape(list(one.shape))
+    named = message.model_name, message.model_version, message.id, values_of(message.parameters)
+    return InferResponse(*named, outputs, shared)

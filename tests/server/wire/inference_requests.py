@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+import grpc
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
@@ -33,27 +34,58 @@ def stub(live: Live) -> GRPCInferenceServiceStub:
     return GRPCInferenceServiceStub(live.channel)
 
 
+class RejectedRequestError(Exception):
+    """A request was rejected, with this message and status."""
+
+    def __init__(self, message: str, status: int | str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def post(
+    live: Live, infer_request: InferRequest, model: str, *, is_binary: bool
+) -> InferResponse:
+    if is_binary:
+        body, headers = infer_request.binary_body()
+    else:
+        body, headers = infer_request.json_body(), {}
+    answer = await live.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
+    if answer.status_code != 200:
+        assert list(answer.json()) == ["error"]
+        raise RejectedRequestError(answer.json()["error"], answer.status_code)
+    has_values = len(infer_request.outs) < max(1, len(infer_request.outputs))
+    head_bytes = answer.headers.get(LENGTH_HEADER)
+    assert (head_bytes is not None) == (is_binary and has_values)
+    kind = "application/json" if head_bytes is None else "application/octet-stream"
+    assert answer.headers["content-type"] == kind
+    return read_body(answer.content, head_bytes)
+
+
 async def as_json(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
-    answer = await live.http.post(f"/v2/models/{model}/infer", content=infer_request.json_body())
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    return read_body(answer.content, answer.headers.get(LENGTH_HEADER))
+    return await post(live, infer_request, model, is_binary=False)
 
 
 async def as_binary(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
-    body, headers = infer_request.binary_body()
-    answer = await live.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/octet-stream"
-    return read_body(answer.content, answer.headers[LENGTH_HEADER])
+    return await post(live, infer_request, model, is_binary=True)
+
+
+async def call(
+    live: Live, infer_request: InferRequest, model: str, *, is_raw: bool
+) -> InferResponse:
+    try:
+        return read_message(
+            await stub(live).ModelInfer(infer_request.message(model, is_raw=is_raw))
+        )
+    except grpc.aio.AioRpcError as error:
+        raise RejectedRequestError(str(error.details()), error.code().name) from None
 
 
 async def as_raw(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
-    return read_message(await stub(live).ModelInfer(infer_request.message(model, is_raw=True)))
+    return await call(live, infer_request, model, is_raw=True)
 
 
 async def as_typed(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:
-    return read_message(await stub(live).ModelInfer(infer_request.message(model, is_raw=False)))
+    return await call(live, infer_request, model, is_raw=False)
 
 
 async def as_stream(live: Live, infer_request: InferRequest, model: str = "shop") -> InferResponse:

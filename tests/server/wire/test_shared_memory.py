@@ -16,33 +16,34 @@ from server.fake_engine import Bags, FakeEngine
 from server.fake_models import model_info
 from server.gate import Gate
 from server.live import Live, serving
-from server.open_inference import Input, jagged
+from server.open_inference import Input, Place, jagged
 from server.waiting import until
-from server.wire.shared_memory_requests import (
+from server.wire.inference_requests import (
     BAGS,
     COLUMNS,
+    Infer,
+    RejectedRequestError,
+    as_binary,
+    as_json,
+    as_raw,
+    infer,
+    stub,
+)
+from server.wire.shared_memory_requests import (
     IDS_OFFSET,
     INPUTS,
     INS,
     REST,
     USER,
     VECTORS_BYTES,
-    Infer,
     Memory,
-    RejectedRequestError,
-    SharedMemoryRequest,
-    as_binary,
-    as_json,
-    as_message,
     check,
-    infer,
+    in_regions,
     live,
     memory,
     pipeline_over,
     places_of,
-    region_parameters,
     register,
-    stub,
 )
 
 from embedserve.codec import json_codec
@@ -64,7 +65,7 @@ async def test_ids_are_read_from_and_vectors_written_to_regions(
     ins = dict(enumerate(memory.put(inputs)))
     await register(live, memory)
     for keys in KEYS:
-        infer_request = SharedMemoryRequest(inputs, ins, places_of(expected, keys))
+        infer_request = in_regions(inputs, ins, places_of(expected, keys))
         for _ in range(2):
             check(memory, infer_request, await infer(live, infer_request, "shop"), expected)
 
@@ -79,10 +80,11 @@ async def test_inputs_may_mix_regions_and_body(
     for ins in ({0: every[0]}, {1: every[1], 2: every[2]}, {3: every[3]}, {}):
         for inside in (("user",), ("movie", "tag"), ("tag",), ()):
             outs = {name: places[name] if name in inside else None for name in COLUMNS}
-            infer_request = SharedMemoryRequest(inputs, ins, outs)
+            infer_request = in_regions(inputs, ins, outs)
             check(memory, infer_request, await infer(live, infer_request, "shop"), expected)
-    outputs = await infer(live, SharedMemoryRequest(inputs, every), "shop")
-    assert {name: one.place for name, one in outputs.items()} == dict.fromkeys(COLUMNS)
+    response = await infer(live, in_regions(inputs, every), "shop")
+    assert list(response.outputs) == list(COLUMNS)
+    assert response.shared == {}
 
 
 async def test_large_regions_are_read_and_written_off_the_event_loop(
@@ -103,11 +105,11 @@ async def test_large_regions_are_read_and_written_off_the_event_loop(
     whole: dict[str, tuple[int, int] | None] = {"pooled": (0, 2 * nbytes)}
     async with serving(pipeline_over(engine, executor, memory)) as live:
         await register(live, memory)
-        for infer in (as_json, as_message):
-            await infer(live, SharedMemoryRequest(inputs, ins, whole), "wide")
+        for infer in (as_json, as_raw):
+            await infer(live, in_regions(inputs, ins, whole), "wide")
             read = memory.values((0, expected.nbytes))
             assert np.array_equal(read, expected.ravel())
-            await infer(live, SharedMemoryRequest(inputs, ins, halves), "wide")
+            await infer(live, in_regions(inputs, ins, halves), "wide")
             read = memory.values((0, expected.nbytes))
             assert np.array_equal(read, np.stack(np.split(expected, 2, axis=1)).ravel())
 
@@ -117,11 +119,11 @@ async def test_requests_with_regions_are_not_cached_as_templates(
 ) -> None:
     """Checks that no template is cached, since it would apply to the next caller, too."""
     expected, inputs = engine.expected(BAGS), jagged(BAGS)
-    infer_request = SharedMemoryRequest(inputs, {}, places_of(expected, ("user",)))
+    infer_request = in_regions(inputs, {}, places_of(expected, ("user",)))
     await register(live, memory)
     check(memory, infer_request, await as_binary(live, infer_request), expected)
     await live.http.post(f"{REST}/unregister")
-    for send in (as_binary, as_message):
+    for send in (as_binary, as_raw):
         with pytest.raises(RejectedRequestError, match="'vectors', which is not registered"):
             await send(live, infer_request)
 
@@ -129,50 +131,50 @@ async def test_requests_with_regions_are_not_cached_as_templates(
 # Errors
 
 WRONG = [
-    (SharedMemoryRequest(INPUTS, INS, USER, ids="other"), 404, "'other', which is not registered"),
+    (in_regions(INPUTS, INS, USER, ids="other"), 404, "'other', which is not registered"),
     (
-        SharedMemoryRequest(INPUTS, INS, USER, vectors="other"),
+        in_regions(INPUTS, INS, USER, vectors="other"),
         404,
         "output 'user' names shared memory",
     ),
     (
-        SharedMemoryRequest(INPUTS, {0: (8, 16), 1: (24, 9)}, USER),
+        in_regions(INPUTS, {0: (8, 16), 1: (24, 9)}, USER),
         400,
         "9 bytes at 24 of .* which has 32$",
     ),
-    (SharedMemoryRequest(INPUTS, {0: (0, 8), 1: (16, 8)}, USER), 400, "has 8 bytes, not 16$"),
+    (in_regions(INPUTS, {0: (0, 8), 1: (16, 8)}, USER), 400, "has 8 bytes, not 16$"),
     (
-        SharedMemoryRequest(INPUTS, {0: (2**62, 16)}, USER),
+        in_regions(INPUTS, {0: (2**62, 16)}, USER),
         400,
         "16 bytes at 4611686018427387904 of shared",
     ),
     (
-        SharedMemoryRequest(INPUTS, INS, {"user": (0, 32), "tag": (28, 40)}),
+        in_regions(INPUTS, INS, {"user": (0, 32), "tag": (28, 40)}),
         400,
         "outputs 'user' and 'tag' overlap in shared memory",
     ),
     (
-        SharedMemoryRequest(INPUTS, INS, {"user": (0, 31)}),
+        in_regions(INPUTS, INS, {"user": (0, 31)}),
         400,
         "has 32 bytes, and its shared_memory_byte_size",
     ),
     (
-        SharedMemoryRequest(INPUTS, INS, {"user": (VECTORS_BYTES, 32)}),
+        in_regions(INPUTS, INS, {"user": (VECTORS_BYTES, 32)}),
         400,
         "^output 'user' has 32 bytes at",
     ),
     (
-        SharedMemoryRequest(INPUTS, INS, {"user": (0, 32), "nothing": (0, 1)}),
+        in_regions(INPUTS, INS, {"user": (0, 32), "nothing": (0, 1)}),
         400,
         "is 'nothing': model 'shop'",
     ),
     (
-        SharedMemoryRequest(INPUTS, INS, {"user": (0, 32), "movie": (0, 1)}),
+        in_regions(INPUTS, INS, {"user": (0, 32), "movie": (0, 1)}),
         400,
         "^output 'movie' has 24 bytes",
     ),
     (
-        SharedMemoryRequest(INPUTS, INS, {f"k{i}": (0, 1) for i in range(65)}),
+        in_regions(INPUTS, INS, {f"k{i}": (0, 1) for i in range(65)}),
         413,
         "65 are requested in shared memory, the limit is 64",
     ),
@@ -186,7 +188,7 @@ async def test_invalid_region_parameters_are_rejected_without_a_write(
     memory.put(INPUTS)
     await register(live, memory)
     for infer_request, status, expected_error in WRONG:
-        for send, code in ((as_json, status), (as_message, CODES[status])):
+        for send, code in ((as_json, status), (as_raw, CODES[status])):
             with pytest.raises(RejectedRequestError, match=expected_error) as caught:
                 await send(live, infer_request)
             assert caught.value.status == code
@@ -198,13 +200,13 @@ async def test_incomplete_or_extra_region_parameters_are_rejected(
 ) -> None:
     memory.put(INPUTS)
     await register(live, memory)
-    body = json.loads(SharedMemoryRequest(INPUTS, INS, USER).body(is_binary=False)[0])
+    body = json.loads(in_regions(INPUTS, INS, USER).json_body())
     for change, expected_error in (
         ({"parameters": {"shared_memory_region": "ids"}}, "has shared_memory_region and no shared"),
         ({"parameters": {"shared_memory_byte_size": 1}}, "has shared_memory_byte_size and no shar"),
         ({"data": [1, 2]}, "has both data and a region of shared memory: send one"),
         (
-            {"parameters": region_parameters("ids", (-1, 16))},
+            {"parameters": Place("ids", -1, 16).parameters},
             "body is not an inference request: Expected",
         ),
     ):
@@ -213,15 +215,15 @@ async def test_incomplete_or_extra_region_parameters_are_rejected(
         assert (answer.status_code, expected_error in answer.json()["error"]) == (400, True), (
             answer.text
         )
-    message = SharedMemoryRequest(INPUTS, INS, USER).message("shop")
+    message = in_regions(INPUTS, INS, USER).message("shop", is_raw=True)
     message.inputs[0].contents.int64_contents.extend([1, 2])
     with pytest.raises(grpc.aio.AioRpcError, match="has both contents and a region"):
         await stub(live).ModelInfer(message)
-    message = SharedMemoryRequest(INPUTS, {0: (0, 16)}, USER).message("shop")
+    message = in_regions(INPUTS, {0: (0, 16)}, USER).message("shop", is_raw=True)
     message.raw_input_contents.append(b"")
     with pytest.raises(grpc.aio.AioRpcError, match="has 2 entries for 1 inputs"):
         await stub(live).ModelInfer(message)
-    message = SharedMemoryRequest(INPUTS, INS, USER).message("shop")
+    message = in_regions(INPUTS, INS, USER).message("shop", is_raw=True)
     message.inputs[0].parameters["shared_memory_offset"].int64_param = -8
     with pytest.raises(grpc.aio.AioRpcError, match="16 bytes at -8 of shared memory region 'ids'"):
         await stub(live).ModelInfer(message)
@@ -240,13 +242,13 @@ async def test_truncated_or_removed_region_files_are_errors(
     ]
     for act, expected_error in acts:
         act()
-        for send in (as_json, as_message):
+        for send in (as_json, as_raw):
             with pytest.raises(
                 RejectedRequestError, match=f"{name!r}: its file was {expected_error}"
             ):
-                await send(live, SharedMemoryRequest(INPUTS, INS, USER))
+                await send(live, in_regions(INPUTS, INS, USER))
             bags: Bags = {"user": [[1]]}
-            plain = SharedMemoryRequest(jagged(bags), {}, {"user": None})
+            plain = in_regions(jagged(bags), {}, {"user": None})
             check(memory, plain, await send(live, plain), engine.expected(bags))
 
 
@@ -258,7 +260,7 @@ async def test_region_unregistered_while_a_request_waits_is_an_error(
     async with serving(pipeline) as live:
         await register(live, memory)
         engine.hold()
-        waiting = asyncio.create_task(as_message(live, SharedMemoryRequest(INPUTS, INS, USER)))
+        waiting = asyncio.create_task(as_raw(live, in_regions(INPUTS, INS, USER)))
         await until(lambda: engine.lookups)
         await live.http.post(f"{REST}/unregister")
         engine.release()
@@ -280,7 +282,7 @@ async def test_other_requests_are_served_while_a_write_to_a_region_waits(
     memory.put(INPUTS)
     await register(live, memory)
     monkeypatch.setattr(Region, "write", gate.before(Region.write))
-    infer_request = SharedMemoryRequest(INPUTS, INS, USER)
+    infer_request = in_regions(INPUTS, INS, USER)
     waiting = asyncio.ensure_future(infer(live, infer_request, "shop"))
     await until(lambda: gate.threads)
     for count in (1, json_codec.INLINE_JSON_BYTES_MAX):  # the codec thread decodes the second
@@ -305,7 +307,7 @@ async def test_region_reads_are_limited_like_bodies(
                 "^inputs has 600 bytes of strings in shared memory, the limit is 500",
             ),
         ):
-            infer_request = SharedMemoryRequest(inputs, dict.fromkeys(range(len(inputs)), (0, 600)))
+            infer_request = in_regions(inputs, dict.fromkeys(range(len(inputs)), (0, 600)))
             with pytest.raises(RejectedRequestError, match=expected_error) as caught:
-                await as_message(live, infer_request)
+                await as_raw(live, infer_request)
             assert caught.value.status == "RESOURCE_EXHAUSTED"

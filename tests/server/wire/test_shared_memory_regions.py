@@ -11,6 +11,7 @@ from server.fake_engine import FakeEngine
 from server.live import Live, make_pipeline, serving
 from server.openapi import validate
 from server.waiting import until
+from server.wire.inference_requests import RejectedRequestError, as_json, as_raw, stub
 from server.wire.shared_memory_requests import (
     IDS_OFFSET,
     INPUTS,
@@ -19,14 +20,10 @@ from server.wire.shared_memory_requests import (
     USER,
     VECTORS_OFFSET,
     Memory,
-    RejectedRequestError,
-    SharedMemoryRequest,
-    as_json,
-    as_message,
+    in_regions,
     live,
     memory,
     register,
-    stub,
 )
 
 from embedserve.access.authenticator import Authenticator
@@ -107,8 +104,8 @@ async def test_browser_pages_cannot_use_regions(live: Live, memory: Memory) -> N
         assert (await live.http.get(f"{REST}/{path}", headers=page)).status_code == 403
     for path in ("unregister", "region/ids/unregister", "region/more/register"):
         assert (await live.http.post(f"{REST}/{path}", headers=page)).status_code == 403
-    for is_binary in (False, True):
-        body, headers = SharedMemoryRequest(INPUTS, INS, USER).body(is_binary=is_binary)
+    infer_request = in_regions(INPUTS, INS, USER)
+    for body, headers in ((infer_request.json_body(), {}), infer_request.binary_body()):
         answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers | page)
         assert answer.status_code == 404
     assert memory.is_untouched()
@@ -156,7 +153,7 @@ async def test_regions_are_separate_by_caller(
         name: json.dumps({"key": name, "offset": offset, "byte_size": 24})
         for name, offset in (("ids", IDS_OFFSET), ("vectors", VECTORS_OFFSET))
     }
-    infer, _ = SharedMemoryRequest(INPUTS, INS, {"user": None}).body(is_binary=False)
+    infer = in_regions(INPUTS, INS, {"user": None}).json_body()
     async with serving(pipeline, management_host=management_host) as live:
 
         async def status_of(token: str, method: str, path: str, body: Any = b"") -> int:
@@ -205,10 +202,10 @@ async def test_regions_are_rejected_without_shared_memory(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub(live).SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        for infer in (as_json, as_message):
+        for infer in (as_json, as_raw):
             for infer_request in (
-                SharedMemoryRequest(INPUTS, INS),
-                SharedMemoryRequest(INPUTS, {}, USER),
+                in_regions(INPUTS, INS),
+                in_regions(INPUTS, {}, USER),
             ):
                 with pytest.raises(RejectedRequestError, match=r"not use \(--shared-memory\)$"):
                     await infer(live, infer_request)
