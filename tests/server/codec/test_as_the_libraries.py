@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fuzz.mutate import mutated
 from google.protobuf.message import DecodeError
+from server.open_inference import InferRequest, jagged
 from server.predictions import prediction_request
 
 from embedserve.codec import predictor_codec
@@ -53,16 +54,9 @@ def embed_requests() -> list[bytes]:
 
 
 def infer_requests() -> list[bytes]:
-    contents = oip.ModelInferRequest(model_name="m", id="1")
-    tensor = contents.inputs.add(name="a.ids", datatype="INT64", shape=[3])
-    tensor.contents.int64_contents.extend([1, 2, 300])
-    lengths = contents.inputs.add(name="a.lengths", datatype="INT32", shape=[2])
-    lengths.contents.int_contents.extend([1, 2])
-    raw = oip.ModelInferRequest(model_name="m")
-    raw.inputs.add(name="a.ids", datatype="INT64", shape=[3])
-    raw.inputs.add(name="a.lengths", datatype="INT32", shape=[2])
-    raw.raw_input_contents.append(np.arange(3, dtype="<i8").tobytes())
-    raw.raw_input_contents.append(np.array([1, 2], "<i4").tobytes())
+    inputs = jagged({"a": [[1], [2, 300]]})
+    contents = InferRequest(inputs, request_id="1").message("m", is_raw=False)
+    raw = InferRequest(inputs).message("m", is_raw=True)
     return [one.SerializeToString() for one in (contents, raw)]
 
 

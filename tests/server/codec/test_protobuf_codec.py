@@ -121,19 +121,6 @@ def test_string_ids_are_placed_at_the_positions_of_their_keys(data: st.DataObjec
         assert request.weights.tolist() == expected.weights.tolist()
 
 
-def test_model_of_the_url_overrides_that_of_the_message() -> None:
-    body = pb.EmbedRequest(model="b", keys=["user"], lengths=[0]).SerializeToString()
-    assert decoded(body, "a").model == "a"
-    assert decoded(body).model == "b"
-
-
-def test_output_dtype_is_read_and_defaults_to_float32() -> None:
-    plain = pb.EmbedRequest(keys=["user"], lengths=[0])
-    float16_request = pb.EmbedRequest(keys=["user"], lengths=[0], output_dtype=pb.FLOAT16)
-    assert decoded(plain.SerializeToString()).output_dtype == "float32"
-    assert decoded(float16_request.SerializeToString()).output_dtype == "float16"
-
-
 VALID_FIELDS: dict[str, Any] = {"keys": ["user", "tag"], "ids": [1, 2, 3], "lengths": [1, 1, 0, 1]}
 
 INVALID_CHANGES = [
@@ -257,13 +244,6 @@ def test_encoded_unpooled_response_equals_the_generated_message(
         unknown_ids=unknown,
         lengths=lengths.reshape(-1).tolist(),
     )
-
-
-def test_unknown_ids_are_counted_by_feature() -> None:
-    result = LookupResult(model_info(), np.zeros((1, 9), np.float32), {"movie": 2})
-    response = pb.EmbedResponse.FromString(encoded(result))
-    assert (dict(response.unknown_ids), response.batch_size) == ({"movie": 2}, 1)
-    assert not response.lengths
 
 
 @pytest.mark.parametrize("batch_size", [1, 31, 32, 33, 4095, 4096])

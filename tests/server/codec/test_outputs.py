@@ -1,5 +1,7 @@
-"""Tests of output keys over REST and gRPC: the response has the requested keys, as in the full
-response."""
+"""Tests of requested outputs over REST and gRPC: some of the keys, and float16.
+
+The response has the requested keys of the full response, or its values rounded to half the bytes.
+"""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
 from server.fake_models import model_info, unpooled_info
-from server.live import Live, live_server
+from server.live import PROTOBUF, Live, live_server
 from server.openapi import validate
 
 from embedserve.batching.split import select_output_keys
@@ -22,7 +24,18 @@ from embedserve_proto import embedding_pb2 as pb
 BAGS: Bags = {"tag": [[1], [2, 3], []], "user": [[4], [], [6]]}
 IDS: dict[str, Any] = {"ids": [1, 2, 3, 4, 6], "lengths": [1, 2, 0, 1, 0, 1]}
 COLUMNS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
+FLOAT32, FLOAT16, UNKNOWN = pb.FLOAT32, pb.FLOAT16, 7
+PROBLEM = "output_dtype is 7, expected FLOAT32 (0) or FLOAT16 (1)"
 SELECTIONS = [("user",), ("tag", "user"), ("movie", "tag"), ("movie", "user"), ("tag",)]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """Returns an engine whose row 6 of user has values just beyond and just within float16's
+    range."""
+    engine = FakeEngine()
+    engine.tables["t_user"][6] = [1e5, -1e5, 65504, 1e-7]
+    return engine
 
 
 @pytest.fixture
@@ -32,9 +45,12 @@ async def live(engine: FakeEngine) -> AsyncIterator[Live]:
         yield live
 
 
-def selected(engine: FakeEngine, keys: tuple[str, ...]) -> np.ndarray:
+def selected(engine: FakeEngine, keys: tuple[str, ...] = (), dtype: Any = pb.FLOAT32) -> np.ndarray:
+    """Returns the expected result of BAGS, of all ``keys`` without any."""
     whole = engine.expected(BAGS)
-    return np.concatenate([whole[:, COLUMNS[key]] for key in COLUMNS if key in keys], axis=1)
+    parts = [whole[:, columns] for key, columns in COLUMNS.items() if not keys or key in keys]
+    with np.errstate(over="ignore"):
+        return np.concatenate(parts, axis=1).astype("<f2" if dtype == pb.FLOAT16 else "<f4")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -47,28 +63,53 @@ async def test_openapi_describes_the_keys_of_requests_and_responses(live: Live, 
     assert (response["keys"], response["length_per_key"]) == (["user", "tag"], [4, 2])
 
 
-@pytest.mark.parametrize("keys", [(), ("tag", "movie", "user")])
-async def test_all_or_no_output_keys_yield_the_default_response(
-    live: Live, keys: tuple[str, ...]
+@pytest.mark.parametrize(
+    "options",
+    [{"output_keys": []}, {"output_keys": ["tag", "movie", "user"]}, {"output_dtype": "float32"}],
+)
+async def test_all_or_no_keys_and_float32_yield_the_default_response(
+    live: Live, options: dict[str, Any]
 ) -> None:
     plain = await live.stub.Embed(pb.EmbedRequest(keys=["tag", "user"], **IDS))
+    keys = options.get("output_keys", [])
     named = await live.stub.Embed(pb.EmbedRequest(keys=["tag", "user"], output_keys=keys, **IDS))
     assert named == plain
     json_plain = await live.http.post("/embed", json={"features": BAGS})
-    json_named = await live.http.post("/embed", json={"features": BAGS, "output_keys": keys})
+    json_named = await live.http.post("/embed", json={"features": BAGS} | options)
     assert json_named.content == json_plain.content
+    assert "output_dtype" not in json_plain.json()
 
 
-async def test_each_request_of_a_batch_has_its_own_output_keys(
+async def test_json_request_can_get_a_float16_protobuf_response(
     live: Live, engine: FakeEngine
 ) -> None:
-    requested_keys = [("user",), (), ("tag",), ("user",)]
+    answer = await live.http.post(
+        "/embed",
+        json={"features": BAGS, "output_dtype": "float16"},
+        headers={"accept": PROTOBUF},
+    )
+    response, expected = pb.EmbedResponse.FromString(answer.content), selected(engine, (), FLOAT16)
+    assert np.isinf(expected).sum() == 2
+    assert (response.output_dtype, response.values) == (FLOAT16, expected.tobytes())
+
+
+async def test_each_request_of_a_batch_has_its_own_outputs(live: Live, engine: FakeEngine) -> None:
+    requested: list[tuple[tuple[str, ...], Any]] = [
+        *(((), dtype) for dtype in (FLOAT16, FLOAT32, UNKNOWN, FLOAT16)),
+        *((keys, FLOAT32) for keys in (("user",), (), ("tag",), ("user",))),
+    ]
     requests = [
-        pb.EmbedRequest(keys=["tag", "user"], output_keys=keys, **IDS) for keys in requested_keys
+        pb.EmbedRequest(keys=["tag", "user"], output_keys=keys, output_dtype=dtype, **IDS)
+        for keys, dtype in requested
     ]
     responses = [answer async for answer in live.stub.EmbedStream(iter(requests))]
-    for keys, answer in zip(requested_keys, responses, strict=True):
-        assert answer.values == selected(engine, keys or tuple(COLUMNS)).tobytes()
+    for (keys, dtype), answer in zip(requested, responses, strict=True):
+        if dtype == UNKNOWN:
+            error = pb.Error(code="INVALID_ARGUMENT", message=PROBLEM, field="output_dtype")
+            assert answer == pb.EmbedResponse(error=error)
+        else:
+            assert answer.output_dtype == dtype
+            assert answer.values == selected(engine, keys, dtype).tobytes()
 
 
 @pytest.mark.parametrize("keys", SELECTIONS, ids=" ".join)
