@@ -106,51 +106,29 @@ def test_missing_store_is_named(tmp_path: Path) -> None:
             call()
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def make_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def halve(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def drop_last_byte(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data.rstrip(b"\n")[:-1])
-
-
-def append(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"x")
-
-
-def garbage(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\x00garbage" * 1000)
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "without its last byte": lambda data: data.rstrip(b"\n")[:-1],
+    "longer": lambda data: data + b"x",
+    "garbage": lambda data: b"\xff\xfe\x00garbage" * 1000,
+    "zeros": lambda data: bytes(len(data)),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "damage", [remove, make_folder, empty, halve, drop_last_byte, append, garbage, zeros]
-)
-def test_every_damaged_file_is_rejected(
-    version: ModelVersion, name: str, damage: Callable[[Path], None]
-) -> None:
-    damage(version.path / name)
+@pytest.mark.parametrize("damage", ["removed", "a folder", *DAMAGES])
+def test_every_damaged_file_is_rejected(version: ModelVersion, name: str, damage: str) -> None:
+    path = version.path / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "a folder":
+        path.mkdir()
+    elif damage in DAMAGES:
+        path.write_bytes(DAMAGES[damage](data))
     with pytest.raises(StoreError) as caught:
         reload(version)
-    assert str(caught.value).startswith(f"{version.path / name}: ")
+    assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
 
 
