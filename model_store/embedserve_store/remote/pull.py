@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from embedserve_store.errors import failed_write
@@ -20,21 +20,15 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.remote.damage_record import UNDAMAGED, known_damage
 from embedserve_store.transfer.receive import TransferProgress, receive
 from embedserve_store.transfer.stored_version import StoredVersion
-from embedserve_store.writing.staging import (
-    check_room,
-    check_writable,
-    copy_folder,
-    reveal,
-    staging_folder,
-)
+from embedserve_store.writing.staging import check_room, check_writable, copy_folder, reveal
 
 logger = logging.getLogger(__name__)
 
 STAT_BLOCK_BYTES = 512
 """Unit of st_blocks, in bytes."""
 _KEPT_AFTER = (*UNDAMAGED, KeyboardInterrupt)
-"""Exceptions after which the next pull continues. KeyboardInterrupt is Ctrl-C or
-SIGTERM."""
+"""Exceptions after which the next pull continues. After damage nothing is kept, which may take no
+space. KeyboardInterrupt is Ctrl-C or SIGTERM."""
 
 
 def pull(
@@ -55,26 +49,18 @@ def pull(
     cache = folder.parent.parent
     check_writable(cache)
     try:
-        with _lock(cache, version) as is_locked:
+        with _lock(cache, version):
             if folder.is_dir():
                 return
             record = cache / f".{version.model}-{version.number}.damaged"
-            with _staging(folder, is_locked=is_locked) as staging:
+            name = folder.name
+            with copy_folder(folder.parent, name, _KEPT_AFTER, others_kept_s=0) as staging:
                 check_room(cache, version.nbytes - _used_bytes(staging))
                 with known_damage(record, listed):
                     # Without locks, another process may have pulled the version first.
                     place(version, staging, folder, progress)
     except OSError as error:
         raise failed_write(f"{folder}: pulling failed", error) from error
-
-
-def _staging(folder: Path, *, is_locked: bool) -> AbstractContextManager[Path]:
-    """Returns the folder that the files of ``folder`` are pulled into. Without a lock it is not
-    shared with other pulls, and nothing of it is kept. Otherwise it is kept unless the version is
-    damaged, which may take no space."""
-    if not is_locked:
-        return staging_folder(folder.parent)
-    return copy_folder(folder.parent, folder.name, _KEPT_AFTER, others_kept_s=0)
 
 
 def _used_bytes(staging: Path) -> int:
@@ -103,9 +89,8 @@ def place(
 
 
 @contextmanager
-def _lock(cache: Path, version: StoredVersion) -> Iterator[bool]:
-    """Waits until no other process pulls ``version`` into ``cache``, and locks it. Yields whether
-    it is locked.
+def _lock(cache: Path, version: StoredVersion) -> Iterator[None]:
+    """Waits until no other process pulls ``version`` into ``cache``, and locks it.
 
     The lock file stays: after a removal, a third process could lock a new file of the same name. If
     the file system has no locks, several processes may pull concurrently, and the first copy is
@@ -114,7 +99,6 @@ def _lock(cache: Path, version: StoredVersion) -> Iterator[bool]:
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / f".{version.model}-{version.number}.lock"
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    is_locked = True
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +107,6 @@ def _lock(cache: Path, version: StoredVersion) -> Iterator[bool]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             logger.info("%s: the cache has no locks: %s", version.where, error.strerror)
-            is_locked = False
-        yield is_locked
+        yield
     finally:
         os.close(lock)

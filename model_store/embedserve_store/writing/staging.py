@@ -118,7 +118,8 @@ def copy_folder(
 
     Creates both folders if needed. If the copy fails or is killed, the folder stays with its files
     for the next attempt. Two processes that make the same copy take turns. First removes the
-    remains of killed publishers.
+    remains of killed publishers. Where the file system has no locks, each copy has a folder of its
+    own, which does not stay.
 
     Args:
         kept_after: exceptions after which the folder stays; default: all.
@@ -130,6 +131,12 @@ def copy_folder(
     """
     copy = model_folder / f"{COPY}{name}"
     lock = _wait_for_lock(model_folder, copy)
+    if not _is_locked(lock):
+        os.close(lock)
+        _lock_path(copy).unlink(missing_ok=True)
+        with staging_folder(model_folder) as own:
+            yield own
+        return
     is_kept = False
     try:
         _remove_abandoned(model_folder, others_kept_s)
@@ -199,6 +206,16 @@ def _lock(staging: Path, *, locked_if_unsupported: bool) -> int | None:
         return lock
     os.close(lock)
     return None
+
+
+def _is_locked(lock: int) -> bool:
+    """Returns whether the file that ``_lock`` opened is locked: not where the file system has no
+    locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _lock_path(staging: Path) -> Path:

@@ -2,13 +2,14 @@
 replaces nothing."""
 
 import errno
+import fcntl
 import io
 import os
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import s3fs
@@ -18,7 +19,7 @@ from store.remote.conftest import KINDS, Place, Publish, publish_rows
 from writable import writable
 
 from embedserve_store.copying import copy_versions as copying
-from embedserve_store.copying.copy_versions import copy_versions
+from embedserve_store.copying.copy_versions import CopiedModel, copy_versions
 from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
@@ -103,6 +104,24 @@ def test_alias_changed_in_both_stores_is_rejected(local: Path, tmp_path: Path) -
     with pytest.raises(StoreError, match=message):
         copy_versions(local, target, "m", aliases=True)
     assert everything_under(target) == before
+
+
+def test_copies_at_the_same_time_without_file_locks_are_apart(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+    target = tmp_path / "t"
+    others: list[CopiedModel] = []
+
+    def copy_first(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == "tables.safetensors" and not others:
+            others.append(CopiedModel("m", [], []))  # the copy below has progress, too
+            others.append(copy_versions(local, target, "m", 1, progress=copy_first))
+
+    copied = copy_versions(local, target, "m", 1, progress=copy_first)
+    assert (copied.present, others[1].copied) == ([1], [1])
+    assert sorted(os.listdir(target / "m")) == ["1", "notes"]
+    verify(ModelStore(target).load("m", 1))
 
 
 def test_folder_of_another_version_is_not_copied(local: Path, tmp_path: Path) -> None:
