@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.transfer_pool import TransferPool
 from embedserve_store.remote.unchanged_tables import UnchangedBytes
 
 logger = logging.getLogger(__name__)
@@ -72,19 +73,16 @@ class MultipartUpload:
             StalePartsError: the parts that are there are those of other bytes.
             StoreError: as ``blocks`` raises it.
         """
-        with ThreadPoolExecutor(remote_files.PARTS_AT_ONCE, thread_name_prefix="upload") as pool:
+        with TransferPool(remote_files.PARTS_AT_ONCE, "upload") as pool:
             sent: set[Future[None]] = set()
-            try:
-                for number, data in enumerate(_parts(blocks, self._part_bytes), start=1):
-                    if len(sent) == remote_files.PARTS_AT_ONCE:
-                        done, sent = wait(sent, return_when="FIRST_COMPLETED")
-                        for part in done:
-                            part.result()
-                    sent.add(pool.submit(self._send_part, number, data))
-                for part in sent:
-                    part.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+            for number, data in enumerate(_parts(blocks, self._part_bytes), start=1):
+                if len(sent) == remote_files.PARTS_AT_ONCE:
+                    done, sent = wait(sent, return_when="FIRST_COMPLETED")
+                    for part in done:
+                        part.result()
+                sent.add(pool.submit(self._send_part, number, data))
+            for part in sent:
+                part.result()
         if self._copied:
             where, counts = (
                 f"{self._remote.url}/{self._name}",

@@ -12,7 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote.retry_log import RetryLog
 from embedserve_store.remote.store_errors import logged_waits, one_line, translated
+from embedserve_store.remote.transfer_pool import TransferPool, run
 from embedserve_store.writing.small_files import write_new
 
 PART_BYTES = 16 << 20
@@ -151,9 +152,9 @@ class RemoteFolder:
         Raises:
             StoreError: the file ends before ``stop``.
         """
-        pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="download")
         parts: deque[Future[bytes]] = deque()
-        try:
+        # If a part failed or the caller was interrupted, no further part is requested.
+        with TransferPool(PARTS_AT_ONCE, "download") as pool:
             for at in range(start, stop, PART_BYTES):
                 if len(parts) == PARTS_AT_ONCE:
                     yield parts.popleft().result()
@@ -162,9 +163,6 @@ class RemoteFolder:
                     parts.append(pool.submit(self._whole_part, name, at, end))
             while parts:
                 yield parts.popleft().result()
-        finally:
-            # If a part failed or the caller was interrupted, no further part is requested.
-            pool.shutdown(cancel_futures=True)
 
     def _whole_part(self, name: str, start: int, stop: int) -> bytes:
         data = self._part(name, start, stop, PART_S_MAX)
@@ -317,12 +315,9 @@ class RemoteFolder:
         with translated(where), logged_waits(where):
             if not getattr(files, "async_impl", False):
                 return getattr(files, method)(*args, **kwargs)
-            from fsspec.asyn import sync as run
-            from fsspec.exceptions import FSTimeoutError
-
             try:
-                return run(files.loop, _call_async, files, method, *args, timeout=limit_s, **kwargs)
-            except FSTimeoutError as error:
+                return run(files.loop, _call_async(files, method, *args, **kwargs), limit_s)
+            except TimeoutError as error:
                 raise TimeoutError(f"no answer within {limit_s:g} s{reason}") from error
 
     def _patient_files(self, response_s: float) -> Any:

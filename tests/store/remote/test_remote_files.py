@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote import store_errors
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.transfer_pool import TransferPool
 
 WAIT_S_MAX = 60.0
 EMPTY = (
@@ -42,6 +43,19 @@ def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         folder = RemoteFolder("s3://bucket/store")
         with pytest.raises(UnreachableError, match=r"store/m: .*: no answer within 2 s$"):
             folder._call(f"{folder.url}/m", "find", "bucket/store/m", detail=True, max_s=2)
+
+
+def test_interrupt_cancels_the_transfer_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        folder = RemoteFolder("s3://bucket/store")
+        with suppress(KeyboardInterrupt), TransferPool(1, "upload") as pool:
+            part = pool.submit(folder.s3_call, "put_object", "rows", Body=b"1")
+            connection, _ = silent.accept()
+            raise KeyboardInterrupt
+        connection.close()
+        with pytest.raises(UnreachableError, match=r"store/rows: .*: CancelledError"):
+            part.result(0)
 
 
 def test_file_is_unreachable_while_no_thread_can_start(
