@@ -5,6 +5,10 @@ from the stored values, so that no counter goes backwards. The first cells of a 
 between the worker and the supervisor. No locks are needed: a cell is eight aligned bytes and has
 one writer.
 
+The size of a row is fixed before the workers are forked. A class that counts therefore has a
+constant, or a function, ``…_cells`` with the number of cells that its constructor allocates, and
+cells_per_worker adds them up.
+
 Cells that belong to a name or to a version are allocated together with the cell of a key. They
 start from zero when their key changes, and readers add up only the workers that have the same key.
 """

@@ -2,6 +2,8 @@
 
 A caller's bodies name the same inputs and outputs repeatedly. They differ in the sizes of the
 inputs and in the tensors behind the JSON. If the template of a body is cached, only these are read.
+As in message_template.py, the bytes between two features' sizes of ids are a middle, which is
+cached by the batch size.
 
 A template has inputs F.ids and then F.lengths of each feature, integers in binary, and no request
 id.

@@ -3,7 +3,13 @@
 A caller's requests name the same model, inputs and outputs repeatedly. They differ in the request
 id, the sizes of the inputs and their contents. If the template of a message is cached, only these
 are read. A template has inputs F.ids and then F.lengths of each feature, integers in
-raw_input_contents.
+raw_input_contents. Its messages have these bytes; those in capitals differ:
+
+    head ID  stem COUNT  stem BATCH  stem COUNT  stem BATCH … tail  IDS LENGTHS  IDS LENGTHS …
+
+A stem is the bytes of an input up to its size. The batch size is the same in all inputs of lengths.
+All bytes between two counts of ids, a middle, therefore depend on it and on the width of the next
+count alone, and are cached by the batch size.
 """
 
 from __future__ import annotations

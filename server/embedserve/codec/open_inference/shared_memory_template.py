@@ -4,8 +4,9 @@ Ids and lengths are read directly into their final arrays. A body or message wit
 an earlier one is not parsed again: a caller with tensors in shared memory repeats the same bytes as
 long as its number of ids is the same.
 
-A template has inputs F.ids and then F.lengths of each feature, integers, and no request id. It
-keeps only the names of regions. Their ownership and size are checked for each request.
+A template has inputs F.ids and then F.lengths of each feature, integers, and no request id. Inputs
+that follow one another in a region are a run, which is read by one system call. A template keeps
+only the names of regions. Their ownership and size are checked for each request.
 """
 
 from __future__ import annotations

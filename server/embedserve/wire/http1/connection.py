@@ -71,7 +71,7 @@ class Http1Connection(Connection):
         self._routes = routes
         self._server = server
         self.is_read_paused = self.is_write_paused = False
-        self._held: list[bytes] = []  # received behind the request being answered
+        self._held: list[bytes] = []  # pipelined: received behind the request being answered
         self._streams: deque[Http1Stream] = deque()  # being answered, then those queued
         self._is_advancing = self._has_responded = self._is_take_due = False
         self._is_draining = self._has_ended = False
