@@ -20,7 +20,8 @@ from embedserve.access.client_address import PEER, ClientAddresses
 from embedserve.access.grants import CALLERS
 from embedserve.api.console.routes import PAGE_PATHS
 from embedserve.codec.json_codec import encode_error
-from embedserve.codec.open_inference import body_responses
+from embedserve.codec.open_inference.body_responses import encode_error as encode_infer_error
+from embedserve.codec.open_inference.body_responses import is_infer_path
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.metrics.request_metrics import LINES_MAX
@@ -51,12 +52,6 @@ def roles_of(path: str) -> frozenset[str]:
     if path in ("/models", "/v2") or path.startswith(("/models/", "/v2/")):
         return CALLERS
     return ADMINS
-
-
-def is_infer(path: str) -> bool:
-    """Returns whether ``path`` belongs to the Open Inference Protocol, whose errors have another
-    format."""
-    return path == "/v2" or path.startswith("/v2/")
 
 
 class AuthMiddleware:
@@ -110,5 +105,5 @@ def error_response(
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    encode = body_responses.encode_error if is_infer(path) else encode_error
+    encode = encode_infer_error if is_infer_path(path) else encode_error
     return Response(encode(error), status, headers, media_type="application/json")

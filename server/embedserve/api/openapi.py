@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from embedserve.api.auth_middleware import NO_ROLES, is_infer, roles_of
+from embedserve.api.auth_middleware import NO_ROLES, roles_of
 from embedserve.api.shared_memory import PREFIX as SHARED_MEMORY
 from embedserve.api.wire_openapi import (
     EMBED_PATHS,
@@ -22,6 +22,7 @@ from embedserve.api.wire_openapi import (
     SCHEMAS,
     JsonSchema,
 )
+from embedserve.codec.open_inference.body_responses import is_infer_path
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
 
@@ -46,7 +47,7 @@ async def description(request: Request) -> JSONResponse:
 def _operation_id(route: APIRoute) -> str:
     """Returns the operation id of a route: its function's name, prefixed with v2_ for the Open
     Inference Protocol. Generated clients name their methods after it."""
-    return ("v2_" if is_infer(route.path) else "") + route.name
+    return ("v2_" if is_infer_path(route.path) else "") + route.name
 
 
 def describe_routes(app: FastAPI, pipeline: RequestPipeline) -> None:
@@ -85,7 +86,7 @@ def wire_path(path: str, item: JsonSchema, models: Sequence[ModelInfo]) -> JsonS
     }:
         operation["requestBody"]["content"]["application/json"]["examples"] = examples
     if models:
-        name = models[0].name if is_infer(path) else models[0].served_as
+        name = models[0].name if is_infer_path(path) else models[0].served_as
         values = {"model": name, "version": str(models[0].version)}
         for parameter in operation["parameters"]:
             if parameter["in"] == "path":
@@ -95,7 +96,7 @@ def wire_path(path: str, item: JsonSchema, models: Sequence[ModelInfo]) -> JsonS
 
 
 def _example(path: str, model: ModelInfo) -> JsonSchema:
-    if not is_infer(path):
+    if not is_infer_path(path):
         return {"features": model.example}
     inputs: list[JsonSchema] = []
     for feature, bags in model.example.items():
@@ -115,7 +116,7 @@ def _tensor(name: str, datatype: str, data: Sequence[Any]) -> JsonSchema:
 def error_responses(path: str, statuses: Iterable[str]) -> JsonSchema:
     """Returns the error responses of an operation of ``path``, by status; "default" is any other
     error."""
-    name = "InferError" if is_infer(path) else "Error"
+    name = "InferError" if is_infer_path(path) else "Error"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {status: ERRORS[status] | {"content": content} for status in (*statuses, "default")}
 

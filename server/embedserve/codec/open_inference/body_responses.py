@@ -169,6 +169,12 @@ def json_bytes_of(chunks: ResponseChunks) -> int:
     return len(first) if len(chunks) > 1 and first[-1:] == b"}" else 0
 
 
+def is_infer_path(path: str) -> bool:
+    """Returns whether ``path`` belongs to the protocol, whose errors have the format of
+    encode_error."""
+    return path == "/v2" or path.startswith("/v2/")
+
+
 def encode_error(error: EmbedServeError) -> bytes:
     """Returns {"error": "…"}, the protocol's own format."""
     return orjson.dumps({"error": error.message})

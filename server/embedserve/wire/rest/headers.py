@@ -90,8 +90,8 @@ def embed_route(path: str) -> EmbedRoute | None:
 
 def error_encoder(target: bytes) -> Callable[[EmbedServeError], bytes]:
     """Returns the encoder of errors for requests to ``target``."""
-    path = target.partition(b"?")[0]
-    is_infer = path == b"/v2" or path.startswith(b"/v2/")
+    path = target.partition(b"?")[0].decode("latin-1")
+    is_infer = body_responses.is_infer_path(path)
     return body_responses.encode_error if is_infer else json_codec.encode_error
 
 
