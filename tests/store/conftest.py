@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from pooled import collection
+from torchrec import EmbeddingBagCollection, PoolingType
 from writable import writable
 
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
@@ -29,37 +30,21 @@ ROWS = {"user": 300, "item": 77, "tag": 16}
 MakeEbc = Callable[..., EmbeddingBagCollection]
 
 
-def collection_of(
-    *tables: tuple[str, int, int, list[str], str], is_weighted: bool = False
-) -> EmbeddingBagCollection:
-    """Returns a collection of ``tables``: name, rows, dim, features and pooling of each."""
-    return EmbeddingBagCollection(
-        is_weighted=is_weighted,
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=features,
-                pooling=PoolingType[pooling.upper()],
-            )
-            for name, rows, dim, features, pooling in tables
-        ],
-    )
-
-
 def small_collection(
     *, is_weighted: bool = False, pooling: str | None = None, half: bool = False
 ) -> EmbeddingBagCollection:
     """Returns a collection of three tables, with two poolings, a table of two features and a
     feature of two tables."""
     torch.manual_seed(7)
-    ebc = collection_of(
-        ("user", ROWS["user"], 16, ["user", "friend"], pooling or "sum"),
-        ("item", ROWS["item"], 8, ["item"], pooling or "mean"),
-        ("tag", ROWS["tag"], 4, ["tag", "item"], pooling or "sum"),
-        is_weighted=is_weighted,
-    )
+    sums, means = PoolingType.SUM, PoolingType.MEAN
+    if pooling is not None:
+        sums = means = PoolingType[pooling.upper()]
+    tables = [
+        ("user", ROWS["user"], 16, ["user", "friend"], sums),
+        ("item", ROWS["item"], 8, ["item"], means),
+        ("tag", ROWS["tag"], 4, ["tag", "item"], sums),
+    ]
+    ebc = collection(tables, is_weighted=is_weighted)
     return ebc.half() if half else ebc
 
 

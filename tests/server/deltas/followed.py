@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from pooled import collection
 from server.deltas.tables import first_values
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import PoolingType
 
 from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.changed_rows_memory import RowsFullError
@@ -63,10 +63,7 @@ class Followed:
     """A store with one model, its training job, and a follower."""
 
     def __init__(self, folder: Path) -> None:
-        config = EmbeddingBagConfig(
-            num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f"]
-        )
-        ebc = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
+        ebc = collection([("t", ROWS, 4, ["f"], PoolingType.SUM)])
         publish(ebc, folder, model="m", dtype="float32")
         self.writer = DeltaWriter(folder, model="m")
         self.follow(folder, 1)

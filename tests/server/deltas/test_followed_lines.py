@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from pooled import collection
 from server.deltas.followed import ROWS, Followed
 from server.deltas.tables import first_values
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import PoolingType
 
 from embedserve.config import ServeSettings
 from embedserve.deltas import rows_writer
@@ -286,8 +286,7 @@ def test_next_version_is_caught_up_at_the_delta_of_its_alias(rollout: DeltaRollo
 
 def publish_new_line(store: Path) -> None:
     """Publishes version 2, which begins a line of its own."""
-    config = EmbeddingBagConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f"])
-    ebc = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
+    ebc = collection([("t", ROWS, 4, ["f"], PoolingType.SUM)])
     assert publish(ebc, store, model="m", dtype="float32").version == 2
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from store.conftest import collection_of
-from torchrec import EmbeddingBagCollection
+from pooled import collection
+from torchrec import EmbeddingBagCollection, PoolingType
 
 from embedserve_store import PublishedVersion, publish
 
@@ -14,17 +14,17 @@ PARTS = 3
 DTYPES = {"single": "float32", "halves": "float16", "bytes": "int8", "nibbles": "int4"}
 
 
-def collection(*, is_weighted: bool = False) -> EmbeddingBagCollection:
+def collection_of_parts(*, is_weighted: bool = False) -> EmbeddingBagCollection:
     """Returns a collection with a table for each dtype: a shared feature, means and sums, and
     padded widths."""
     torch.manual_seed(3)
-    return collection_of(
-        ("single", 301, 6, ["single", "shared"], "mean"),
-        ("halves", 200, 16, ["halves"], "sum"),
-        ("bytes", 250, 10, ["bytes", "shared"], "mean"),
-        ("nibbles", 500, 32, ["nibbles"], "sum"),
-        is_weighted=is_weighted,
-    )
+    tables = [
+        ("single", 301, 6, ["single", "shared"], PoolingType.MEAN),
+        ("halves", 200, 16, ["halves"], PoolingType.SUM),
+        ("bytes", 250, 10, ["bytes", "shared"], PoolingType.MEAN),
+        ("nibbles", 500, 32, ["nibbles"], PoolingType.SUM),
+    ]
+    return collection(tables, is_weighted=is_weighted)
 
 
 @pytest.fixture(scope="session")
@@ -42,4 +42,4 @@ def publish_hosts(store: Path, *, is_weighted: bool = False, **options: Any) -> 
         "hosts": PARTS,
         "vocabularies": {"halves": range(7, 207)},
     } | options
-    return publish(collection(is_weighted=is_weighted), store, model="m", **given)
+    return publish(collection_of_parts(is_weighted=is_weighted), store, model="m", **given)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from store.conftest import collection_of
+from pooled import collection
+from torchrec import PoolingType
 
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish
 from embedserve_store.memory import mapped_tables
@@ -16,15 +17,15 @@ from embedserve_store.memory.mapped_tables import drop_version_pages, populate
 from embedserve_store.memory.resident_tables import check_room, make_resident
 from embedserve_store.parts.part import NO_ROWS, Part
 
-ROWS = 40_000
+ROWS = {"a": 40_000, "b": 10_000}
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("large")
     torch.manual_seed(0)
-    collection = collection_of(("a", ROWS, 64, ["a"], "sum"), ("b", ROWS // 4, 64, ["b"], "sum"))
-    publish(collection, store, model="m", hosts=4)
+    tables = [(name, rows, 64, [name], PoolingType.SUM) for name, rows in ROWS.items()]
+    publish(collection(tables), store, model="m", hosts=4)
     return store
 
 
