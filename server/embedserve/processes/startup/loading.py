@@ -42,8 +42,10 @@ logger = logging.getLogger(__name__)
 
 _PULL_ERRORS = (StoreError, OSError, ValueError)
 """Errors of open_versions that a child process reports to its parent."""
-WAIT_S = 2.0
-"""Seconds between two polls of a store that does not have the models yet."""
+REMOTE_POLL_S = 2.0
+"""Seconds between two polls of a remote store that does not have the models yet."""
+LOCAL_POLL_S = 0.25
+"""Seconds between two polls of such a store on this host, where a poll opens a few files."""
 
 
 def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
@@ -178,7 +180,7 @@ def opened_in_time(
             if str(error) != said:
                 said = str(error)
                 logger.warning("waiting for what is to be served: %s", said)
-        time.sleep(WAIT_S)
+        time.sleep(REMOTE_POLL_S if is_url(settings.store) else LOCAL_POLL_S)
 
 
 def with_default_model(settings: ServeSettings, names: Iterable[str]) -> ServeSettings:

@@ -207,7 +207,7 @@ def test_start_waits_for_unpublished_default_model(
         yield SimpleNamespace(models=lambda: published.pop(0), load=load)
 
     monkeypatch.setattr(loading, "opened", opened)
-    monkeypatch.setattr(loading, "WAIT_S", 0.0)
+    monkeypatch.setattr(loading, "LOCAL_POLL_S", 0.0)
     settings = ServeSettings("store", default_model=default, wait=True)
     if default == "m":
         assert list(loading.opened_in_time(settings, loading.open_versions)) == ["m", "n"]
