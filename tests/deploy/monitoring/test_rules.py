@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -18,9 +19,10 @@ ALERTS_PAGE = ROOT / "docs" / "alerts.md"
 
 def promtool(*arguments: object) -> str:
     """Runs promtool, which must succeed, and returns its output."""
-    done = subprocess.run(
-        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    command = ["promtool", *map(str, arguments)]
+    # Go's default collects garbage more often, which takes a sixth of the CPU time.
+    environment = os.environ | {"GOGC": "400"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
