@@ -25,7 +25,7 @@ declare -A package_of=(
     [go]=golang-go
     [prometheus]=prometheus
     [promtool]=prometheus
-    [chromium]=chromium
+    [chromium-headless-shell]=chromium-headless-shell
     [redis-server]=redis-server
     [nats-server]=nats-server
     [podman]=podman
@@ -70,7 +70,10 @@ install_kubectl_of_debian_13() {
 
 group=${1:-tests}
 case $group in
-    tests) commands=(curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium redis-server nats-server) ;;
+    tests)
+        commands=(curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium-headless-shell)
+        commands+=(redis-server nats-server)
+        ;;
     image) commands=(haproxy podman runc debootstrap) ;;
     cluster) commands=(podman runc etcd containerd catatonit iptables host-local go dpkg-source) ;;
     *)

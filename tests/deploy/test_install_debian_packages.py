@@ -17,11 +17,11 @@ PLAIN = ("env", "sh", "chmod", "rm", "grep", "head", "mkdir", "mktemp")
 """Commands of the real host."""
 PROGRAMS = (
     *("kubectl", "curl", "nghttp", "h2load", "nginx", "haproxy", "node", "npm", "go"),
-    *("prometheus", "promtool", "chromium", "redis-server", "nats-server"),
+    *("prometheus", "promtool", "chromium-headless-shell", "redis-server", "nats-server"),
 )
 PACKAGES = (
     "kubernetes-client curl nghttp2-client nginx-light haproxy nodejs npm golang-go "
-    "prometheus chromium redis-server nats-server golang-google-grpc-dev"
+    "prometheus chromium-headless-shell redis-server nats-server golang-google-grpc-dev"
 )
 UPDATE = "apt-get update -qq"
 INSTALL = "apt-get install -qq -y --no-install-recommends"
