@@ -166,8 +166,8 @@ class Http2Connection:
 
     @property
     def left_bytes(self) -> int:
-        """Received bytes that are not processed yet."""
-        return len(self._left)
+        """Received bytes that are not processed yet: frames, and an incomplete header block."""
+        return len(self._left) + len(self._requests.block)
 
     def _read_frames(self, data: bytes) -> int:
         """Processes the complete frames in ``data``. Returns the position where they end."""

@@ -37,6 +37,9 @@ UNSENT_BYTES_MAX = 64 << 20
 class RequestFrames:
     """Validates and processes the request frames of one connection.
 
+    Attributes:
+        block: fragments of an incomplete header block, joined.
+
     Every method that takes a frame raises:
         ProtocolViolation: a connection error.
         StreamError: a stream error.
@@ -44,19 +47,17 @@ class RequestFrames:
 
     __slots__ = (
         "_abuse_budget",
-        "_block",
-        "_block_bytes",
         "_block_head",
         "_connection",
         "_flow_control",
+        "block",
     )
 
     def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
         self._flow_control = connection.flow_control
         self._abuse_budget = connection.abuse_budget
-        self._block: list[bytes] = []  # fragments of an incomplete header block
-        self._block_bytes = 0
+        self.block = b""
         self._block_head = (0, 0)  # stream identifier and flags of its HEADERS frame
 
     def on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
@@ -72,8 +73,7 @@ class RequestFrames:
         if flags & END_HEADERS:
             self._on_block(stream_id, flags, payload)
         else:
-            self._block = [payload]
-            self._block_bytes = len(payload)
+            self.block = payload
             self._block_head = (stream_id, flags)
             self._connection.required_frame_type = CONTINUATION
             self._check_block()
@@ -89,19 +89,19 @@ class RequestFrames:
         return payload[5:]
 
     def on_continuation(self, stream_id: int, flags: int, payload: bytes) -> None:
-        if not self._block or stream_id != self._block_head[0]:
+        connection = self._connection
+        if connection.required_frame_type != CONTINUATION or stream_id != self._block_head[0]:
             raise violation("CONTINUATION without its HEADERS")
-        self._connection.spend(self._abuse_budget, "CONTINUATION frames")
-        self._block.append(payload)
-        self._block_bytes += len(payload)
+        connection.spend(self._abuse_budget, "CONTINUATION frames")
+        self.block += payload
         self._check_block()
         if flags & END_HEADERS:
-            block, self._block = b"".join(self._block), []
-            self._connection.required_frame_type = None
+            block, self.block = self.block, b""
+            connection.required_frame_type = None
             self._on_block(stream_id, self._block_head[1], block)
 
     def _check_block(self) -> None:
-        if self._block_bytes > BLOCK_BYTES_MAX:
+        if len(self.block) > BLOCK_BYTES_MAX:
             raise ProtocolViolation(
                 ErrorCode.ENHANCE_YOUR_CALM, f"a header block of over {BLOCK_BYTES_MAX} bytes"
             )
@@ -211,7 +211,7 @@ class RequestFrames:
 
     def close(self) -> None:
         """Releases an incomplete header block after the connection has ended."""
-        self._block = []
+        self.block = b""
 
 
 def _end_body(stream: Stream) -> None:

@@ -13,7 +13,7 @@ from hyperframe.frame import (
 )
 from server.wire.http2.peer import OK, POST, Peer, continuation, data, of, raw, resets, update
 
-from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.frames import HEADERS, ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
@@ -57,6 +57,14 @@ def test_flood_of_frames_without_requests_ends_the_connection(name: str) -> None
     last = peer.seen[-1]
     assert isinstance(last, GoAwayFrame)
     assert ErrorCode(last.error_code) is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_bytes_of_an_incomplete_header_block_are_counted() -> None:
+    peer = Peer()
+    peer.send(raw(HEADERS, 0, 1, bytes(3)), continuation(1, bytes(4), is_end=False))
+    assert peer.connection.left_bytes == 7
+    peer.send(continuation(1, b""))
+    assert peer.connection.left_bytes == 0
 
 
 def test_flood_of_empty_continuations_ends_the_connection() -> None:
