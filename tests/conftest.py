@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
-from forkserver import PYTHON, run_warm
+from forkserver import PYTHON, WarmPopen, run_warm
 
 if TYPE_CHECKING:
     from trained import Trained
@@ -84,6 +86,21 @@ def pytest_xdist_auto_num_workers() -> int:
     process may take 4 GB.
     """
     return min(4, len(os.sched_getaffinity(0)) + 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Forks the processes of ``-n`` from a fork server, and for each a fork server of its own.
+
+    Else each would import torch and start a fork server, which takes 13 s of CPU time.
+    """
+    from execnet import gateway_base, gateway_io
+
+    model: Any = gateway_base.MainThreadOnlyExecModel
+    model.subprocess = SimpleNamespace(
+        PIPE=subprocess.PIPE, Popen=partial(WarmPopen, has_forker=True)
+    )
+    gateway_io.popen_args = lambda spec: [*PYTHON, "-c", gateway_io.popen_bootstrapline]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -74,6 +74,8 @@ class ForkRequest:
 
     Attributes:
         is_session: whether the process leads a session of its own.
+        has_forker: whether the process has a fork server of its own, which started_forker() of
+            this module returns in it.
         has_warm_children: whether children that it starts with PYTHON and subprocess are forked,
             too.
         mounts: path of the mount namespace that the process enters, as in /proc/PID/ns; "" for
@@ -84,6 +86,7 @@ class ForkRequest:
     cwd: str
     env: dict[str, str]
     is_session: bool
+    has_forker: bool
     has_warm_children: bool
     mounts: str
 
@@ -98,10 +101,12 @@ class WarmPopen(subprocess.Popen[Any]):
         self,
         args: Any,
         *others: Any,
+        has_forker: bool = False,
         has_warm_children: bool = False,
         mounts: str = "",
         **options: Any,
     ) -> None:
+        self._has_forker = has_forker
         self._has_warm_children = has_warm_children
         self._mounts = mounts
         super().__init__(args, *others, **options)
@@ -116,19 +121,16 @@ class WarmPopen(subprocess.Popen[Any]):
             os.path.abspath(cwd or ""),
             dict(os.environ if env is None else env),
             is_session=bool(others[20]),
+            has_forker=self._has_forker or self._has_warm_children,
             has_warm_children=self._has_warm_children,
             mounts=self._mounts,
         )
         try:
             with _ONE_AT_A_TIME:
-                self.pid = self._forker().fork(fork_request, files)
+                self.pid = started_forker().fork(fork_request, files)
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         self._child_created = True
-
-    @staticmethod
-    def _forker() -> Forker:
-        return started_forker()
 
 
 def run_warm(
@@ -262,30 +264,36 @@ def _enter(mounts: str) -> None:
             raise OSError(ctypes.get_errno(), "setns", mounts)
 
 
-def _fork_what_this_starts() -> ForkRequest | None:
-    """Forks a second fork server, for the PYTHON processes that this process starts.
+def _next_forked(channel: socket.socket) -> ForkRequest:
+    """Returns in each forked process, with its description.
 
-    Returns None in this process, and the description in each process that the second server forks.
+    A process that has a fork server forks it here, before it has any threads.
     """
-    channel, theirs = socket.socketpair()
-    pid = os.fork()
-    if not pid:
-        channel.close()
-        return _fork_until_closed(theirs)
-    theirs.close()
-    forker = Forker(channel, lambda: os.waitpid(pid, 0))
+    global started_forker
+    fork_request = _fork_until_closed(channel)
+    if fork_request.has_forker:
+        channel, theirs = socket.socketpair()
+        pid = os.fork()
+        if not pid:
+            channel.close()
+            return _next_forked(theirs)
+        theirs.close()
+        forker = Forker(channel, lambda: os.waitpid(pid, 0))
+        started_forker = cache(lambda: forker)
+    return fork_request
+
+
+def _fork_what_this_starts() -> None:
+    """Makes subprocess fork the PYTHON processes that this process starts."""
     plain = subprocess.Popen
 
     class Popen(WarmPopen):
-        _forker = staticmethod(lambda: forker)
-
         def _execute_child(self, args: Any, *others: Any) -> None:
             is_python = isinstance(args, list | tuple) and tuple(args[: len(PYTHON)]) == PYTHON
             kind: Any = WarmPopen if is_python else plain
             kind._execute_child(self, args, *others)
 
     subprocess.Popen = Popen  # type: ignore[misc]
-    return None
 
 
 def _compile_lookups() -> None:
@@ -304,7 +312,7 @@ def _compile_lookups() -> None:
     with tempfile.TemporaryDirectory() as store:
         for ranks, sharding in ((1, "table_wise"), (2, "row_wise")):
             publish(rows, store, model=sharding, tables=tables, sharding=sharding, world_size=ranks)
-            restore(ModelStore(store).load(sharding))
+            restore(ModelStore(store).load(sharding), "cpu")
     logging.getLogger().handlers.clear()  # added when torchrec logs
 
 
@@ -359,9 +367,9 @@ def _main() -> None:
     keep_for_forks()
     _collapse_memory()
     installed = sys.path[1:]
-    fork_request = _fork_until_closed(socket.socket(fileno=int(sys.argv[1])))
+    fork_request = _next_forked(socket.socket(fileno=int(sys.argv[1])))
     if fork_request.has_warm_children:
-        fork_request = _fork_what_this_starts() or fork_request
+        _fork_what_this_starts()
     with end.status_of_block():
         _run(fork_request, installed)
 
@@ -382,4 +390,6 @@ def _run(fork_request: ForkRequest, installed: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    import forkserver  # so that forked processes import what is imported here, as they have forks
+
+    forkserver._main()

@@ -95,6 +95,18 @@ def test_processes_started_by_the_child_are_forked_on_request() -> None:
         assert printed == [f"{is_warm} {pid}", "another"], done.stderr
 
 
+def test_child_may_have_a_fork_server_of_its_own() -> None:
+    of_child = "import os, sys; print('torch' in sys.modules, os.getppid())"
+    code = (
+        "from forkserver import PYTHON, run_warm\n"
+        f"print(run_warm([*PYTHON, '-c', {of_child!r}], timeout={TIMEOUT_S}).stdout, end='')"
+    )
+    command = [*PYTHON, "-c", code]
+    with WarmPopen(command, has_forker=True, stdout=subprocess.PIPE, text=True) as process:
+        assert process.communicate(timeout=TIMEOUT_S)[0] == f"True {process.pid}\n"
+    assert process.returncode == 0
+
+
 def test_child_may_lead_a_session() -> None:
     code = "import os; print(os.getsid(0) == os.getpid())"
     for is_session in (True, False):
