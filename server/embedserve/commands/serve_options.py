@@ -59,6 +59,7 @@ def _serve_parameters() -> Iterator[inspect.Parameter]:
         for one in fields(settings):
             if "help" in one.metadata:
                 option = typer.Option(
+                    callback=_check_not_empty if one.default == "" else None,
                     envvar=f"EMBEDSERVE_{one.name.upper()}",
                     rich_help_panel=panel,
                     metavar="" if kinds[one.name] is bool else None,
@@ -78,6 +79,15 @@ def _parameter(
         default=default,
         annotation=Annotated[kind, described],
     )
+
+
+def _check_not_empty(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
+    """Rejects an empty flag, as for an unset variable in a script: the server would start without
+    tokens or TLS."""
+    source = ctx.get_parameter_source(param.name or "")
+    if not value and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("it is empty: leave it out, or is a variable unset?")
+    return value
 
 
 def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:

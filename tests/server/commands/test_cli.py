@@ -401,3 +401,12 @@ def test_empty_path_is_rejected(arguments: tuple[str, ...], name: str) -> None:
     (line,) = result.stderr.splitlines()
     assert name in line
     assert "it is empty, expected a path: is a variable unset?" in line
+
+
+@pytest.mark.parametrize("flag", ["--tokens", "--tls-cert", "--default-model"])
+def test_empty_flag_of_serve_is_rejected(flag: str) -> None:
+    """Guards against an unset variable in a script: the server would start without tokens."""
+    result = CliRunner().invoke(app, ["serve", "store", flag, ""])
+    assert result.exit_code == 2
+    assert f"'{flag}' " in result.stderr
+    assert "it is empty: leave it out, or is a variable unset?" in result.stderr
