@@ -21,6 +21,8 @@ MARKUP = '<img src=x onerror="document.title=1">'
 HOSTILE_NAMES = {"t_user": {"9007199254740993": MARKUP, "1": "</option><b>1", "2": MARKUP + "2"}}
 HAS_FORM = "document.querySelector('#ask-features .feature')"
 IS_LIVE = "document.querySelector('#state.good')"
+NO_DRAIN_S = 0.0
+"""Drain of a server behind Chromium, which keeps idle connections open until a drain cuts them."""
 
 
 @pytest.fixture(scope="module")
@@ -68,5 +70,7 @@ async def console_server(
     with ThreadPoolExecutor(1) as executor:
         access = Authenticator(str(tokens)) if lines else None
         pipeline = make_pipeline(engine, executor=executor, authenticator=access)
-        async with serving(pipeline, labels=str(labels), management_host=management_host) as live:
+        async with serving(
+            pipeline, NO_DRAIN_S, labels=str(labels), management_host=management_host
+        ) as live:
             yield live

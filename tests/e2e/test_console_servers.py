@@ -14,6 +14,7 @@ from e2e.console_page import (
     HAS_FORM,
     IS_LIVE,
     MARKUP,
+    NO_DRAIN_S,
     console_server,
     focused,
     page,
@@ -295,7 +296,7 @@ async def test_form_is_updated_when_its_model_switches_version(page: Page) -> No
             batcher = Batcher(engine, engine.model, Limits(), metrics, executor)
             pipeline.models.activate(name, batcher)
 
-        async with serving(pipeline) as live:
+        async with serving(pipeline, NO_DRAIN_S) as live:
             await asyncio.to_thread(type_before_a_switch, page, live.http_port)
             tables = [
                 TableSpec("t_shelf", 5, 4, ("shelf",), "none", "float32"),
@@ -350,7 +351,7 @@ async def test_server_and_plans_are_described_anew_after_a_restart(page: Page) -
     engine = FakeEngine()
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(engine, executor=executor)
-        async with serving(pipeline) as live:
+        async with serving(pipeline, NO_DRAIN_S) as live:
             await asyncio.to_thread(page.open, f"http://127.0.0.1:{live.http_port}/console")
             await asyncio.to_thread(page.until, "document.querySelector('#server').innerText")
             assert "1 worker," in page.text("#server")
