@@ -387,9 +387,9 @@ def hide_and_show(page: Page, port: int) -> None:
     event = "document.dispatchEvent(new Event('visibilitychange'))"
     page.value(hide.format("true") + event)
     page.until("document.querySelector('#state').innerText === 'Paused while nobody looks'")
-    page.until("new Promise((done) => setTimeout(done, 2500, true))")  # exceeds the poll interval
+    page.value("new Promise((done) => setTimeout(done, 2500))")  # exceeds the poll interval
     page.requests.clear()
-    page.until("new Promise((done) => setTimeout(done, 2500, true))")
+    page.value("new Promise((done) => setTimeout(done, 2500))")
     assert page.requests == []
     # An hour later, with requests that nobody saw.
     page.value("{ const began = Date.now(); performance.now = () => Date.now() - began + 3.6e6; }")
