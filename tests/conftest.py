@@ -93,7 +93,11 @@ def pytest_xdist_setupnodes() -> None:
     """Forks the processes of ``-n`` from a fork server, and for each a fork server of its own.
 
     Else each would import torch and start a fork server, which takes 13 s of CPU time.
+    They do so on hosts with GPUs: FBGEMM's import looks for those, and CUDA fails in forks of a
+    process that did.
     """
+    if os.path.exists("/dev/nvidiactl"):
+        return
     from execnet import gateway_base, gateway_io
 
     model: Any = gateway_base.MainThreadOnlyExecModel
