@@ -1,7 +1,5 @@
 """Caches of what botocore and aiobotocore read, for processes that make many S3 clients."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

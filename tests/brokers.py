@@ -1,7 +1,5 @@
 """Real Redis and NATS brokers on free loopback ports, and a fake broker that sends given bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -4,8 +4,6 @@ It is the build for programs alone: that of Debian's chromium package starts wit
 needs, such as profiles and extensions, which takes three times the CPU time.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

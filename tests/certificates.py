@@ -1,7 +1,5 @@
 """Certificates for tests, as PEM files: an authority, and the certificates that it signs."""
 
-from __future__ import annotations
-
 import ipaddress
 import ssl
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 It imports less than forkserver, which starts whole commands and has torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Compiling a layout takes a second or more; restoring it with a compiled program 
 hundredths of a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ed25519 keys of deltas, and manifests that an attacker has changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Functions that extract prose, links and code from the Markdown files of the repository."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

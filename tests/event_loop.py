@@ -1,7 +1,5 @@
 """The event loop policy of servers in tests; a conftest.py imports it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs a function on several ranks, processes that meet over gloo."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

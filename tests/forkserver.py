@@ -10,8 +10,6 @@ also compiles a lookup, so that forked processes do not repeat the work that Tor
 the first one.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import importlib

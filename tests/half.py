@@ -7,8 +7,6 @@ int4 code in the upper half of its byte the factor is 32 times the scale. The ke
 float16 values in float32.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from embedserve_store.format.row_layout import dequantize_rows

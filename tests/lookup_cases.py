@@ -3,8 +3,6 @@
 tests/engine/test_gpu.py runs all cases on GPUs, bench/gpu_check.py the requested ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

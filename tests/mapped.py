@@ -1,7 +1,5 @@
 """Tables mapped from a file, and the amount of a file that this process has mapped."""
 
-from __future__ import annotations
-
 import mmap
 import re
 from pathlib import Path

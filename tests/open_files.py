@@ -4,8 +4,6 @@ Tests cannot check all descriptors of the process: the garbage collector may clo
 tests at any time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

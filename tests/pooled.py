@@ -1,7 +1,5 @@
 """Pooled collections of random rows, for tests that publish."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

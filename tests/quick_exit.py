@@ -3,8 +3,6 @@
 Tearing it down takes longer than most of them run.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -6,8 +6,6 @@ its stdin closes it ends the nodes. Each line of stdin is a question of QUESTION
 is a line of JSON. A process per question would import ray each time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Memory of the process that runs the tests."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A TCP proxy that stalls each connection after some bytes, until a test releases them."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of the fork server: a forked process behaves like one that starts normally."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the ports of servers: tests that run concurrently get different ports."""
 
-from __future__ import annotations
-
 import pytest
 from running_servers import PORTS, free_port, ports_of_worker
 

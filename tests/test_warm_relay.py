@@ -1,7 +1,5 @@
 """Tests of stand-ins for forked servers: signals, exit codes and ends are relayed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Caches of what TorchScript reads and compiles, for processes that compile many lookups."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

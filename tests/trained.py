@@ -1,7 +1,5 @@
 """Runs trainer.py in processes, and reads the files that it writes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

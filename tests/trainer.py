@@ -13,8 +13,6 @@ data-parallel tables, pooled by SUM and MEAN. One table has two features. Dense 
 collection.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Versions of an EmbeddingCollection, written file by file, and their expected rows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

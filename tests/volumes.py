@@ -1,7 +1,5 @@
 """Small volumes that fill up, become read-only or stall, in a mount namespace of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

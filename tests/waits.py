@@ -1,7 +1,5 @@
 """Waits of tests without an event loop; `server.waiting` has those with one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

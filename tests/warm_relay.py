@@ -5,8 +5,6 @@ stand-in. It requests a forked server from this relay and passes on the signals 
 exits with the server's status. If the stand-in dies, the relay kills the server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Write access to published files, which are read-only, for tests that damage them."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

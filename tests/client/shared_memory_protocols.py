@@ -1,8 +1,6 @@
 """Helpers of the tests of shared memory: read the client's calls and build responses, over REST and
 gRPC."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 """Tests of bulk lookups: many examples are split into requests and returned in order, for every
 input type."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests of the load test's requests. They never import locust, which replaces sockets and
 threads."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Also runs the script of docs/parts.md that updates them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Mounts become folders, and ports become free ones; all else is as rendered.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import ssl

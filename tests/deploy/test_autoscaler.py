@@ -1,7 +1,5 @@
 """Tests of the autoscaler: its target exists, and prometheus-adapter's rules make its metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

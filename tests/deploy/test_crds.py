@@ -6,8 +6,6 @@ Operator's monitoring.coreos.com_{servicemonitors,prometheusrules}.yaml. Without
 skipped. The files are other projects' code, so they are not kept here.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 KServe's own schemas are not in the repository; test_crds.py uses them if they are available.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import kubernetes_validate

@@ -3,8 +3,6 @@
 test_kubernetes.py checks the base, which the routers use.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

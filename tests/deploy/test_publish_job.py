@@ -3,8 +3,6 @@
 The shell is the same Job, asleep.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The command of docs/parts.md prints the shards. The router reads a file instead 
 part has the addresses of the pods that its rendered Service selects.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

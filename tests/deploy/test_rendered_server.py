@@ -1,7 +1,5 @@
 """Tests of a real server with the rendered variables: probes pass, and Prometheus can scrape."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

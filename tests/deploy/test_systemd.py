@@ -1,7 +1,5 @@
 """Tests of the systemd unit: it fits the command, its settings and the page that quotes it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Tests that every file and folder that docs/architecture.md names exists."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests of the pages: every link has a target, the index has every page, and the README stays
 short."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

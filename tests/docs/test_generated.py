@@ -1,7 +1,5 @@
 """Tests that the committed references are the output of docs/generate.py and name everything."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

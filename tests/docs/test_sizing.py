@@ -1,7 +1,5 @@
 """Tests of the memory figures of the pages' examples, against the code that computes them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

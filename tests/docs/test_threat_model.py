@@ -1,7 +1,5 @@
 """Tests that every test that docs/threat-model.md names exists."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

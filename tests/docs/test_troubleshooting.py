@@ -1,7 +1,5 @@
 """Tests that the code has each message that the page quotes."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Fixtures of the demo: trained and served once for all tests that use it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures and helpers of the console's tests: a page in Chromium, and a server of fake engines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

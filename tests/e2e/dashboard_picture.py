@@ -6,8 +6,6 @@ The tests do not install Grafana. matplotlib (installed by make bench) draws the
 positions of dashboard.json, with their units and stacking.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -1,7 +1,5 @@
 """Helpers of the tests of served deltas: a store, pushes, and clients that check each result."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

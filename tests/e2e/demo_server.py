@@ -1,7 +1,5 @@
 """The demo model with the files of its training, and a server of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

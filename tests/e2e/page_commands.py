@@ -1,7 +1,5 @@
 """Runs the commands of a page, and compares their output with the page."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Processes of shards and a router, and a client that checks the version of each response."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -199,7 +197,7 @@ class Load:
         before = sum(self.answers.values())
         self.wait_for(lambda: sum(self.answers.values()) >= before + count)
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> "Load":
         self._thread.start()
         return self
 

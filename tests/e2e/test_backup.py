@@ -1,7 +1,5 @@
 """Tests of backup and restore with the page's commands: a restored store is served as before."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tests of full, read-only and shared caches: the server names the fault and loses nothing."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

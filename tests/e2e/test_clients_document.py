@@ -1,7 +1,5 @@
 """Tests of the Go and TypeScript examples of docs/clients.md, run as pasted."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

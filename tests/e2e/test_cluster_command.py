@@ -1,7 +1,5 @@
 """Tests of `embedserve cluster`: one command starts shards and a router on one host."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

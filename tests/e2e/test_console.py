@@ -1,7 +1,5 @@
 """Tests of the console in Chromium with the demo: keyboard use, widths, links and figures."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

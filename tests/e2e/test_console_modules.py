@@ -1,7 +1,5 @@
 """Tests of the console's scripts in Chromium: metrics, nearest rows, and tables of models."""
 
-from __future__ import annotations
-
 import pytest
 from browser import Page
 from e2e.console_page import page, reset_page

@@ -1,7 +1,5 @@
 """Tests of the console in Chromium with fake engines: hostile names, tokens and rollouts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

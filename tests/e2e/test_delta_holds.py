@@ -1,7 +1,5 @@
 """Tests of held deltas, and of aliases bound to a delta, whichever process is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

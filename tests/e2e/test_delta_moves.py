@@ -1,7 +1,5 @@
 """Tests of a server that follows deltas and switches versions while requests and deltas arrive."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -51,7 +49,7 @@ class Trainer:
             push(self._writer, self.seq + 1)
             self.seq += 1
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> "Trainer":
         self._thread.start()
         return self
 

@@ -3,8 +3,6 @@
 It shows no secret.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of served deltas: each is applied whole and in order, whichever process is killed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

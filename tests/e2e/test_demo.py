@@ -3,8 +3,6 @@
 They also run the examples of the documents as pasted.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

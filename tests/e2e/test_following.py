@@ -1,7 +1,5 @@
 """Tests of rollouts on a real server under load: no response mixes two versions."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -93,7 +91,7 @@ class Load:
             self.wrong.append(f"version {result.version} answered {result.values}")
         self.answers[result.version] += 1
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> "Load":
         for thread in self._threads:
             thread.start()
         return self

@@ -1,7 +1,5 @@
 """Tests of ``make gpu-check`` on CPU ranks: it prints a table, and stops at a wrong result."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of raw ids, strings, unknown ids and unpooled rows, over REST, gRPC and its stream."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

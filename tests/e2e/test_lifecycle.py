@@ -1,7 +1,5 @@
 """Tests of a server that starts on invalid stores, waits for a model, or stops under load."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Tests of short locust runs in processes, against a real server of the demo model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of small tables that a router looks up itself, during rollouts and without shards."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

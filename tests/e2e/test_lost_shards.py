@@ -1,7 +1,5 @@
 """Tests of a router that responds while versions change and replicas are lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

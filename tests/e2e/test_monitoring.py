@@ -1,7 +1,5 @@
 """Tests of Prometheus with the served demo: every query and every rule has a result."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

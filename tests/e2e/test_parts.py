@@ -1,7 +1,5 @@
 """Tests of models in parts behind a router: responses equal those of one server of whole tables."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

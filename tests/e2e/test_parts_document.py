@@ -1,7 +1,5 @@
 """Tests of docs/parts.md: its commands as pasted, after those of the tutorial that it continues."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of one server with a model for each plan and dtype: responses equal the source's rows."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

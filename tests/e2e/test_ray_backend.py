@@ -3,8 +3,6 @@
 It leaves nothing behind, and loses no batch when processes and a node are killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of the row cache of a router, during rollouts and without shards."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the messages that a real server sends to its service manager (sd_notify)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

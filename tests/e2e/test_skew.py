@@ -1,7 +1,5 @@
 """Tests of plans from a server's metrics: the predicted balance is the measured one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of traces: a request to a router and its calls to shards are one trace."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Sequence

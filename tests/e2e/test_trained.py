@@ -4,8 +4,6 @@ Models are trained and saved with torch.distributed.checkpoint over 2 and 4 proc
 the command line, and served on 1, 2 and 4 ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

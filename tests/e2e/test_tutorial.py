@@ -1,7 +1,5 @@
 """Tests of docs/tutorial.md: all its commands as pasted, in an empty folder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack

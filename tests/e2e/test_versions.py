@@ -1,7 +1,5 @@
 """Tests of several versions of a model: requested by name, with traffic shares, during rollouts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of several workers: one is killed under load, all drain, and they share memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -92,7 +90,7 @@ class Load:
     def wait_for_ok_responses(self, ok_count: int) -> None:
         wait_until(lambda: self.outcomes["200"] >= ok_count, lambda: self.outcomes)
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> "Load":
         for thread in self._threads:
             thread.start()
         return self

@@ -1,8 +1,6 @@
 """Tests that each example runs from an empty folder, and that its service returns the whole model's
 results."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

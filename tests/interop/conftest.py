@@ -1,7 +1,5 @@
 """Fixtures of the interoperability tests: one small store, and one server of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A driver reads {"gzip", "calls"} as JSON and makes all calls concurrently over o
 packages are installed, or it is compiled, at its first use and whenever its sources change.
 """
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import hashlib

@@ -4,8 +4,6 @@ The tables hold whole numbers, so that float32 sums are equal in any order. Test
 response as a whole: model, version, keys, widths and each value.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

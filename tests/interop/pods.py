@@ -4,8 +4,6 @@ All run in the network namespace of the test, which has no way out (make image-t
 addresses are on a bridge inside it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -3,8 +3,6 @@
 Each is a child process with all its files in one folder.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence

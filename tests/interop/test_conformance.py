@@ -1,7 +1,5 @@
 """Tests of the conformance script: our server passes, and it names the faults of another one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of curl: REST over HTTP/2 with prior knowledge and over HTTP/1.1, on both ports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tests of @grpc/grpc-js and grpc-go: each makes the same calls over one connection."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 from interop.drivers import Call, Driver, go_driver, node_driver

@@ -1,7 +1,5 @@
 """Tests of grpcio's blocking client: streams, deadlines, cancellation, gzip, large messages."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

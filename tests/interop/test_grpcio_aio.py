@@ -1,7 +1,5 @@
 """Tests of grpcio's asyncio client: unary calls, streams, cancellation, gzip, concurrent calls."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """Tests of the clients of grpcio-health-checking and grpcio-reflection."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import grpc

@@ -4,8 +4,6 @@ Podman has no preStop and leaves probes to systemd. The tests call both as kubel
 stands in for the Service. `make image` builds the image.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 They are equal bit for bit. Installing the clients takes a minute and 320 MB.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

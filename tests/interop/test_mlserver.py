@@ -3,8 +3,6 @@
 Results equal /embed's bit for bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of nghttp and h2load: HTTP/2 by nghttp2's client, REST and gRPC, on both ports."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

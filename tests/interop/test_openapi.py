@@ -1,7 +1,5 @@
 """Tests of the OpenAPI document: it is valid, and schemathesis gets the described responses."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 It also reports how long requests waited and were looked up. It needs Debian's libb64-0d.
 """
 
-from __future__ import annotations
-
 import csv
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Tests of servers behind nginx, HAProxy and Envoy: unary calls, streams and REST are unchanged."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack

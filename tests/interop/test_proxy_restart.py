@@ -4,8 +4,6 @@ In the gap, requests may be rejected in the way of each protocol. Any other fail
 Before and after the gap, every response is correct.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

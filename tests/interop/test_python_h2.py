@@ -1,7 +1,5 @@
 """Tests of Python's h2 over a plain socket: frames of a gRPC call and of a REST request."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ on its HTTP port. The proxy retries with the other server. HAProxy and Envoy als
 nginx cannot.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

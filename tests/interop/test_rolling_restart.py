@@ -5,8 +5,6 @@ new server. The old server gets the time of preStop, and then SIGTERM. Clients o
 streams send requests throughout, to the Service, and through nginx and HAProxy in front of it.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Tests of client certificates and tokens with curl, openssl, Node, Java and grpcio."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of TorchRec's own client of its predictor: responses equal /embed's."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -3,8 +3,6 @@
 REST and gRPC; sync, async and streaming; in binary, in JSON and by shared memory.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finds the programs that the tests run, and says how to install a missing one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

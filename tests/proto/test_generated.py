@@ -1,7 +1,5 @@
 """Tests that the committed code is protoc's output for the .proto files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

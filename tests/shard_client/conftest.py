@@ -1,7 +1,5 @@
 """Fixtures of connections to shards: uvloop, like in a router, and longer timeouts."""
 
-from __future__ import annotations
-
 import pytest
 from event_loop import event_loop_policy
 

@@ -1,7 +1,5 @@
 """Fake shards, connections, clock and timers without an event loop, for tests of replica choice."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +68,7 @@ class FakeTime:
 class FakeCall:
     """A call to a replica; ``answer`` completes it."""
 
-    connection: FakeConnection
+    connection: "FakeConnection"
     message: bytes
     timeout_s: float
     on_done: OnReply

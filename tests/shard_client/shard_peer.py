@@ -1,7 +1,5 @@
 """A shard without sockets that writes frames by hand, and the client under test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

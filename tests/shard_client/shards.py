@@ -1,7 +1,5 @@
 """Shards with constant replies to Embed: a gRPC server in a process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tests of the client against the server's side of HTTP/2, in memory."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

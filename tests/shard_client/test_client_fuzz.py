@@ -1,7 +1,5 @@
 """Tests of random and mutated frames: nothing raises, and every call gets exactly one reply."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from shard_client.shard_peer import (

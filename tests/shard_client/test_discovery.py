@@ -1,7 +1,5 @@
 """Tests of the sources of shard addresses, and of invalid addresses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

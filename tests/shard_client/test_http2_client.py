@@ -1,7 +1,5 @@
 """Tests of the client side of HTTP/2 against frames written by hand."""
 
-from __future__ import annotations
-
 import logging
 from unittest.mock import Mock
 

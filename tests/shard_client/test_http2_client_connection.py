@@ -1,7 +1,5 @@
 """Tests of the client's HTTP/2 connection: settings, resets, GOAWAY, closing, and violations."""
 
-from __future__ import annotations
-
 import pytest
 from hyperframe.frame import (
     Frame,

@@ -1,7 +1,5 @@
 """Tests of replica choice, retries, deadlines and counts, with fake shards and a fake clock."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

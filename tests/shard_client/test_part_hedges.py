@@ -1,7 +1,5 @@
 """Tests of hedged calls and hung replicas of a part, with fake shards and a fake clock."""
 
-from __future__ import annotations
-
 from shard_client.fake_shards import Bench
 
 from embedserve.shard_client.part_client import PartOptions

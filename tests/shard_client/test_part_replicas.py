@@ -1,7 +1,5 @@
 """Tests of the replicas of a part: joining, leaving, reconnecting, and new credentials."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

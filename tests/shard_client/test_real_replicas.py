@@ -3,8 +3,6 @@
 Timeouts are generous.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

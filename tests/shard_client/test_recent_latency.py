@@ -1,7 +1,5 @@
 """Tests of quantiles of recent latencies, budgets, and many deadlines on one timer."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of connections to real servers, gRPC's and embedserve's, also killed and stopped ones."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """Tests of traced lookups: each call is recorded with its reason, replica and outcome."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

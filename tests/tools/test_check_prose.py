@@ -1,7 +1,5 @@
 """Tests of the check of docstrings and comments: it reports each problem with file and line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import check_prose

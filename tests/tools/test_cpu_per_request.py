@@ -1,7 +1,5 @@
 """Tests of the way of a request through the server, as bench/cpu_per_request.py traces it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the soak of deltas: its expected ids, and undos."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random

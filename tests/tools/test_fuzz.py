@@ -1,7 +1,5 @@
 """Tests of the fuzzer: it finds nothing in a few seconds, and would find faults."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Tests of the soak: a short one finds nothing, and faults would be found."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tests of `make swaps`: the comparison finds wrong responses; and a few swaps."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ tests/warm_relay.py has the relay. Python imports this module at its start if PY
 folder. A process other than `embedserve serve` continues as without it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

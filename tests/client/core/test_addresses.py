@@ -1,7 +1,5 @@
 """Tests of server addresses: REST and gRPC accept the same syntax."""
 
-from __future__ import annotations
-
 import pytest
 from client.fake import FakeModel
 

@@ -1,7 +1,5 @@
 """Tests of ids in columns and tables of pandas, polars and pyarrow, and in torch's tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

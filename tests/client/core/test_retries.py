@@ -1,7 +1,5 @@
 """Tests of retries of all four clients: which errors are retried, when, and how often."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

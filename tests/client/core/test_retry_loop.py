@@ -1,8 +1,6 @@
 """Tests of the retry loop: a call whose client is closed meanwhile fails with its own error,
 without a retry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests of the CAs that a REST client trusts: the given CAs, otherwise the system's with https://
 and none with http://."""
 
-from __future__ import annotations
-
 import ssl
 from pathlib import Path
 

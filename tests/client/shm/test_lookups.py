@@ -1,7 +1,5 @@
 """Tests of the calls of a lookup with shared memory, given the response to each call."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import coroutine

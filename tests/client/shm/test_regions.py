@@ -1,7 +1,5 @@
 """Tests of files in /dev/shm: which process owns which, for how long, and that none is left."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

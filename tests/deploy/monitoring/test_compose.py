@@ -3,8 +3,6 @@
 The tests do not call Docker, because their hosts have no engine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

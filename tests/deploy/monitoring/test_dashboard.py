@@ -1,7 +1,5 @@
 """Tests of the dashboard's file: Grafana can import it, and it names no installation's source."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of Prometheus' rules: valid, each alert fires only for its fault, and has its page."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

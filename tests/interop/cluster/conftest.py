@@ -1,7 +1,5 @@
 """Fixtures of the tests on a Kubernetes node: the node, and what the tests start on it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -4,8 +4,6 @@ kubelet and its helpers write to fixed paths of a host. In the namespaces, empty
 are mounted over these paths, so that the host does not change.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from interop.tools import run_tool

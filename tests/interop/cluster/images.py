@@ -1,7 +1,5 @@
 """Images that a node imports from a file, because it reaches no registry."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

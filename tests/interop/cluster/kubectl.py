@@ -1,7 +1,5 @@
 """A wrapper of kubectl for one cluster."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time
@@ -52,7 +50,7 @@ class Kubectl:
     def apply(self, *manifests: dict[str, Any]) -> None:
         self.run("apply", "--filename", "-", stdin=yaml.safe_dump_all(manifests))
 
-    def in_namespace(self, namespace: str) -> Namespaced:
+    def in_namespace(self, namespace: str) -> "Namespaced":
         return Namespaced(self, namespace)
 
 

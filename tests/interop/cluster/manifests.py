@@ -1,7 +1,5 @@
 """Manifests for the tests: overlays/cpu with components, in a namespace, and volumes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ outside of the network namespace. Pods are on a bridge in it, and Services use k
 iptables.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of what a person sees of a pod that cannot serve: events, state and log."""
 
-from __future__ import annotations
-
 import pytest
 from interop.cluster.kubectl import Start
 from interop.cluster.manifests import Manifest, container_of

@@ -4,8 +4,6 @@ The image runs with overlays/cpu. The control plane is Kubernetes 1.20. Its netw
 enforce policies.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

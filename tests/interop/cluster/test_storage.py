@@ -1,7 +1,5 @@
 """Tests of stores and caches on volumes: published by the Job, read-only, full, or shared."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ that has mlserver, but not this project. Reads the requests as JSON from stdin, 
 results as JSON.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

@@ -4,8 +4,6 @@ Runs in a virtual environment that has tritonclient, but not this project. Reads
 JSON from stdin, and writes the results as JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

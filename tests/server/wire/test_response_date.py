@@ -1,7 +1,5 @@
 """Tests of the Date header of responses over HTTP/1; test_rest_http2.py compares HTTP/2."""
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
