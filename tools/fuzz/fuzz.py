@@ -42,10 +42,10 @@ GROWTH_KIB_MAX = 64 << 10
 NEIGHBOUR_S_MAX = 2.0
 """Seconds until the neighbour's response, at most. It is a bound, not a speed, because both cores
 may be busy."""
-RIGHT_FAILURES = {505: b"http/", 504: b"x-timeout-ms"}
+RIGHT_FAILURES = {501: b"transfer-encoding", 505: b"http/", 504: b"x-timeout-ms"}
 """Statuses of 500 and above that are correct, each with the bytes of the requests that get it, in
-lower case. Such a request names another version of HTTP, or a timeout that a busy server exceeds.
-"""
+lower case. Such a request names another transfer coding or version of HTTP, or a timeout that a
+busy server exceeds."""
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) |:status\x03(\d{3})")
 GRPC_STATUS = re.compile(rb"grpc-status[\1\2](\d{1,2})")
 STORE_SHARE = 0.1
