@@ -34,7 +34,11 @@ class S3Proxy(BaseHTTPRequestHandler):
         return response.status, dict(response.getheaders()), content
 
     def handle_request(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        nbytes = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(nbytes)
+        if len(body) < nbytes:  # the client was interrupted
+            self.close_connection = True
+            return
         status, headers, answer = self.respond(body)
         self.send_response_only(status)
         for name, value in headers.items():
