@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from server.python import run_warm_python
+from server.python import run_python
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve_store.errors import InvalidModelError
@@ -206,7 +206,7 @@ def test_plan_does_not_depend_on_the_process_hash_seed() -> None:
         "tables = [TableSpec(n, 999, 64, (n,), 'sum', 'int8') for n in 'abcd']\n"
         "print(hash('a'), make_plan(tables, sharding='auto', world_size=3).to_json())\n"
     )
-    done = run_warm_python("-c", code, timeout_s=TIMEOUT_S)
+    done = run_python("-c", code, timeout_s=TIMEOUT_S)
     order, _, plan = done.stdout.partition(" ")
     assert int(order) != hash("a"), done.stderr
     tables = tuple(TableSpec(name, 999, 64, (name,), "sum", "int8") for name in "abcd")
