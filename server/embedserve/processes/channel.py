@@ -87,3 +87,11 @@ async def messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     with contextlib.suppress(OSError, asyncio.IncompleteReadError):
         while True:
             yield await reader.readuntil()
+
+
+async def deliver(received: AsyncIterator[bytes], on_message: Callable[[bytes], None]) -> None:
+    """Calls ``on_message`` with each message. The event loop reports its errors, which end
+    nothing."""
+    loop = asyncio.get_running_loop()
+    async for message in received:
+        loop.call_soon(on_message, message)

@@ -19,7 +19,7 @@ from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.channel import messages
+from embedserve.processes.channel import deliver, messages
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
     Report,
@@ -107,8 +107,7 @@ async def run_worker(
 
         async def follow() -> None:
             loop.call_soon(on_message, first)
-            async for message in received:
-                loop.call_soon(on_message, message)  # an error of a message ends nothing
+            await deliver(received, on_message)
             logger.error("the supervisor is gone: this worker stops, too")
             stop.set()
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import uvloop
 from server.python import run_warm_python
-from server.waiting import WAIT_S_MAX
+from server.waiting import WAIT_S_MAX, until
 
-from embedserve.processes.channel import SupervisorChannel, messages
+from embedserve.processes.channel import SupervisorChannel, deliver, messages
 
 SERVED = """
 import os, signal, sys, time
@@ -105,6 +105,25 @@ async def test_many_messages_of_a_worker_all_arrive_in_order() -> None:
                 await asyncio.sleep(0)
         assert received == sent
         writer.close()
+
+
+async def test_error_of_a_message_does_not_end_the_channel() -> None:
+    """Checks that later messages arrive."""
+    loop, faults = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, context: faults.append(context["exception"]))
+    received: list[int] = []
+    supervisors, ours = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    delivering = asyncio.create_task(
+        deliver(messages(reader), lambda line: received.append(int(line)))
+    )
+    with supervisors:
+        for line in (b"1\n", b"no number\n", b"2\n"):
+            supervisors.send(line)
+        await until(lambda: received == [1, 2])
+    assert [type(fault) for fault in faults] == [ValueError]
+    await delivering
+    writer.close()
 
 
 def test_only_the_newest_state_is_queued_for_a_worker_that_does_not_read() -> None:
