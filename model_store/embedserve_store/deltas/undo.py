@@ -80,17 +80,16 @@ def undo_deltas(
         reverts_to=to,
         why=why,
     )
-    undo = None
-    while undo is None:  # again after a delta that a training job has appended meanwhile
+    while True:  # again after a delta that a training job has appended meanwhile
         base, newest, end = _checked_end(models, model, version, to)
         check_stays_signed(newest, signing)
-        made = make_manifest(
+        undo = make_manifest(
             line=end.line, seq=end.seq + 1, previous=end.checksum, as_of=as_of_now()
         )
         if signing is not None:
-            made = signing.sign(made)
-        if append(write, made) is not None or _is_there(DeltaLine(models, base), made):
-            undo = made
+            undo = signing.sign(undo)
+        if append(write, undo) is not None or _is_there(DeltaLine(models, base), undo):
+            break
     if notifier is not None:
         notifier.notify(undo.seq)
         notifier.close()
