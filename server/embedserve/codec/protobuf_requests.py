@@ -242,8 +242,7 @@ def _request(
 
     Args:
         array: function that returns a numeric field, from the field's name, a factor and the name
-            of a limit. The field may have at most factor times the limit numbers: lengths, for
-            example, as many as there are features for each example.
+            of a limit. It has at most factor times the limit numbers; lengths one for each feature.
     """
     check_feature_count("keys", len(message.keys), limits)
     features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
