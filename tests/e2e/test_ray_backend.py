@@ -274,7 +274,9 @@ def listening(pids: set[int]) -> list[str]:
     sockets = set()
     for pid in pids:
         with suppress(OSError):  # the process has ended
-            sockets |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # the process has closed the file
+                    sockets.add(os.readlink(link))
     found = []
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
