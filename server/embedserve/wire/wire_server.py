@@ -41,6 +41,16 @@ responses has whole seconds, and is refreshed as often."""
 CHECK_TURN_S = 0.002
 """Seconds of an event-loop iteration for the time limits. A stream takes some 0.5 us, and there may
 be 200,000 within --connection-bytes-max."""
+VANISHED_S_MAX = 120
+"""Seconds without a packet from a client's host, after which its connection ends, such as one whose
+open streams have nothing to send."""
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, VANISHED_S_MAX // 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, VANISHED_S_MAX // 8),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, VANISHED_S_MAX * 1000),
+)
+"""Options of a port, which its connections inherit."""
 AGE_JITTER = (0.9, 1.1)
 """Range of the random factor of connection_age_s_max, so that retirements are spread in time."""
 CHECK_BYTES = 64 << 20
@@ -114,6 +124,8 @@ class WireServer:
         for sock in sockets:
             is_unix = sock.family == socket.AF_UNIX
             if not is_unix:
+                for option in KEEPALIVE:
+                    sock.setsockopt(*option)
                 sock.listen(BACKLOG)
             make_connection = partial(self._new_connection, is_local=is_unix)
             listener = Listener(sock, make_connection, 1 if is_unix else ACCEPTS_MAX)

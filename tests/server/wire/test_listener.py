@@ -5,7 +5,7 @@ import socket
 from collections import Counter
 
 from server.raw_http import OurServer, get
-from server.waiting import WAIT_S_MAX
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.wire.listener import Listener
 from embedserve.wire.wire_server import ACCEPTS_MAX
@@ -55,3 +55,14 @@ async def test_several_connections_are_accepted_per_iteration(server: OurServer)
     assert iterations < count / 4
     for client in clients:
         client.close()
+
+
+async def test_kernel_ends_connections_of_vanished_hosts(server: OurServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)):
+        await until(lambda: server.wire.connections)
+        (connection,) = server.wire.connections
+        accepted = connection._transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        limits = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
+        found = [accepted.getsockopt(socket.IPPROTO_TCP, limit) for limit in limits]
+    assert found == [60, 15, 120_000]
