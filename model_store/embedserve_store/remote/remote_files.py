@@ -107,7 +107,7 @@ class RemoteFolder:
         prefix = f"{prefix.rstrip('/')}/"
         options: dict[str, Any] = {"Prefix": prefix, "Delimiter": "/"}
         while True:
-            page = self.s3_call("list_objects_v2", folder, **options)
+            page = self.s3_call("list_objects_v2", folder, max_s=ANSWER_S_MAX, **options)
             for entry in page.get("Contents", ()):
                 if name := entry["Key"].removeprefix(prefix):
                     yield name
@@ -214,11 +214,18 @@ class RemoteFolder:
         return hasattr(self._files, "_call_s3")
 
     def s3_call(
-        self, operation: str, name: str, read_bytes: int = 0, **arguments: Any
+        self,
+        operation: str,
+        name: str,
+        *,
+        max_s: float | None = None,
+        read_bytes: int = 0,
+        **arguments: Any,
     ) -> dict[str, Any]:
         """Calls an operation of S3, such as upload_part, on the object ``name``.
 
         Args:
+            max_s: timeout. Default: PART_S_MAX.
             read_bytes: bytes that the store may read before it responds.
             arguments: as botocore takes them. With a Prefix, the operation takes no key.
         """
@@ -226,7 +233,12 @@ class RemoteFolder:
         arguments |= {"Bucket": bucket} | ({} if "Prefix" in arguments else {"Key": key})
         where = f"{self.url}/{name}"
         found: dict[str, Any] = self._call(
-            where, "call_s3", operation, max_s=PART_S_MAX, read_bytes=read_bytes, **arguments
+            where,
+            "call_s3",
+            operation,
+            max_s=max_s or PART_S_MAX,
+            read_bytes=read_bytes,
+            **arguments,
         )
         return found
 
@@ -243,19 +255,19 @@ class RemoteFolder:
 
         If the store has no conditional writes, the later of two concurrent writers wins.
         """
-        with translated(f"{self.url}/{name}"):
-            # A file that fsspec writes on this host can be seen half-written.
-            if self.url.startswith(LOCAL):
+        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
+        # A file that fsspec writes on this host can be seen half-written.
+        if self.url.startswith(LOCAL):
+            with translated(where):
                 return write_new(Path(self.root) / name, data)
-            if self._files.exists(f"{self.root}/{name}"):
+        if self.has(name):
+            return False
+        try:
+            self._call(where, "pipe_file", path, data, max_s=PART_S_MAX, mode="create")
+        except UnreachableError:  # s3fs raises no specific error for a condition that was not met
+            if self.has(name):
                 return False
-            try:
-                self._files.pipe_file(f"{self.root}/{name}", data, mode="create")
-            # s3fs raises no specific error for a condition that was not met.
-            except OSError:
-                if self._files.exists(f"{self.root}/{name}"):
-                    return False
-                raise
+            raise
         return True
 
     def refuses_second(self, name: str) -> bool:
@@ -263,16 +275,14 @@ class RemoteFolder:
 
         Creates the file ``name`` twice, and removes it.
         """
-        with translated(f"{self.url}/{name}"):
-            path = f"{self.root}/{name}"
-            self._files.pipe_file(path, b"1", mode="create")
-            try:
-                self._files.pipe_file(path, b"2", mode="create")
-            except OSError:
-                content: bytes = self._files.cat_file(path)
-                return content == b"1"
-            finally:
-                self._files.rm_file(path)
+        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
+        self._call(where, "pipe_file", path, b"1", mode="create")
+        try:
+            self._call(where, "pipe_file", path, b"2", mode="create")
+        except UnreachableError:
+            return self.read(name, 1) == b"1"
+        finally:
+            self.remove(name)
         return False
 
     def remove(self, name: str) -> None:

@@ -17,7 +17,7 @@ from store.remote.conftest import use_endpoint
 from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
-from embedserve_store.remote import store_errors
+from embedserve_store.remote import remote_files, store_errors
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.transfer_pool import TransferPool
 
@@ -162,3 +162,22 @@ def test_responsive_store_logs_nothing(
     for thread in waiting:
         thread.join(WAIT_S_MAX)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: list(folder.names("m")),
+        lambda folder: folder.write_new("m/alias", b"1"),
+        lambda folder: folder.refuses_second("m/probe"),
+    ],
+    ids=["names", "write_new", "refuses_second"],
+)
+def test_small_calls_of_an_unresponsive_store_end(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[RemoteFolder], object]
+) -> None:
+    monkeypatch.setattr(remote_files, "ANSWER_S_MAX", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(UnreachableError, match=r"no answer within 0\.1 s$"):
+            call(RemoteFolder("s3://bucket/store"))

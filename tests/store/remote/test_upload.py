@@ -320,15 +320,15 @@ def test_alias_change_is_retried_after_a_failed_precondition(
     writes."""
     publish_versions(url)
     files = RemoteFolder(url)._files  # shared by all that open this URL
-    write = files.pipe_file
+    write = files._pipe_file
     others: list[str] = []
 
-    def pipe_file(path: str, value: bytes, mode: str) -> None:
-        write(path, value)
+    async def pipe_file(path: str, value: bytes, mode: str) -> None:
+        await write(path, value)
         if not others:
             others.append(path)
             raise OSError(errno.EINVAL, "At least one of the pre-conditions did not hold")
 
-    monkeypatch.setattr(files, "pipe_file", pipe_file)
+    monkeypatch.setattr(files, "_pipe_file", pipe_file)
     assert set_alias(url, "m", "stable", 1).change_number == 2
     assert others == [f"{root}/m/aliases/stable/1.json"]
