@@ -7,11 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import Authority, client_context
 from server.fake_engine import FEATURES, FakeEngine
+from server.gate import Gate
 from server.live import live_server, make_pipeline, serving
+from server.waiting import until
 from shard_client.shards import MODELS, grpc_shard
 
 from embedserve.shard_client import shard_connection
@@ -30,14 +33,16 @@ WAIT_S = 60
 
 
 class AwaitedConnection:
-    """A connection to a port of this host, whose calls are awaited."""
+    """A connection to a port, by default of this host, whose calls are awaited."""
 
-    def __init__(self, port: int, options: ConnectionOptions | None = None) -> None:
+    def __init__(
+        self, port: int, options: ConnectionOptions | None = None, host: str = "127.0.0.1"
+    ) -> None:
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
         self.reason = ""
         self.connection = ShardConnection(
-            ("127.0.0.1", port), options or ConnectionOptions(), self.ready.set, self._on_end
+            (host, port), options or ConnectionOptions(), self.ready.set, self._on_end
         )
 
     def _on_end(self, reason: str) -> None:
@@ -265,3 +270,25 @@ async def test_calls_to_embedserve_over_tls_check_its_certificate(tmp_path: Path
 
 def test_ipv6_addresses_are_shown_with_brackets() -> None:
     assert shown(("::1", 5)) == "[::1]:5"
+
+
+async def test_hosts_whose_names_are_not_resolved_hold_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, look_up = Gate(), socket.getaddrinfo
+    hang = gate.before(look_up)
+
+    def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
+        return (hang if host == "gone" else look_up)(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    async with grpc_shard() as shard:
+        try:
+            hanging = [AwaitedConnection(1, host="gone") for _ in range(5)]
+            await until(lambda: len(gate.threads) == len(hanging))
+            await AwaitedConnection(shard.port, host="localhost").begin()
+            assert all(thread.daemon for thread in gate.threads)
+        finally:
+            for one in hanging:
+                one.connection.finish("the test ends")
+            gate.opened.set()

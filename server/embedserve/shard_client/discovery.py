@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.periodic import repeat
-from embedserve.shard_client.shard_connection import Address
+from embedserve.shard_client.shard_connection import Address, look_up_host
 
 logger = logging.getLogger(__name__)
 
@@ -155,14 +154,8 @@ def _read_part(path: str, part: str, values: object) -> list[Address]:
 
 async def resolve(host: str, port: int) -> list[Address]:
     """Returns the addresses of a host name: the IPv4 ones if it has any, since a replica with
-    an address of each family would count twice. Raises OSError.
-
-    uvloop would resolve it in one of four threads, which it waits for at its end: half a minute for
-    each name if no name server answers.
-    """
-    found = await run_in_daemon_thread(
-        "resolve", partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    )
+    an address of each family would count twice. Raises OSError."""
+    found = await look_up_host(host, port)
     ipv4 = [one for one in found if one[0] == socket.AF_INET]
     return sorted({(str(address[0]), port) for *_, address in ipv4 or found})
 

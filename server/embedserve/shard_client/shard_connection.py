@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
-from typing import cast
+from typing import Any, cast
 
+from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.shard_client.call_headers import CallHeaders
 from embedserve.shard_client.client_stream import ClientStream, OnReply
 from embedserve.shard_client.http2_client import LOST, Http2Client
@@ -41,6 +45,16 @@ def shown(address: Address) -> str:
     """Returns the address as HOST:PORT; IPv6 addresses in brackets."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def look_up_host(host: str, port: int) -> list[Any]:
+    """Returns what getaddrinfo finds for a host name. Raises OSError or ValueError.
+
+    uvloop would look it up in one of four threads, which others wait for, and uvloop at its end:
+    half a minute for each name if no name server answers.
+    """
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    return await run_in_daemon_thread("resolve", look_up)
 
 
 @dataclass(frozen=True)
@@ -131,11 +145,17 @@ class ShardConnection(asyncio.Protocol):
         host, port = self.address
         context = self._options.ssl_context
         name = None if context is None else self._options.server_hostname or host
+        open_at = partial(
+            self._loop.create_connection, lambda: self, ssl=context, server_hostname=name
+        )
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
-                await self._loop.create_connection(
-                    lambda: self, host, port, ssl=context, server_hostname=name
-                )
+                *others, last = [found[4][0] for found in await look_up_host(host, port)]
+                for address in others:
+                    with contextlib.suppress(OSError):
+                        await open_at(address, port)
+                        return
+                await open_at(last, port)
         except TimeoutError:
             self._end(f"no connection within {CONNECT_S_MAX:g} s")
             self.connection_lost(None)  # uvloop does not say so of one that was made just then
