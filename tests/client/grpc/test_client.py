@@ -7,7 +7,7 @@ import stat
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import grpc
 import numpy as np
@@ -22,6 +22,7 @@ from embedserve_client import (
     TooLarge,
     Unavailable,
 )
+from embedserve_client.grpc import calls
 from embedserve_client.grpc.calls import KEEPALIVE_MS_MAX
 
 # 6 floats an example: just over 4 MiB, grpc's default limit of a message.
@@ -192,3 +193,28 @@ async def test_connections_to_an_unresponsive_host_have_a_tcp_timeout(grpc_targe
     async with AsyncGrpcEmbedClient(grpc_target, receive_bytes_max=1 << 20) as own_connection:
         await own_connection.models()
         assert set(user_timeouts_ms(port)) == {KEEPALIVE_MS_MAX}
+
+
+async def test_pings_continue_while_no_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "KEEPALIVE_MS", 20)
+    pings = asyncio.Semaphore(0)
+
+    async def acknowledge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Acknowledges SETTINGS and PING frames, and answers no call."""
+        await reader.readexactly(len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+        writer.write(b"\0\0\0\4\0\0\0\0\0")
+        with suppress(asyncio.IncompleteReadError), closing(writer):
+            while head := await reader.readexactly(9):
+                payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+                if head[3:5] in (b"\4\0", b"\6\0"):
+                    ack = b"" if head[3] == 4 else payload
+                    writer.write(len(ack).to_bytes(3, "big") + head[3:4] + b"\1" + head[5:] + ack)
+                    pings.release()
+
+    async with await asyncio.start_server(acknowledge, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        async with AsyncGrpcEmbedClient(f"127.0.0.1:{port}", timeout_s=None) as client:
+            call = asyncio.create_task(client.embed({"user": [1]}))
+            for _ in range(6):
+                await asyncio.wait_for(pings.acquire(), RESPONSE_S_MAX)
+            call.cancel()
