@@ -10,8 +10,11 @@ from pathlib import Path
 
 from embedserve_store.memory.cgroups import CGROUPS, PROC, cgroup_folders
 
-FILES = {1: ("memory.limit_in_bytes", "total_rss"), 2: ("memory.max", "anon")}
-"""Name of the limit file, and name of the used memory in memory.stat, by cgroup version."""
+FILES = {
+    1: ("memory.limit_in_bytes", ("total_rss", "total_shmem")),
+    2: ("memory.max", ("anon", "shmem")),
+}
+"""Name of the limit file, and names of the used memory in memory.stat, by cgroup version."""
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -27,14 +30,15 @@ def _host_bytes(proc: Path) -> int:
 def _cgroup_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
     """Yields the bytes left below the limit of each cgroup of this process.
 
-    The page cache does not count as used, because the kernel reclaims it.
+    The page cache of files does not count as used, because the kernel reclaims it. Files in memory,
+    such as the changed rows of followed versions and /dev/shm, do count.
     """
     for version, folder in cgroup_folders("memory", proc, cgroups):
         if (left := _left_bytes(folder, *FILES[version])) is not None:
             yield left
 
 
-def _left_bytes(folder: Path, limit: str, used: str) -> int | None:
+def _left_bytes(folder: Path, limit: str, used: tuple[str, ...]) -> int | None:
     """Returns the bytes left below the limit of the cgroup in ``folder``; None without a limit."""
     try:
         text = (folder / limit).read_text().strip()
@@ -43,4 +47,4 @@ def _left_bytes(folder: Path, limit: str, used: str) -> int | None:
         return None
     if text == "max":
         return None
-    return max(0, int(text) - int(fields[used]))
+    return max(0, int(text) - sum(int(fields.get(name, 0)) for name in used))

@@ -19,17 +19,34 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path / "proc"
 
 
-def limit(folder: Path, name: str, value: object, used: str) -> None:
+def limit(folder: Path, name: str, value: object, *used: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(f"file {5 * GIB}\n{used} {GIB}\n")
+    stat = f"file {5 * GIB}\n" + "".join(f"{one} {GIB}\n" for one in used)
+    (folder / "memory.stat").write_text(stat)
 
 
 def test_host_without_cgroups_reports_mem_available(proc: Path, tmp_path: Path) -> None:
     assert available_bytes(proc, tmp_path / "none") == 8 * GIB
 
 
-def test_cgroup_v2_limit_counts_anonymous_memory_only(proc: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "folder", "name", "used"),
+    [
+        ("4:memory:", "memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
+        ("0::", "", "memory.max", ("anon", "shmem")),
+    ],
+)
+def test_files_in_memory_count_against_the_limit(
+    proc: Path, tmp_path: Path, version: str, folder: str, name: str, used: tuple[str, str]
+) -> None:
+    """Covers the changed rows of followed versions, which the kernel can drop nowhere."""
+    (proc / "self" / "cgroup").write_text(f"{version}/job\n")
+    limit(tmp_path / "cg" / folder / "job", name, 4 * GIB, *used)
+    assert available_bytes(proc, tmp_path / "cg") == 2 * GIB
+
+
+def test_page_cache_does_not_count_against_the_limit(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("0::/pod/container\n")
     limit(tmp_path / "cg" / "pod" / "container", "memory.max", 4 * GIB, "anon")
     assert available_bytes(proc, tmp_path / "cg") == 3 * GIB
