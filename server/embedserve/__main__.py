@@ -19,6 +19,9 @@ def main() -> None:
             "embedserve: this is Python {}.{}, and embedserve runs on 3.11 to 3.13: install it "
             "with one of them (python3.11 -m venv)".format(*sys.version_info)
         )
+    # numpy's OpenBLAS starts a thread for each core of the host, even under a CPU limit, and
+    # interrupts the command if a limit of processes forbids that. Nothing here needs the threads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if os.environ.get("COLUMNS") == "0":  # a terminal of unknown width: rich would print nothing
         del os.environ["COLUMNS"]
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":

@@ -309,6 +309,20 @@ def test_lack_of_memory_prints_one_error_line(
     assert capsys.readouterr().err == f"embedserve: {message}\n"
 
 
+def test_numpy_starts_no_threads_for_the_cores_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    code = (
+        "import os, sys\n"
+        "from embedserve.__main__ import main\n"
+        "try: main()\n"
+        "finally: print('numpy' in sys.modules, len(os.listdir('/proc/self/task')))"
+    )
+    assert run_python("-c", code, "inspect", tmp_path).stdout.endswith("True 1\n")
+
+
 def test_closed_pipe_of_the_output_is_no_error_to_report() -> None:
     reader, writer = os.pipe()
     os.close(reader)
