@@ -13,6 +13,8 @@ NO_ACCESS = "no access to the store"
 LIBRARY_FAULT = "Could not load this library"
 """Begins the message of the OSError that torch raises for a library."""
 NO_MEMORY = "no memory is left"
+NO_THREAD = "can't start new thread"
+"""Message of Python's RuntimeError at a limit of threads."""
 
 
 class StoreError(Exception):
@@ -84,6 +86,8 @@ def described(error: Exception) -> str:
     """Returns the message of ``error``, which for a store that cannot be reached says so first. For
     a library that torch cannot load it is the loader's reason; torch's own names the library alone.
     """
+    if isinstance(error, BlockingIOError) or str(error) == NO_THREAD:
+        return "no process or thread can be started: a limit of the user or container is reached"
     if str(error).startswith(LIBRARY_FAULT) and error.__cause__:
         return str(error.__cause__)
     if isinstance(error, MemoryError):

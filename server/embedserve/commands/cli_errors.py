@@ -54,7 +54,13 @@ def cli_errors() -> Iterator[None]:
 
     The status is UNREACHABLE_STATUS without access to the store, and 130 after an interrupt.
     """
-    from embedserve_store.errors import LIBRARY_FAULT, StoreError, UnreachableError, described
+    from embedserve_store.errors import (
+        LIBRARY_FAULT,
+        NO_THREAD,
+        StoreError,
+        UnreachableError,
+        described,
+    )
     from embedserve_store.terminal.sanitize import sanitize
 
     try:
@@ -62,8 +68,10 @@ def cli_errors() -> Iterator[None]:
             yield
     except BrokenPipeError:  # by `| head`: typer exits with status 1, without a message
         raise
-    except (StoreError, OSError, ValueError, MemoryError) as error:
+    except (StoreError, OSError, ValueError, MemoryError, RuntimeError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
+            raise
+        if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
             raise
         message = described(error) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:

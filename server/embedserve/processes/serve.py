@@ -68,6 +68,7 @@ from embedserve.processes.supervisor import Supervisor
 from embedserve.request_checks import INTEGER_DIGITS_MAX
 from embedserve.shard_client.discovery import RayShards, parse_shards
 from embedserve_store import ModelVersion, StoreError
+from embedserve_store.errors import NO_THREAD
 
 if TYPE_CHECKING:
     from embedserve.deltas.status import SharedDeltaState
@@ -382,9 +383,10 @@ def _worker_main(
             uvloop.run(
                 worker.run_worker(pipeline, manager, settings, ports, ready, counters, channel)
             )
-    except (StoreError, OSError, ValueError, ImportError, MemoryError) as error:
+    except (StoreError, OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
         # A package of the engine may not load.
         is_ours = isinstance(error, ImportError) and (error.name or "").startswith("embedserve")
+        is_ours |= isinstance(error, RuntimeError) and str(error) != NO_THREAD
         if is_ours or (isinstance(error, ValueError) and type(error) is not ValueError):
             raise
         worker.report_failure(channel, error)

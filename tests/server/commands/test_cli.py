@@ -1,6 +1,7 @@
 """Tests of the command line: quick help, the precedence of settings, and one line for each error
 that a user can fix."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from embedserve.commands.cli_errors import cli_errors
 from embedserve.config import Limits, ServeSettings
 
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "fastapi", "grpc", "numpy", "uvicorn")
+NO_PROCESS = "no process or thread can be started: a limit of the user or container is reached"
 
 
 @pytest.fixture(autouse=True)
@@ -299,14 +301,21 @@ def test_full_disk_of_help_and_version_prints_one_error_line(option: str) -> Non
     [
         (MemoryError(), "no memory is left"),
         (MemoryError("Unable to allocate"), "Unable to allocate"),
+        (RuntimeError("can't start new thread"), NO_PROCESS),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), NO_PROCESS),
     ],
 )
-def test_lack_of_memory_prints_one_error_line(
-    error: MemoryError, message: str, capsys: pytest.CaptureFixture[str]
+def test_lack_of_memory_threads_or_processes_prints_one_error_line(
+    error: Exception, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(typer.Exit), cli_errors():
         raise error
     assert capsys.readouterr().err == f"embedserve: {message}\n"
+
+
+def test_other_runtime_errors_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="a fault"), cli_errors():
+        raise RuntimeError("a fault")
 
 
 def test_numpy_starts_no_threads_for_the_cores_of_the_host(
