@@ -55,7 +55,10 @@ def is_url(store: str) -> bool:
 def default_cache() -> Path:
     """Returns the default folder in which versions of remote stores are cached."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "embedserve"
+    try:
+        return Path(base).expanduser() / "embedserve"
+    except RuntimeError:  # neither HOME nor a name for the user id: the home that Docker sets
+        return Path("/.cache/embedserve")
 
 
 class RemoteStore:

@@ -221,3 +221,12 @@ def test_default_cache_is_in_the_users_cache_folder(
     assert default_cache() == tmp_path / "embedserve"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache() == Path.home() / ".cache" / "embedserve"
+
+
+def test_default_cache_of_a_user_without_a_name_is_in_the_root_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    assert default_cache() == Path("/.cache/embedserve")
