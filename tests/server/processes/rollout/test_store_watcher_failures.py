@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from server.processes.rollout.following_process import FollowingProcess, add_version
@@ -68,6 +69,19 @@ async def test_version_is_retried_after_no_thread_could_start_to_open_it(
     shown, _ = follower.next_version_status()
     assert shown is not None
     assert "can't start new thread" in shown["reason"]
+    assert await follower.poll() == 2
+
+
+async def test_version_is_retried_after_a_pull_could_start_no_thread(
+    follower: FollowingProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await follower.poll() == 1
+    follower.add_version(2)
+    with monkeypatch.context() as patched:
+        no_thread = Mock(side_effect=RuntimeError("can't start new thread"))
+        patched.setattr(VersionResolver, "open_number", no_thread)
+        assert await follower.poll() == 1
+    assert no_thread.called
     assert await follower.poll() == 2
 
 
