@@ -14,7 +14,7 @@ from embedserve.metrics.histogram import (
     SECONDS_BUCKETS,
     Histogram,
 )
-from embedserve.metrics.request_metrics import REQUEST_CELLS, ProtocolMetrics, RequestMetrics
+from embedserve.metrics.request_metrics import ProtocolMetrics, RequestMetrics
 from embedserve.metrics.shared_counters import single_worker_counters
 
 BATCHES = 20_000
@@ -25,7 +25,7 @@ BATCH_EXAMPLES = 25
 def record() -> float:
     """Returns the seconds per request, including the conversion of recorded values to bucket
     counts."""
-    rest, version = ProtocolMetrics(), RequestMetrics(single_worker_counters(REQUEST_CELLS))
+    rest, version = ProtocolMetrics(), RequestMetrics(single_worker_counters())
     waits, examples, ids = (Histogram(b) for b in (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS))
     lookups = Histogram(LOOKUP_SECONDS_BUCKETS)
     arrived_s = [perf_counter() for _ in range(BATCH_EXAMPLES)]

@@ -14,13 +14,12 @@ import numpy as np
 
 from embedserve.metrics.families import Sample
 from embedserve.metrics.request_metrics import OUTCOMES
-from embedserve.metrics.shared_counters import KeyedTable, WorkerCounters, key_of, table_cells
+from embedserve.metrics.shared_counters import KeyedTable, WorkerCounters, key_of
 
 CALLERS_MAX = 256
 """Callers that one worker counts individually."""
 OTHERS = "(others)"
 """Label of all callers beyond CALLERS_MAX. It is not a valid name of a token."""
-CALLER_CELLS = table_cells(CALLERS_MAX + 1, len(OUTCOMES))
 
 
 class Callers(Protocol):

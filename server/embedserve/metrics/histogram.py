@@ -41,8 +41,7 @@ class Histogram:
         self.buckets = tuple(buckets)
         self._bounds = np.array(buckets)
         # A count for each bucket, a count for values above all bounds, and the sum of all values.
-        cells = histogram_cells(buckets)
-        self._cells = (counters or single_worker_counters(cells)).allocate(cells)
+        self._cells = (counters or single_worker_counters()).allocate(histogram_cells(buckets))
         self.pending: list[float] = []
         self.observe = self.pending.append
         self.observe_many = self.pending.extend

@@ -17,16 +17,11 @@ from prometheus_client.registry import Collector
 
 from embedserve.config import ServeSettings
 from embedserve.errors import ServedVersion
-from embedserve.metrics.caller_metrics import CALLER_CELLS, CallerMetrics
+from embedserve.metrics.caller_metrics import CallerMetrics
 from embedserve.metrics.families import Sample, collect_families
 from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_max_of, name_cells
-from embedserve.metrics.process import (
-    CONNECTION_CELLS,
-    PROCESS_CELLS,
-    ConnectionMetrics,
-    ProcessMetrics,
-)
-from embedserve.metrics.request_metrics import PROTOCOL_CELLS, ProtocolMetrics
+from embedserve.metrics.process import ConnectionMetrics, ProcessMetrics
+from embedserve.metrics.request_metrics import ProtocolMetrics
 from embedserve.metrics.shard_metrics import (
     NEXT,
     SERVED,
@@ -36,14 +31,14 @@ from embedserve.metrics.shard_metrics import (
     shard_cells,
 )
 from embedserve.metrics.shared_counters import (
+    CELLS,
     KeyedCounters,
     KeyedTable,
     WorkerCounters,
     key_of,
     single_worker_counters,
-    table_cells,
 )
-from embedserve.metrics.tls import TLS_CELLS, TlsMetrics
+from embedserve.metrics.tls import TlsMetrics
 from embedserve.model_info import ModelInfo
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
@@ -79,11 +74,8 @@ class CounterRoom(NamedTuple):
 def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:
     """Returns the cells that one worker needs for a server that starts with ``names`` served names,
     and as a router with ``parts`` parts."""
-    of_names = table_cells(names + NAMES_SPARE, name_cells(columns_max))
-    of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + CALLER_CELLS
-    of_parts = shard_cells(parts, names + NAMES_SPARE)
-    of_process = PROCESS_CELLS + CONNECTION_CELLS + TLS_CELLS
-    return of_process + of_protocols + of_parts + of_names
+    names += NAMES_SPARE
+    return CELLS + shard_cells(parts, names) + names * (1 + name_cells(columns_max))
 
 
 class Metrics(Collector):

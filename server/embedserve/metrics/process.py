@@ -26,16 +26,14 @@ START_SECONDS = "process_start_time_seconds"
 OPEN_FDS = "process_open_fds"
 MAX_FDS = "process_max_fds"
 GAUGES = ("process_virtual_memory_bytes", "process_resident_memory_bytes", OPEN_FDS, MAX_FDS)
-PROCESS_CELLS = 3 + len(GAUGES)
-"""CPU seconds, start time, the gauges, and dropped log lines, in this order."""
-CONNECTION_CELLS = 2
 
 
 class ProcessMetrics:
     """The process metrics of prometheus_client, and dropped log lines, over all workers."""
 
     def __init__(self, counters: WorkerCounters, clock: Callable[[], float] = monotonic) -> None:
-        self._cells = counters.allocate(PROCESS_CELLS)
+        # CPU seconds, start time, the gauges, and dropped log lines, in this order.
+        self._cells = counters.allocate(3 + len(GAUGES))
         self._cpu_s_before = float(self._cells.own[0])
         self._dropped_before = float(self._cells.own[-1]) - dropped_lines()
         self._process = ProcessCollector(registry=None)
@@ -82,7 +80,7 @@ class ConnectionMetrics:
     def __init__(self, counters: WorkerCounters) -> None:
         self.open_counts: list[Callable[[], int]] = []
         self.refused = 0
-        self._cells = counters.allocate(CONNECTION_CELLS)
+        self._cells = counters.allocate(2)
         self._refused_before = float(self._cells.own[1])
 
     def flush(self) -> None:

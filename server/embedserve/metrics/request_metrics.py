@@ -22,13 +22,11 @@ from embedserve.metrics.histogram import (
     PENDING_MAX,
     SECONDS_BUCKETS,
     Histogram,
-    histogram_cells,
 )
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.metrics.row_to_rank import DIVIDED_CELLS, RowToRank
-from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
+from embedserve.metrics.shadow_metrics import ShadowMetrics
 from embedserve.metrics.shared_counters import (
-    KEY_CELLS,
     Cells,
     KeyedCounters,
     WorkerCounters,
@@ -55,8 +53,6 @@ OUTCOMES = (
 )
 """Outcomes of a request: OK, CANCELLED if its client left, or the gRPC code of its error."""
 NO_FAILURES = ("OK", "CANCELLED")
-REQUEST_CELLS = len(OUTCOMES) + 2 + histogram_cells(SECONDS_BUCKETS)
-PROTOCOL_CELLS = REQUEST_CELLS + 1
 LINES_MAX = 10
 """Log lines of one kind, such as slow requests or rejections with one error code, in a period of
 RateLimitedLogger. The first line of a later period reports how many were left out."""
@@ -72,19 +68,6 @@ VERSION_BUCKETS = {
 PARTS_COUNTED_MAX = 1024
 """Parts of a version whose absence is counted; further parts are not. They take 8 KiB for each
 version and worker."""
-
-
-def lookup_cells(columns_max: int) -> int:
-    """Returns the number of cells needed for a version with up to ``columns_max`` features."""
-    return 2 * columns_max + DIVIDED_CELLS
-
-
-def version_cells(columns_max: int) -> int:
-    """Returns the number of cells of one version, without its key."""
-    buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
-    shadow = KEY_CELLS + shadow_cells(columns_max)
-    of_rows = PARTS_COUNTED_MAX + 1 + lookup_cells(columns_max)
-    return of_rows + shadow + REQUEST_CELLS + buckets
 
 
 class RequestMetrics:
@@ -152,7 +135,7 @@ class ProtocolMetrics:
     """
 
     def __init__(self, counters: WorkerCounters | None = None, protocol: str = "rest") -> None:
-        counters = counters or single_worker_counters(PROTOCOL_CELLS)
+        counters = counters or single_worker_counters()
         self.protocol = protocol
         self.log = RateLimitedLogger(logger, LINES_MAX)
         self.requests = RequestMetrics(counters)
@@ -318,11 +301,11 @@ class VersionMetrics:
         self._missing_parts = counters.allocate(PARTS_COUNTED_MAX)
         self._cached_ids = counters.allocate(1)
         self.lookups = LookupMetrics(model, counters, columns_max)
-        self.shadow = ShadowMetrics(model, counters, columns_max)
         self.requests = RequestMetrics(counters)
         self._histograms = {
             family: Histogram(buckets, counters) for family, buckets in VERSION_BUCKETS.items()
         }
+        self.shadow = ShadowMetrics(model, counters, columns_max)  # takes all cells that are left
         self.wait_seconds = self._histograms["embedserve_queue_wait_seconds"]
         self.batch_examples = self._histograms["embedserve_batch_examples"]
         self.batch_ids = self._histograms["embedserve_batch_ids"]

@@ -27,12 +27,6 @@ COMPARED = ("shadow", "served")
 """The two versions that ids without a row are counted in, by feature."""
 
 
-def shadow_cells(columns_max: int) -> int:
-    """Returns the number of cells needed for a version with up to ``columns_max`` keys and
-    features."""
-    return len(BATCH_OUTCOMES) + 1 + (len(KEY_SUMS) + len(COMPARED)) * columns_max
-
-
 @dataclass(frozen=True)
 class Differences:
     """Differences between the results of two versions for the same requests, for the keys that both
@@ -62,7 +56,7 @@ class ShadowMetrics:
     def __init__(self, model: ModelInfo, counters: WorkerCounters, columns_max: int) -> None:
         self._model = model
         self._columns_max = columns_max
-        self._counters = counters.allocate_keyed(shadow_cells(columns_max))
+        self._counters = counters.allocate_keyed()
         self._allocate(self.against)
 
     def _allocate(self, against: int) -> None:

@@ -5,9 +5,8 @@ from the stored values, so that no counter goes backwards. The first cells of a 
 between the worker and the supervisor. No locks are needed: a cell is eight aligned bytes and has
 one writer.
 
-The size of a row is fixed before the workers are forked. A class that counts therefore has a
-constant, or a function, ``…_cells`` with the number of cells that its constructor allocates, and
-cells_per_worker adds them up.
+The size of a row is fixed before the workers are forked, and is a little more than all counters
+allocate. One counter more may not fit any more: its allocation then fails at each start.
 
 Cells that belong to a name or to a version are allocated together with the cell of a key. They
 start from zero when their key changes, and readers add up only the workers that have the same key.
@@ -26,8 +25,8 @@ READY, RESTARTS, HANGS, BEATS = 0, 1, 2, 3
 CONTROL_CELLS = 4
 """Control cells at the start of each row: whether the worker is ready, how often it was replaced,
 how often because of a hang, and its heartbeats. The worker writes the heartbeats."""
-KEY_CELLS = 1
-"""Cells of the key of KeyedCounters, which come before its counters."""
+CELLS = 4096
+"""Further cells of a row, without those of served names and of parts. About 3,500 are allocated."""
 KEY_BYTES = 6
 """Bytes of the hash of a name: 48 bits fit exactly into a float64 cell."""
 
@@ -40,7 +39,7 @@ class SharedCounters:
     """Rows of all workers. They are allocated before the workers are forked, which then share
     them."""
 
-    def __init__(self, workers: int, cells_per_worker: int) -> None:
+    def __init__(self, workers: int, cells_per_worker: int = CELLS) -> None:
         cells = CONTROL_CELLS + cells_per_worker
         self._memory = mmap.mmap(-1, workers * cells * np.dtype(np.float64).itemsize)
         self.rows: Cells = np.frombuffer(self._memory, np.float64).reshape(workers, cells)
@@ -141,9 +140,9 @@ class WorkerCounters:
         self._allocated.append(cells)
         return cells
 
-    def allocate_keyed(self, count: int) -> KeyedCounters:
-        """Returns counters of ``count`` more cells, after the cell of their key."""
-        keyed = KeyedCounters(self, self.take(KEY_CELLS + count))
+    def allocate_keyed(self) -> KeyedCounters:
+        """Returns counters of all cells that are left, after the cell of their key."""
+        keyed = KeyedCounters(self, self.take(self._cells.shape[1] - self.taken))
         self._allocated.append(keyed)
         return keyed
 
@@ -220,7 +219,7 @@ class KeyedTable:
 
     def __init__(self, counters: WorkerCounters, entries: int, cells: int) -> None:
         """Allocates ``entries`` entries of ``cells`` cells each, and their keys."""
-        every = counters.take(table_cells(entries, cells))
+        every = counters.take(entries * (1 + cells))
         self.every = every.reshape(counters.workers, entries, 1 + cells)
         self.own = self.every[counters.worker]
         self.entries = [KeyedCounters(counters, self.every[:, i]) for i in range(entries)]
@@ -262,18 +261,13 @@ class KeyedTable:
             self.entries[i].release()
 
 
-def table_cells(entries: int, cells: int) -> int:
-    """Returns the number of cells that a KeyedTable takes in a worker's row."""
-    return entries * (1 + cells)
-
-
 def key_of(name: str) -> float:
     """Returns the key of an entry for ``name``; 0 marks a free entry."""
     digest = blake2b(name.encode(), digest_size=KEY_BYTES).digest()
     return float(int.from_bytes(digest, "big") + 1)
 
 
-def single_worker_counters(cells: int) -> WorkerCounters:
+def single_worker_counters(cells: int = CELLS) -> WorkerCounters:
     """Returns the counters of a single process without a supervisor."""
     shared = SharedCounters(1, cells)
     shared.set_ready(0, True)

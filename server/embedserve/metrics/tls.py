@@ -13,7 +13,6 @@ HANDSHAKE_OUTCOMES = ("ok", "no_tls", "certificate", "failed", "too_large", "too
 "certificate": the client's certificate was not accepted. "failed": any other error on either side.
 "too_large" and "too_late": over the limit on bytes or on time. "gone": abandoned by the client or
 the server."""
-TLS_CELLS = len(HANDSHAKE_OUTCOMES) + 1
 
 
 class TlsMetrics:
@@ -28,7 +27,7 @@ class TlsMetrics:
     def __init__(self, counters: WorkerCounters) -> None:
         self.handshakes: Counter[str] = Counter()
         self.expires_s: Callable[[], float] = lambda: 0.0
-        self._cells = counters.allocate(TLS_CELLS)
+        self._cells = counters.allocate(len(HANDSHAKE_OUTCOMES) + 1)
         self._before = self._cells.own[:-1].copy()
 
     def flush(self) -> None:

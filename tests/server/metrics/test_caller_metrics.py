@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from embedserve.metrics.caller_metrics import CALLER_CELLS, CALLERS_MAX, OTHERS, CallerMetrics
+from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS, CallerMetrics
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 
 
@@ -46,7 +46,7 @@ def totals(metrics: CallerMetrics) -> dict[tuple[str, str], object]:
 
 
 def test_counts_are_summed_over_workers_in_any_caller_order() -> None:
-    slots = SharedCounters(2, CALLER_CELLS)
+    slots = SharedCounters(2)
     first, callers_of_first = make_metrics(slots, 0)
     second, callers_of_second = make_metrics(slots, 1)
     callers_of_first.count_request("a", times=2)
@@ -60,7 +60,7 @@ def test_counts_are_summed_over_workers_in_any_caller_order() -> None:
 
 
 def test_replacement_worker_continues_the_counts() -> None:
-    slots = SharedCounters(1, CALLER_CELLS)
+    slots = SharedCounters(1)
     before, callers_before = make_metrics(slots, 0)
     callers_before.count_request("a")
     callers_before.count_request("b")
@@ -72,7 +72,7 @@ def test_replacement_worker_continues_the_counts() -> None:
 
 
 def test_callers_beyond_the_limit_are_counted_together() -> None:
-    metrics, callers = make_metrics(SharedCounters(1, CALLER_CELLS), 0)
+    metrics, callers = make_metrics(SharedCounters(1), 0)
     for number in range(CALLERS_MAX + 100):
         callers.count_request(f"caller-{number}", times=2)
     found = totals(metrics)
@@ -82,7 +82,7 @@ def test_callers_beyond_the_limit_are_counted_together() -> None:
 
 
 def test_entry_of_a_removed_caller_is_reused_from_zero() -> None:
-    metrics, callers = make_metrics(SharedCounters(1, CALLER_CELLS), 0)
+    metrics, callers = make_metrics(SharedCounters(1), 0)
     for number in range(CALLERS_MAX):
         callers.count_request(f"caller-{number}", "INTERNAL")
     metrics.flush()
@@ -98,7 +98,7 @@ def test_entry_of_a_removed_caller_is_reused_from_zero() -> None:
 
 def test_callers_beyond_the_limit_are_hashed_once_per_token_file() -> None:
     """Checks that the cost of a flush, which runs on the event loop, is not names times callers."""
-    metrics, callers = make_metrics(SharedCounters(1, CALLER_CELLS), 0)
+    metrics, callers = make_metrics(SharedCounters(1), 0)
     names = [CountedName(f"caller-{number}") for number in range(1000)]
     callers.names = frozenset(names)
 
@@ -117,7 +117,7 @@ def test_callers_beyond_the_limit_are_hashed_once_per_token_file() -> None:
 
 
 def test_caller_beyond_the_limit_gets_an_entry_once_callers_are_removed() -> None:
-    metrics, callers = make_metrics(SharedCounters(1, CALLER_CELLS), 0)
+    metrics, callers = make_metrics(SharedCounters(1), 0)
     names = [f"caller-{number}" for number in range(CALLERS_MAX + 1)]
     for name in names:
         callers.count_request(name)

@@ -14,8 +14,8 @@ from server.metrics.metric_samples import families_of, workers_of
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.lookup_types import Batch
 from embedserve.metrics.metrics import Metrics
-from embedserve.metrics.model_metrics import COLUMNS_MIN
-from embedserve.metrics.request_metrics import LookupMetrics, lookup_cells
+from embedserve.metrics.model_metrics import COLUMNS_MIN, name_cells
+from embedserve.metrics.request_metrics import LookupMetrics
 from embedserve.metrics.row_to_rank import DIVIDED_CELLS, ROWS_SAMPLED_MAX
 from embedserve.metrics.shared_counters import (
     WorkerCounters,
@@ -161,7 +161,7 @@ requests = st.fixed_dictionaries(
 
 @given(batches=st.lists(st.lists(requests, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_counts_are_exact_if_every_batch_is_sampled(batches: list[list[Bags]]) -> None:
-    slot = single_worker_counters(lookup_cells(COLUMNS_MIN))
+    slot = single_worker_counters(name_cells(COLUMNS_MIN))
     lookups = LookupMetrics(MODEL, slot, COLUMNS_MIN, sampling_share=np.inf)
     for i, requests in enumerate(batches):
         lookups.observe(joined(*requests))

@@ -5,18 +5,18 @@ import json
 
 from server.python import run_python
 
-from embedserve.metrics.process import CONNECTION_CELLS, ConnectionMetrics
+from embedserve.metrics.process import ConnectionMetrics
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 
 MAX_FDS = 64
 SCRIPT = f"""
 import json, os, resource
-from embedserve.metrics.process import PROCESS_CELLS, READ_S, ProcessMetrics
+from embedserve.metrics.process import READ_S, ProcessMetrics
 from embedserve.metrics.shared_counters import single_worker_counters
 
 resource.setrlimit(resource.RLIMIT_NOFILE, ({MAX_FDS}, {MAX_FDS}))
 now_s = 100.0
-metrics = ProcessMetrics(single_worker_counters(PROCESS_CELLS), lambda: now_s)
+metrics = ProcessMetrics(single_worker_counters(), lambda: now_s)
 
 def show():
     metrics.flush()
@@ -60,7 +60,7 @@ def test_process_metrics_are_correct_without_free_file_descriptors() -> None:
 
 
 def test_connections_of_ready_workers_and_all_rejections_are_counted() -> None:
-    slots = SharedCounters(2, CONNECTION_CELLS)
+    slots = SharedCounters(2)
     workers = [ConnectionMetrics(WorkerCounters(slots, number)) for number in range(2)]
 
     def exported() -> list[object]:

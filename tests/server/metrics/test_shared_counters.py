@@ -10,17 +10,16 @@ from embedserve.metrics.shared_counters import (
     WorkerCounters,
     key_of,
     single_worker_counters,
-    table_cells,
 )
 
 
 def keyed_of_workers(count: int, cells: int) -> list[KeyedCounters]:
     slots = SharedCounters(count, 1 + cells)
-    return [WorkerCounters(slots, worker).allocate_keyed(cells) for worker in range(count)]
+    return [WorkerCounters(slots, worker).allocate_keyed() for worker in range(count)]
 
 
 def tables_of_workers(count: int, entries: int) -> list[KeyedTable]:
-    slots = SharedCounters(count, table_cells(entries, 1))
+    slots = SharedCounters(count, 2 * entries)
     return [KeyedTable(WorkerCounters(slots, worker), entries, 1) for worker in range(count)]
 
 
@@ -62,9 +61,9 @@ def test_same_key_continues_and_new_key_starts_from_zero() -> None:
 
 
 def test_nested_cells_are_detached_with_the_outer_key() -> None:
-    outer = single_worker_counters(4).allocate_keyed(3)
+    outer = single_worker_counters(4).allocate_keyed()
     outer.claim(1)
-    inner = outer.allocate_keyed(2)
+    inner = outer.allocate_keyed()
     inner.claim(5)
     cells = inner.allocate(2)
     outer.claim(2)

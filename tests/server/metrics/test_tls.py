@@ -3,7 +3,7 @@
 from functools import partial
 
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.metrics.tls import HANDSHAKE_OUTCOMES, TLS_CELLS, TlsMetrics
+from embedserve.metrics.tls import HANDSHAKE_OUTCOMES, TlsMetrics
 
 
 def exported(one: TlsMetrics) -> dict[str, object]:
@@ -11,7 +11,7 @@ def exported(one: TlsMetrics) -> dict[str, object]:
 
 
 def test_handshakes_are_summed_and_the_earliest_expiry_is_exported() -> None:
-    slots = SharedCounters(2, TLS_CELLS)
+    slots = SharedCounters(2)
     workers = [TlsMetrics(WorkerCounters(slots, number)) for number in range(2)]
     for number, worker in enumerate(workers):
         slots.set_ready(number, True)
@@ -31,7 +31,7 @@ def test_handshakes_are_summed_and_the_earliest_expiry_is_exported() -> None:
 
 
 def test_server_without_tls_exports_no_tls_metrics() -> None:
-    slots = SharedCounters(1, TLS_CELLS)
+    slots = SharedCounters(1)
     slots.set_ready(0, True)
     plain = TlsMetrics(WorkerCounters(slots, 0))
     plain.flush()
