@@ -24,7 +24,6 @@ from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     Desired,
     StartReport,
-    WorkerStage,
     WorkerStatus,
     desired_to_bytes,
     report_from_bytes,
@@ -58,7 +57,8 @@ class _Worker:
     pid: int = 0
     """Process id; 0 while there is no process."""
     channel: SupervisorChannel | None = None
-    desired: Desired = field(default_factory=Desired)
+    desired: Desired | None = None
+    """Last desired state; None for a worker that has yet to receive one."""
     logs_ready: bool = False
     warm_status: WorkerStatus | None = None
     """Status of a warm worker that awaits a desired state; None for other workers."""
@@ -253,23 +253,22 @@ class Supervisor:
     def _on_message(self, worker: _Worker, message: bytes) -> None:
         report = report_from_bytes(message)
         if isinstance(report, StartReport):
-            self._on_stage(worker, report)
+            self._on_start_report(worker, report)
+        elif worker.desired is None and isinstance(report, WorkerStatus):
+            worker.warm_status = report
         elif not self._is_stopping:
             self._coordinator.on_report(worker.index, report)
 
-    def _on_stage(self, worker: _Worker, report: StartReport) -> None:
-        """Handles the progress of a worker's start."""
-        if report.stage is WorkerStage.FAILED:
+    def _on_start_report(self, worker: _Worker, report: StartReport) -> None:
+        if report.reason is not None:
             worker.reason = report.reason
-        elif report.stage is WorkerStage.WARM:
-            worker.warm_status = WorkerStatus(report.names)
-        else:
-            worker.is_listening, worker.listening_s = True, time.monotonic()
-            self._slots.set_ready(worker.index, True)
-            self._end_startup_server()
-            self._send_to(worker.index, worker.desired)  # it may accept now
-            if self._were_ready:
-                logger.info("worker %d is ready again", worker.index)
+            return
+        worker.is_listening, worker.listening_s = True, time.monotonic()
+        self._slots.set_ready(worker.index, True)
+        self._end_startup_server()
+        self._send(worker)  # it may accept now
+        if self._were_ready:
+            logger.info("worker %d is ready again", worker.index)
 
     def _release_workers(self) -> None:
         """Starts warm workers: the first time all together, afterwards each by itself. Each listens
@@ -286,7 +285,7 @@ class Supervisor:
                 worker.warm_status = None
         if not self._were_ready and all(worker.is_listening for worker in self._workers):
             self._were_ready = self._workers[0].logs_ready = True
-            self._send_to(0, self._workers[0].desired)
+            self._send(self._workers[0])
             self._on_ready()
 
     def _reap(self, worker: _Worker, status: int) -> None:
@@ -302,7 +301,7 @@ class Supervisor:
         if not self._is_stopping:
             self._coordinator.on_worker_exit(worker.index, how)
         was_ready = worker.is_listening
-        worker.warm_status, worker.is_listening = None, False
+        worker.desired, worker.warm_status, worker.is_listening = None, None, False
         if self._is_stopping:
             return
         if not self._were_ready:
@@ -345,12 +344,16 @@ class Supervisor:
                     self._reap(worker, status)
 
     def _send_to(self, index: int, desired: Desired) -> None:
-        worker = self._workers[index]
-        worker.desired = replace(
-            desired, may_accept=worker.is_listening, logs_ready=worker.logs_ready
-        )
-        if worker.channel is not None:
-            worker.channel.send(desired_to_bytes(worker.desired))
+        self._workers[index].desired = desired
+        self._send(self._workers[index])
+
+    def _send(self, worker: _Worker) -> None:
+        """Sends a worker its desired state, and what it may do by now."""
+        if worker.channel is not None and worker.desired is not None:
+            desired = replace(
+                worker.desired, may_accept=worker.is_listening, logs_ready=worker.logs_ready
+            )
+            worker.channel.send(desired_to_bytes(desired))
 
     def _end(self, index: int) -> None:
         worker = self._workers[index]

@@ -24,7 +24,6 @@ from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
     Report,
     StartReport,
-    WorkerStage,
     desired_from_bytes,
     report_to_bytes,
 )
@@ -46,7 +45,7 @@ MESSAGE_BYTES_MAX = 1 << 30
 def report_failure(channel: socket.socket, error: Exception) -> None:
     """Reports to the supervisor why this worker cannot serve."""
     with contextlib.suppress(OSError):  # the supervisor is gone
-        channel.sendall(_line(StartReport(WorkerStage.FAILED, reason=described(error))))
+        channel.sendall(_line(StartReport(described(error))))
 
 
 def _line(report: Report | StartReport) -> bytes:
@@ -81,7 +80,7 @@ async def run_worker(
             writer.write(_line(report))
 
     with contextlib.closing(writer):
-        send(StartReport(WorkerStage.WARM, version_manager.status().names))
+        send(version_manager.status())
         received = messages(reader)
         if not (first := await anext(received, b"")):  # the supervisor is gone
             return
@@ -117,7 +116,7 @@ async def run_worker(
             if may_listen.is_set():
                 bound = ports.bind()
                 bound.listen(with_grpc=settings.grpc_server == "native")
-                send(StartReport(WorkerStage.LISTENING))
+                send(StartReport())
                 await _either(may_accept, stop)
                 await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
         following.cancel()

@@ -18,7 +18,6 @@ from embedserve.processes.rollout.messages import (
     LoadState,
     NameStatus,
     StartReport,
-    WorkerStage,
     WorkerStatus,
     report_to_bytes,
 )
@@ -202,9 +201,9 @@ def test_last_message_of_a_worker_that_has_ended_does_not_end_the_server() -> No
         def send(report: StartReport | WorkerStatus) -> None:
             channel.sendall(report_to_bytes(report) + b"\n")
 
-        send(StartReport(WorkerStage.WARM, {"m": NameStatus(1)}))
+        send(WorkerStatus({"m": NameStatus(1)}))
         channel.recv(1 << 16)  # its desired state
-        send(StartReport(WorkerStage.LISTENING))
+        send(StartReport())
         os.read(coordinator.read, 1)
         send(WorkerStatus({"m": NameStatus(1, state=LoadState.FAILED, reason="damaged")}))
         return 0

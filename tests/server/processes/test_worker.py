@@ -24,7 +24,6 @@ from embedserve.processes.rollout.messages import (
     Desired,
     Report,
     StartReport,
-    WorkerStage,
     WorkerStatus,
     desired_to_bytes,
     report_from_bytes,
@@ -34,7 +33,7 @@ from embedserve.processes.serve import _worker_main
 from embedserve.processes.startup.ports import Ports, claim_ports
 from embedserve.processes.worker import report_failure, run_worker
 
-LISTENS = StartReport(WorkerStage.LISTENING)
+LISTENS = StartReport()
 
 
 class SupervisedWorker:
@@ -152,7 +151,7 @@ def test_failure_to_load_a_library_is_reported_with_the_loaders_reason() -> None
         report_failure(ours, failed)
         line = supervisors.recv(1000)
     reason = "fbgemm.so: wrong ELF class"
-    assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason=reason)
+    assert report_from_bytes(line) == StartReport(reason)
 
 
 def test_lack_of_memory_in_a_worker_is_reported() -> None:
@@ -165,7 +164,7 @@ def test_lack_of_memory_in_a_worker_is_reported() -> None:
         fakes: Any = SimpleNamespace(take=take)
         assert _worker_main(ServeSettings(""), {}, fakes, fakes, 0, counters, fakes, 0, ours) == 1
         line = supervisors.recv(1000)
-    assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason="no memory is left")
+    assert report_from_bytes(line) == StartReport("no memory is left")
 
 
 def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolExecutor) -> None:
@@ -179,4 +178,4 @@ def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolE
             uvloop.run(made(ours, executor, cast("Ports", SimpleNamespace(bind=bind)))[1])
         report_failure(ours, failed.value)
         *_, line = supervisors.recv(1000).splitlines()
-    assert report_from_bytes(line) == StartReport(WorkerStage.FAILED, reason="in use")
+    assert report_from_bytes(line) == StartReport("in use")

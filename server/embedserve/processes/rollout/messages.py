@@ -34,16 +34,6 @@ class LoadState(StrEnum):
     FAILED = "failed"
 
 
-class WorkerStage(StrEnum):
-    """Stage of a worker's start."""
-
-    WARM = "warm"
-    """The models are loaded. The worker runs once it receives a desired state."""
-    LISTENING = "listening"
-    """The worker listens. It accepts connections once it may."""
-    FAILED = "failed"
-
-
 class Operation(StrEnum):
     """Operation that an administrator requests."""
 
@@ -172,23 +162,21 @@ class NameStatus:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Process to coordinator: what it serves and loads, by served name."""
+    """Process to coordinator: what it serves and loads, by served name. A worker sends the first
+    one when its models are loaded, and runs once it receives a desired state."""
 
     names: Mapping[str, NameStatus] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """Worker to supervisor: progress of its start.
+    """Worker to supervisor: the end of its start.
 
     Attributes:
-        names: what the worker serves, at the stage WARM.
-        reason: why it could not start, at the stage FAILED.
+        reason: why it could not start; None: it listens, and accepts connections once it may.
     """
 
-    stage: WorkerStage
-    names: Mapping[str, NameStatus] = field(default_factory=dict)
-    reason: str = ""
+    reason: str | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from embedserve.processes.rollout.messages import (
     StoreReport,
     Target,
     TargetPhase,
-    WorkerStage,
     WorkerStatus,
     desired_from_bytes,
     desired_to_bytes,
@@ -38,7 +37,8 @@ def test_messages_survive_encoding_and_decoding() -> None:
     }
     reports: list[Report | StartReport] = [
         WorkerStatus(statuses),
-        StartReport(WorkerStage.WARM, statuses, "why"),
+        StartReport(),
+        StartReport("why"),
         StoreReport({"m": EIGHT, "n": StoreEntry(0, AliasSettings(0)), "o": UNOPENED}, 2),
         AdminCommand(Operation.LOAD, "m@x", 8, PATH, 5, 6),
     ]
