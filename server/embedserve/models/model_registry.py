@@ -328,29 +328,17 @@ class ModelRegistry:
         raise UnknownModelError(f"model is {shortened(name)!r}: this server has {served}", "model")
 
     def _reject_size(self, request: LookupRequest, model: ModelInfo) -> NoReturn:
-        limits = self.limits
-        if request.batch_size > limits.request_examples_max:
-            raise RequestTooLargeError(
-                f"features: the batch has {request.batch_size} examples, "
-                + limits.describe("request_examples_max"),
-                "features",
-            )
-        if request.ids.size > limits.request_ids_max:
-            raise RequestTooLargeError(
-                f"features: the batch has {request.ids.size} ids, "
-                + limits.describe("request_ids_max"),
-                "features",
-            )
-        asked = (
-            f"{request.batch_size} examples has"
-            if model.is_pooled
-            else f"{request.ids.size} ids has up to"
-        )
-        raise RequestTooLargeError(
-            f"features: the answer to {asked} {request.response_bytes(model)} bytes, "
-            + limits.describe("request_output_bytes_max"),
-            "features",
-        )
+        limits, examples, ids = self.limits, request.batch_size, request.ids.size
+        if examples > limits.request_examples_max:
+            limit, size = "request_examples_max", f"features: the batch has {examples} examples, "
+        elif ids > limits.request_ids_max:
+            limit, size = "request_ids_max", f"features: the batch has {ids} ids, "
+        else:
+            asked = f"{examples} examples has" if model.is_pooled else f"{ids} ids has up to"
+            nbytes = request.response_bytes(model)
+            limit = "request_output_bytes_max"
+            size = f"features: the answer to {asked} {nbytes} bytes, "
+        raise RequestTooLargeError(size + limits.describe(limit), "features")
 
 
 def _check_room(queues: Sequence[RequestQueue]) -> None:
