@@ -15,10 +15,10 @@ LIMIT_MAX = 2**31 - 1
 """Upper bound of every limit. grpcio stores its limits in 32 bits, and none of ours needs more."""
 
 
-def setting(default: Any, sentence: str, **bounds: float) -> Any:
-    """Returns a dataclass field with its help text, and with bounds "min" and "max" where they are
-    given."""
-    return field(default=default, metadata={"help": sentence, **bounds})
+def setting(default: Any, sentence: str, **more: float | str) -> Any:
+    """Returns a dataclass field with its help text and ``more`` of its option: bounds "min" and
+    "max", and "envvar"."""
+    return field(default=default, metadata={"help": sentence, **more})
 
 
 def limit(default: float, sentence: str) -> Any:

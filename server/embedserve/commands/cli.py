@@ -15,7 +15,7 @@ from embedserve import __version__
 from embedserve.commands.deltas_commands import deltas
 from embedserve.commands.installation import installed_versions
 from embedserve.commands.publish_commands import demo, describe, plan, publish
-from embedserve.commands.serve_options import with_settings_as_options
+from embedserve.commands.serve_options import cluster_options, serve_options, with_options
 from embedserve.commands.server_commands import admin, cluster, health, serve, shadow, token
 from embedserve.commands.store_commands import (
     alias,
@@ -49,8 +49,8 @@ def _root(
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "serve": with_settings_as_options(serve),
-    "cluster": cluster,
+    "serve": with_options(serve, serve_options()),
+    "cluster": with_options(cluster, cluster_options()),
     "demo": demo,
     "publish": publish,
     "describe": describe,

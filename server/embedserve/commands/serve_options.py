@@ -1,13 +1,13 @@
-"""Options of `embedserve serve`: each field of the settings and limits in config.py is a flag, an
-EMBEDSERVE_* variable and a key of the TOML file. This module reads that file and sets nothing
-itself."""
+"""Options of `embedserve serve` and `cluster`, made of the fields of their settings. Those of
+`serve`, in config.py, are flags, EMBEDSERVE_* variables and keys of the TOML file. This module
+reads that file and sets nothing itself."""
 
 from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -16,6 +16,7 @@ import typer
 
 from embedserve.commands.store_commands import store_argument
 from embedserve.config import Limits, ServeSettings
+from embedserve.processes.cluster_settings import ClusterSettings
 
 REPEATABLE = tuple(
     name for name, kind in get_type_hints(ServeSettings).items() if kind == tuple[str, ...]
@@ -31,17 +32,19 @@ _TOML_KINDS: Mapping[Any, tuple[str, tuple[type, ...]]] = {
 string is parsed as on the command line."""
 
 
-def with_settings_as_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_options(
+    command: Callable[..., None], options: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
     """Returns ``command``, which takes arbitrary keyword arguments, with the signature that typer
     reads."""
-    parameters = list(_serve_parameters())
+    parameters = list(options)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
 
 
-def _serve_parameters() -> Iterator[inspect.Parameter]:
-    """Yields the command's arguments and options: store, config, and the fields of settings and
+def serve_options() -> Iterator[inspect.Parameter]:
+    """Yields the arguments and options of `serve`: store, config, and the fields of settings and
     limits."""
     store = store_argument(
         "Model store: a folder, or a URL such as s3://bucket/store.", "EMBEDSERVE_STORE"
@@ -54,20 +57,35 @@ def _serve_parameters() -> Iterator[inspect.Parameter]:
         help="TOML file with settings; their keys are the flags with '_' in place of '-'.",
     )
     yield _parameter("config", Path | None, config, None)
-    for settings, panel in ((ServeSettings, None), (Limits, "Limits")):
-        kinds = get_type_hints(settings)
-        for one in fields(settings):
-            if "help" in one.metadata:
-                option = typer.Option(
-                    callback=_check_not_empty if one.default == "" else None,
-                    envvar=f"EMBEDSERVE_{one.name.upper()}",
-                    rich_help_panel=panel,
-                    metavar="" if kinds[one.name] is bool else None,
-                    **one.metadata,
-                )
-                is_many = one.name in REPEATABLE
-                kind = list[str] | None if is_many else kinds[one.name]
-                yield _parameter(one.name, kind, option, None if is_many else one.default)
+    yield from _options(ServeSettings, _of_serve)
+    yield from _options(Limits, _of_serve, rich_help_panel="Limits")
+
+
+def _of_serve(one: Field[Any]) -> dict[str, Any]:
+    callback = _check_not_empty if one.default == "" else None
+    return {"callback": callback, "envvar": f"EMBEDSERVE_{one.name.upper()}"}
+
+
+def cluster_options() -> Iterator[inspect.Parameter]:
+    """Yields the arguments and options of `cluster`."""
+    yield _parameter("store", str, store_argument("Model store: a folder or a URL."))
+    callbacks = {"router_config": check_config}
+    yield from _options(ClusterSettings, lambda one: {"callback": callbacks.get(one.name)})
+
+
+def _options(
+    settings: type[Any], of_field: Callable[[Field[Any]], dict[str, Any]], **of_all: Any
+) -> Iterator[inspect.Parameter]:
+    """Yields an option for each field of ``settings`` with a help text. ``of_field`` returns more
+    arguments of typer.Option for it, ``of_all`` are those of all."""
+    kinds = get_type_hints(settings)
+    for one in fields(settings):
+        if "help" in one.metadata:
+            more = of_field(one) | of_all | {"metavar": "" if kinds[one.name] is bool else None}
+            is_many = kinds[one.name] == tuple[str, ...]
+            kind = list[str] | None if is_many else kinds[one.name]
+            option = typer.Option(**one.metadata, **more)
+            yield _parameter(one.name, kind, option, None if is_many else one.default)
 
 
 def _parameter(

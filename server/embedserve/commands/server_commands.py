@@ -12,30 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from embedserve.commands.installation import check_engine
-from embedserve.commands.serve_options import REPEATABLE, check_config
-from embedserve.commands.store_commands import CACHE, Store
+from embedserve.commands.serve_options import REPEATABLE
 from embedserve.commands.switch import switch
-from embedserve.config import LIMIT_MAX, Limits, ServeSettings
+from embedserve.config import Limits, ServeSettings
+from embedserve.processes.cluster_settings import ClusterSettings
 
-ShardTimeoutMs = Annotated[
-    float,
-    typer.Option(
-        help="Milliseconds that the router waits for one call to a shard.", min=1, max=LIMIT_MAX
-    ),
-]
-ShardConfig = Annotated[
-    str,
-    typer.Option(
-        help="TOML file with settings of each shard, as for serve --config. With Ray it is on each "
-        "node."
-    ),
-]
-RouterConfig = Annotated[
-    str,
-    typer.Option(
-        help="TOML file with settings of the router, as for serve --config.", callback=check_config
-    ),
-]
 Ca = Annotated[
     Path | None,
     typer.Option(help="PEM file of the CAs to trust with https://. Default: the system's."),
@@ -74,45 +55,7 @@ def serve(**values: Any) -> None:
     run(settings)
 
 
-def cluster(
-    store: Store,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Model to serve, as for serve. Repeatable. Default: the newest version of every "
-            "model in the store."
-        ),
-    ] = None,
-    replicas: Annotated[int, typer.Option(help="Shards for each part.", min=1, max=16)] = 1,
-    http_port: Annotated[
-        int, typer.Option(help="The router's port for REST, health and metrics.", min=0, max=65535)
-    ] = 8000,
-    grpc_port: Annotated[
-        int, typer.Option(help="The router's port for gRPC.", min=0, max=65535)
-    ] = 8001,
-    follow: Annotated[str, typer.Option(help="none, alias or latest, as for serve.")] = "none",
-    cache: Annotated[str, CACHE] = "",
-    backend: Annotated[
-        str, typer.Option(help="Where the shards run: local, this host; ray, a Ray cluster.")
-    ] = "local",
-    name: Annotated[
-        str, typer.Option(help="Name of the shards in Ray, for serve --shards ray:NAME.")
-    ] = "embedserve",
-    ray_address: Annotated[
-        str,
-        typer.Option(
-            envvar="RAY_ADDRESS",
-            help="HOST:PORT of Ray's head node; auto: the cluster that this host is a node of.",
-        ),
-    ] = "auto",
-    shard_memory: Annotated[
-        str,
-        typer.Option(help="Memory that each shard reserves in Ray, such as 400GB. Default: none."),
-    ] = "",
-    shard_timeout_ms: ShardTimeoutMs = ServeSettings.shard_timeout_ms,
-    shard_config: ShardConfig = "",
-    router_config: RouterConfig = "",
-) -> None:
+def cluster(**values: Any) -> None:
     """Serve models in parts: a router on this host, and shards here or in a Ray cluster.
 
     Shards on this host use free loopback ports; that is for a try, and to test a store. Without
@@ -120,26 +63,9 @@ def cluster(
     process that ends is started again. Variables of serve have no effect.
     """
     check_engine()
-    from embedserve.processes.local_cluster import ClusterSettings, run_cluster
+    from embedserve.processes.local_cluster import run_cluster
 
-    run_cluster(
-        ClusterSettings(
-            store,
-            tuple(model or ()),
-            replicas,
-            http_port,
-            grpc_port,
-            follow,
-            cache,
-            backend,
-            name,
-            ray_address,
-            shard_memory,
-            shard_timeout_ms,
-            shard_config,
-            router_config,
-        )
-    )
+    run_cluster(ClusterSettings(**values | {"model": tuple(values["model"] or ())}))
 
 
 def admin(

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,10 +28,10 @@ from embedserve.config_checks import check_settings
 from embedserve.file_reloader import named_in_errors
 from embedserve.model_names import split_name
 from embedserve.processes.cluster_child import HOST, Child, held_ports, report
+from embedserve.processes.cluster_settings import ClusterSettings
 from embedserve.processes.forked import described
 from embedserve.processes.model_loading import check_names, load_named
 from embedserve.processes.ray_backend.connection import (
-    AUTO,
     PYTHON,
     check_address,
     check_installed,
@@ -56,31 +56,6 @@ OUTPUT_BYTES = 1 << 16
 
 class ChildFailedError(ChildProcessError):
     """A child ended with an error before the cluster was ready."""
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """Options of `embedserve cluster`; those of the same name are settings of the router.
-
-    Attributes:
-        shard_config: TOML file of `serve` with settings of each shard; in Ray a path on each node.
-        router_config: the same for the router.
-    """
-
-    store: str
-    models: tuple[str, ...] = ()
-    replicas: int = 1
-    http_port: int = 8000
-    grpc_port: int = 8001
-    follow: str = "none"
-    cache: str = ""
-    backend: str = LOCAL
-    name: str = "embedserve"
-    ray_address: str = AUTO
-    shard_memory: str = ""
-    shard_timeout_ms: float = ServeSettings.shard_timeout_ms
-    shard_config: str = ""
-    router_config: str = ""
 
 
 class LocalCluster:
@@ -301,11 +276,11 @@ def _absolute(path: str) -> str:
 
 def read_parts(settings: ClusterSettings) -> int:
     """Returns the number of parts of the models; raises StoreError if they have none, or differ."""
-    check_names(settings.models)
+    check_names(settings.model)
     counts: dict[str, int] = {}
     cache = Path(settings.cache) if settings.cache else None
     with opened(settings.store, cache, NO_ROWS) as store:
-        for name in settings.models or store.models():
+        for name in settings.model or store.models():
             hosts = load_named(store, name).plan.hosts
             assert hosts is not None  # the store was opened as for a router
             counts[name] = hosts.parts
@@ -338,7 +313,7 @@ def _placed(settings: ClusterSettings, parts: int, path: Path) -> list[str]:
 
 def _shard_arguments(settings: ClusterSettings, part: int, parts: int) -> list[str]:
     # Without an alias, which may move: a shard holds the versions that any alias names.
-    names = [one if split_name(one)[1].isdigit() else split_name(one)[0] for one in settings.models]
+    names = [one if split_name(one)[1].isdigit() else split_name(one)[0] for one in settings.model]
     follow = "none" if settings.follow == "none" else "latest"
     own = ["--part", f"{part}/{parts}", "--devices", "cpu", "--follow", follow]
     own += ["--config", settings.shard_config] if settings.shard_config else []
@@ -350,7 +325,7 @@ def _router_arguments(settings: ClusterSettings, addresses: Path) -> list[str]:
     timeout = ["--shard-timeout-ms", str(settings.shard_timeout_ms)]
     own = ["--shards", f"file:{addresses}", "--follow", settings.follow, *timeout, *ports]
     own += ["--config", settings.router_config] if settings.router_config else []
-    return [sys.executable, *_serve_arguments(settings, settings.models, own)]
+    return [sys.executable, *_serve_arguments(settings, settings.model, own)]
 
 
 def _serve_arguments(settings: ClusterSettings, names: Sequence[str], own: list[str]) -> list[str]:

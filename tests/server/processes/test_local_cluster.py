@@ -20,13 +20,9 @@ from server.python import environment
 from waits import wait_until
 
 from embedserve.processes.cluster_child import SHARD_PORTS, Child, held_ports
+from embedserve.processes.cluster_settings import ClusterSettings
 from embedserve.processes.forked import QUICK_END_S
-from embedserve.processes.local_cluster import (
-    ClusterSettings,
-    LocalCluster,
-    _router_arguments,
-    _shard,
-)
+from embedserve.processes.local_cluster import LocalCluster, _router_arguments, _shard
 from embedserve.processes.startup.ports import claim_ports
 
 WAIT_S_MAX = 60

@@ -14,7 +14,8 @@ from server.python import run_python
 from embedserve.config import ServeSettings
 from embedserve.processes import local_cluster
 from embedserve.processes.cluster_child import Child
-from embedserve.processes.local_cluster import ClusterSettings, _placed, run_cluster
+from embedserve.processes.cluster_settings import ClusterSettings
+from embedserve.processes.local_cluster import _placed, run_cluster
 from embedserve.processes.ray_backend import shard_actor
 from embedserve.processes.ray_backend.address_follower import following_ray
 from embedserve.processes.ray_backend.connection import check_address, check_shards_name
