@@ -167,19 +167,23 @@ def connected(
     from embedserve.api.management import management_app
     from embedserve.config import ServeSettings
     from embedserve.engine.restore import restore
-    from embedserve.processes.server import build_pipeline
+    from embedserve.processes.next_version import as_restored
+    from embedserve.processes.server import build_pipeline, build_version_manager
     from embedserve.wire.wire_server import WireServer
     from embedserve_store import ModelStore
 
     torch.set_num_threads(1)
     work = SHAPE
     work.tables.make()
-    engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
+    model = work.tables.name
+    version = ModelStore(work.tables.store).load(model)
+    restored = {model: as_restored(model, version, restore(version, "cpu:1"))}
     asked, way = WAYS[name]
     bodies = [asked.body(way, work, request) for request in work.requests[:100]]
     with ThreadPoolExecutor(2) as executor, tokens(is_asked) as (file, headers):
-        settings = ServeSettings(store="", tokens=file, default_model=work.tables.name)
-        pipeline = build_pipeline({work.tables.name: engine}, settings, executor)
+        settings = ServeSettings(store="", tokens=file, default_model=model)
+        pipeline = build_pipeline([restored[model][2]], settings)
+        build_version_manager(pipeline, restored, settings, executor)
         wire = WireServer(pipeline, management_app(pipeline))
         sinks = [Sink() for _ in range(connections)]
         receivers: list[Callable[[bytes], None]] = []

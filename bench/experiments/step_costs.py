@@ -51,13 +51,14 @@ def measure() -> dict[str, float]:
     import torch
 
     from embedserve.engine.restore import restore
-    from embedserve.processes.next_version import model_info
+    from embedserve.processes.next_version import as_restored
 
     torch.set_num_threads(1)
     work, server = workload("small", "uniform"), EmbedServe()
     work.tables.make()
-    engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
-    model = model_info(engine, engine.manifest.model)
+    version = ModelStore(work.tables.store).load(work.tables.name)
+    engine = restore(version, "cpu:1")
+    _, _, model = as_restored(work.tables.name, version, engine)
     as_json, as_protobuf = (
         [server.body(way, work, request) for request in work.requests] for way in server.ways[:2]
     )

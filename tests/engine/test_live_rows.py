@@ -197,13 +197,17 @@ def test_check_compares_goldens_of_unpooled_rows(
 async def test_server_with_golden_mismatch_is_not_ready(
     compiled_once: CompiledOnce, pooled: Path
 ) -> None:
-    from embedserve.processes.server import build_pipeline  # needs more than a GPU host has
+    # These need more than a GPU host has.
+    from embedserve.processes.next_version import as_restored
+    from embedserve.processes.server import build_pipeline, build_version_manager
 
     followed, engine = with_goldens(compiled_once, pooled, "float32")
-    engine.rows_reader = engine.live_goldens = None  # the pipeline sets them
+    engine.rows_reader = engine.live_goldens = None  # as_restored sets them
+    restored = as_restored("m", followed.live.version, engine, followed)
     with ThreadPoolExecutor(1) as executor:
         settings = ServeSettings(store=str(pooled), deltas="follow")
-        pipeline = build_pipeline({"m": engine}, settings, executor, deltas={"m": followed})
+        pipeline = build_pipeline([restored[2]], settings)
+        build_version_manager(pipeline, {"m": restored}, settings, executor)
         await pipeline.models.check_integrity()
         pipeline.models.check_ready()
         followed.live.rows["user"][...] ^= 0x21

@@ -28,19 +28,17 @@ def make_pipeline(
     authenticator: Authenticator | None = None,
     shared_memory: RegionRegistry | None = None,
 ) -> RequestPipeline:
-    """Builds a pipeline as server.build_pipeline does of restored engines; the first is the
-    default."""
+    """Builds a pipeline as a server does of restored engines; the first is the default."""
     limits = limits or Limits()
     metrics = Metrics([engine.model for engine in engines], counters)
-    batchers = {
-        engine.model.served_as: Batcher(
-            engine, engine.model, limits, metrics.models[engine.model.served_as], executor
-        )
-        for engine in engines
-    }
     default = engines[0].model.name if default_model is None else default_model
-    models = ModelRegistry(batchers, default, limits)
-    return RequestPipeline(models, metrics, authenticator, shared_memory=shared_memory)
+    models = ModelRegistry(default, limits)
+    pipeline = RequestPipeline(models, metrics, authenticator, shared_memory=shared_memory)
+    for engine in engines:
+        name = engine.model.served_as
+        batcher = Batcher(engine, engine.model, limits, metrics.models[name], executor)
+        models.activate(name, batcher)
+    return pipeline
 
 
 def outcomes_of(metrics: ProtocolMetrics) -> Counter[str]:

@@ -69,7 +69,7 @@ def serve(
         def log_ready() -> None:
             write_line("ready", ports.http, ports.grpc)
 
-        manager = VersionManager(pipeline, {}, {}, do_not, do_not, do_not)
+        manager = VersionManager(pipeline, {}, executor, 1, do_not, do_not)
         uvloop.run(
             worker.run_worker(pipeline, manager, settings, ports, log_ready, counters, channel)
         )

@@ -7,7 +7,7 @@ version's batcher checks features, and for a whole batch together ids and weight
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
@@ -70,7 +70,7 @@ class ModelRegistry:
         since: activation time of the current version by name, in ISO 8601, UTC.
     """
 
-    def __init__(self, batchers: Mapping[str, Batcher], default_model: str, limits: Limits) -> None:
+    def __init__(self, default_model: str, limits: Limits) -> None:
         self._batchers: dict[str, Batcher] = {}
         self._routes = TrafficSplit([], {})
         self._shares: dict[str, float] = {}
@@ -86,10 +86,8 @@ class ModelRegistry:
         self.draining: list[tuple[str, int]] = []
         self.since: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
-        self._on_batch_done: Callable[[], None] | None = None
-        self._on_room: Callable[[], None] | None = None
-        for name, batcher in batchers.items():
-            self.activate(name, batcher)
+        self._on_batch_done: Callable[[], None] = lambda: None
+        self._on_room: Callable[[], None] = lambda: None
 
     def activate(self, name: str, batcher: Batcher) -> Batcher | None:
         """Routes new requests for ``name`` to ``batcher``.
@@ -98,8 +96,7 @@ class ModelRegistry:
         requests.
         """
         before = self._batchers.get(name)
-        if self._on_batch_done is not None:
-            batcher.runner.on_batch_done = self._on_batch_done
+        batcher.runner.on_batch_done = self._on_batch_done
         for queue in batcher.queues:
             queue.on_full, queue.on_room = self._update_flags, self._on_queue_reopened
         self._batchers[name] = batcher
@@ -252,15 +249,13 @@ class ModelRegistry:
         return self._routes.possible.get(name, ())
 
     def set_callbacks(self, on_batch_done: Callable[[], None], on_room: Callable[[], None]) -> None:
-        """Registers callbacks.
+        """Registers callbacks, before the first version is activated.
 
         Args:
             on_batch_done: called once every request of a batch is completed or rejected.
             on_room: called when a queue accepts requests again.
         """
         self._on_batch_done, self._on_room = on_batch_done, on_room
-        for batcher in self._batchers.values():
-            batcher.runner.on_batch_done = on_batch_done
 
     def _update_flags(self) -> None:
         """Sets has_full_queue and has_full_unsized_queue."""
@@ -270,8 +265,7 @@ class ModelRegistry:
 
     def _on_queue_reopened(self) -> None:
         self._update_flags()
-        if self._on_room is not None:
-            self._on_room()
+        self._on_room()
 
     @property
     def is_ready(self) -> bool:

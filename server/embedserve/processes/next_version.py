@@ -1,11 +1,11 @@
 """Restores the next version of a served name while the current one serves, in a server or router.
 
-Also describes an engine and its version to the rest of the server (``model_info``).
+Also describes an engine and its version to the rest of the server (``as_restored``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, cast
 
 from embedserve.config import ServeSettings
@@ -32,15 +32,26 @@ if TYPE_CHECKING:
     """Engine of a version whose rows are here, or in shards."""
 
 
-def model_info(
-    engine: AnyEngine,
+def as_restored(
     name: str,
+    version: ModelVersion,
+    engine: AnyEngine,
     deltas: SharedDeltaState | None = None,
+    worker: int = 0,
     shards: Shards | None = None,
-) -> ModelInfo:
-    """Returns the description of a restored model, as served under ``name``. ``shards`` are those
-    of a router."""
-    return ModelInfo(
+) -> Restored:
+    """Returns ``engine`` with its version, and their description as served under ``name``.
+
+    Args:
+        deltas: rows that change, which lookups in this ``worker`` read from now on.
+        shards: those of a router.
+
+    Raises:
+        StoreError: the rows cannot change in the plan of the engine.
+    """
+    if deltas is not None:
+        _attach_rows_reader(cast("Engine", engine), deltas, worker)
+    info = ModelInfo(
         manifest=engine.manifest,
         plan=engine.plan,
         translator=engine.translator,
@@ -56,32 +67,22 @@ def model_info(
         shards=shards,
         local_tables=engine.local_tables,
     )
+    return version, engine, info
 
 
-def attach_rows_reader(engine: Engine, shared: SharedDeltaState, worker: int) -> None:
-    """Makes lookups of ``engine`` in this worker read the rows that change.
-
-    Raises:
-        StoreError: they cannot change in its plan.
-    """
+def _attach_rows_reader(engine: Engine, shared: SharedDeltaState, worker: int) -> None:
     upload = None if engine.spare_rows is None else engine.spare_rows.upload
     engine.rows_reader = RowsReader(shared.live, worker, engine.plan, upload)
     if not engine.rounds_codes:
         engine.live_goldens = LiveGoldens(shared.goldens, engine.rows_reader, engine.manifest)
 
 
-def restorer(
-    settings: ServeSettings,
-    engines: Iterable[AnyEngine],
-    worker: int,
-    serving: Callable[[], Iterable[LookupEngine]],
-) -> Restore:
+def restorer(settings: ServeSettings, engines: Iterable[LookupEngine], worker: int) -> Restore:
     """Returns the function that restores a version from its rows.
 
     Args:
         engines: engines that serve at the start.
         worker: number of this process among the workers.
-        serving: returns the engines that serve at the time.
     """
     from embedserve.engine.programs import Programs
 
@@ -91,9 +92,10 @@ def restorer(
         name: str,
         version: ModelVersion,
         target: Target,
+        serving: Collection[LookupEngine],
         mark_warming: Callable[[], None],
     ) -> Restored:
-        beside = [cast("Engine", one) for one in serving()]
+        beside = [cast("Engine", one) for one in serving]
         for one in beside:
             check_may_switch(settings, one.device_type)
         populate(version, available_bytes())
@@ -102,10 +104,9 @@ def restorer(
             shared = open_shared_state(settings, version, target.memory, target.generation)
             version = shared.live.version
         engine = restore_one(settings, version, programs, beside, on_warming=mark_warming)
-        if shared is not None:
-            attach_rows_reader(engine, shared, worker)
+        restored = as_restored(name, version, engine, shared, worker)
         programs.add_warm(engine)
-        return version, engine, model_info(engine, name, shared)
+        return restored
 
     return restore
 
@@ -117,11 +118,12 @@ def router_restorer(shards: Shards) -> Restore:
         name: str,
         version: ModelVersion,
         target: Target,
+        serving: Collection[LookupEngine],
         mark_warming: Callable[[], None],
     ) -> Restored:
         engine = shards.open(version)
         mark_warming()
         engine.warm_up()
-        return version, engine, model_info(engine, name, shards=shards)
+        return as_restored(name, version, engine, shards=shards)
 
     return restore

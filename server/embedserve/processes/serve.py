@@ -208,12 +208,14 @@ def _loaded(
     room: CounterRoom | None = None,
 ) -> Iterator[tuple[RequestPipeline, VersionManager]]:
     """Loads the models into this process. Yields the pipeline that serves them, and the manager
-    that switches their versions. ``deltas`` are the followed models; it is emptied, so that their
-    memory is given back once others are served. A worker has ``counters``, which have ``room``."""
+    that switches their versions. ``versions`` and ``deltas``, the followed ones, are emptied, so
+    that their memory is given back once others are served. A worker has ``counters``, which have
+    ``room``."""
     from embedserve.processes import server
+    from embedserve.processes.next_version import as_restored
 
-    is_shown = counters is None or counters.worker == 0
-    shards = None
+    worker = counters.worker if counters else 0
+    is_shown, shards = worker == 0, None
     engines: Mapping[str, AnyEngine]
     if settings.shards:
         from embedserve.fanout.shards import Shards
@@ -223,20 +225,20 @@ def _loaded(
     else:
         settings = on_devices(settings, versions, is_shown=is_shown)
         engines = restore_all(settings, versions, deltas, is_shown=is_shown)
+    restored = {
+        name: as_restored(name, versions.pop(name), engine, deltas.pop(name, None), worker, shards)
+        for name, engine in engines.items()
+    }
     threads = server.executor_threads(settings, engines.values())
-    with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
-        pipeline = server.build_pipeline(
-            engines, settings, executor, counters, room, deltas, shards
+    readers = [one.rows_reader for one in engines.values() if one.spare_rows is not None]
+    infos = [info for _, _, info in restored.values()]
+    with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor, uploading(readers):
+        pipeline = server.build_pipeline(infos, settings, counters, room, shards)
+        manager = server.build_version_manager(
+            pipeline, restored, settings, executor, worker, shards
         )
-        worker = counters.worker if counters else 0
-        version_manager = server.build_version_manager(
-            pipeline, engines, versions, settings, executor, worker, shards
-        )
-        readers = [one.rows_reader for one in engines.values() if one.spare_rows is not None]
-        del engines  # the version manager and the batchers release them
-        deltas.clear()
-        with uploading(readers):
-            yield pipeline, version_manager
+        del engines, restored, infos  # the version manager and the batchers release them
+        yield pipeline, manager
 
 
 def _log_ready(

@@ -9,22 +9,20 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from signal import Signals
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
 from embedserve.api.admin import AdminOperations
 from embedserve.api.console.labels import read_labels
 from embedserve.api.management import health_app, management_app
-from embedserve.batching.batcher import BATCHES_PER_REPLICA, Batcher
+from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
-from embedserve.deltas.status import SharedDeltaState
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.metrics.metrics import CounterRoom, Metrics
@@ -35,15 +33,10 @@ from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
-from embedserve.processes.next_version import (
-    attach_rows_reader,
-    model_info,
-    restorer,
-    router_restorer,
-)
+from embedserve.processes.next_version import restorer, router_restorer
 from embedserve.processes.open_store import open_folder, row_selection
 from embedserve.processes.rollout.messages import Target
-from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.region_registry import RegionRegistry
@@ -54,9 +47,7 @@ from embedserve.wire.wire_server import WireServer
 from embedserve_store import ModelVersion
 
 if TYPE_CHECKING:
-    from embedserve.engine.engine import Engine
     from embedserve.fanout.shards import Shards
-    from embedserve.processes.next_version import AnyEngine
     from embedserve.tracing.otlp import OtlpTraces
     from embedserve.wire.grpcio_server import GrpcioServer
 
@@ -88,42 +79,25 @@ def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -
 
 
 def build_pipeline(
-    engines: Mapping[str, AnyEngine],
+    infos: Collection[ModelInfo],
     settings: ServeSettings,
-    executor: ThreadPoolExecutor,
     counters: WorkerCounters | None = None,
     room: CounterRoom | None = None,
-    deltas: Mapping[str, SharedDeltaState] = MappingProxyType({}),
     shards: Shards | None = None,
 ) -> RequestPipeline:
-    """Returns the pipeline over ``engines``, which are keyed by served name. A worker counts in its
-    ``counters``, which have ``room``. ``deltas`` are the followed models, by served name.
-    ``shards`` are those of a router.
-
-    Raises:
-        StoreError: the rows of a followed model cannot change in its plan.
-    """
-    for name, delta_state in deltas.items():
-        attach_rows_reader(
-            cast("Engine", engines[name]), delta_state, 0 if counters is None else counters.worker
-        )
-    infos = {
-        name: model_info(engine, name, deltas.get(name), shards) for name, engine in engines.items()
-    }
-    room = room or CounterRoom.of(infos.values(), settings)
-    metrics = Metrics(infos.values(), counters, settings.tables, *room)
+    """Returns the pipeline of a server that starts with the models ``infos``, whose batchers the
+    version manager makes. A worker counts in its ``counters``, which have ``room``. ``shards``
+    are those of a router."""
+    room = room or CounterRoom.of(infos, settings)
+    metrics = Metrics(infos, counters, settings.tables, *room)
     metrics.shards.source = shards
-    batchers = {
-        name: _batcher(engine, infos[name], settings, metrics, executor)
-        for name, engine in engines.items()
-    }
     access = Authenticator(settings.tokens) if settings.tokens else None
     metrics.callers.callers = access
     traces = _traces(settings)
     telemetry = RequestTelemetry(
         settings.slow_ms, sends_timing=settings.server_timing, traces=traces
     )
-    served = ModelRegistry(batchers, settings.default_model, settings.limits)
+    served = ModelRegistry(settings.default_model, settings.limits)
     prefix = settings.shared_memory
     shared = RegionRegistry(prefix, settings.limits) if prefix else None
     addresses = ClientAddresses(settings.trusted_proxy)
@@ -142,58 +116,28 @@ def _traces(settings: ServeSettings) -> OtlpTraces | None:
 
 def build_version_manager(
     pipeline: RequestPipeline,
-    engines: Mapping[str, AnyEngine],
-    versions: dict[str, ModelVersion],
+    restored: Mapping[str, Restored],
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
-    worker: int,
-    shards: Shards | None,
+    worker: int = 0,
+    shards: Shards | None = None,
 ) -> VersionManager:
-    """Returns the manager that switches the versions of ``pipeline``. ``versions`` and ``engines``
-    are the current ones, by served name; the manager replaces entries of ``versions``. ``worker``
-    is the number of this process among the workers. ``shards`` are those of a router."""
-
-    def make_batcher(engine: LookupEngine, info: ModelInfo) -> Batcher:
-        return _batcher(engine, info, settings, pipeline.metrics, executor)
-
+    """Returns the manager that serves the versions ``restored`` at the start, by served name, and
+    switches them. ``worker`` is the number of this process among the workers. ``shards`` are those
+    of a router."""
     selection = row_selection(settings)
-
-    def serving() -> Iterable[LookupEngine]:
-        return version_manager.engines.values()
-
-    restore = (
-        restorer(settings, engines.values(), worker, serving)
-        if shards is None
-        else router_restorer(shards)
-    )
 
     def open_version(name: str, target: Target) -> ModelVersion:
         return open_folder(target.path, selection)
 
-    version_manager: VersionManager = VersionManager(
-        pipeline, versions, engines, open_version, restore, make_batcher
-    )
+    engines = (engine for _, engine, _ in restored.values())
+    restore = restorer(settings, engines, worker) if shards is None else router_restorer(shards)
+    threads = threads_per_batch(settings)
+    manager = VersionManager(pipeline, restored, executor, threads, open_version, restore)
     if shards is not None:
-        version_manager.why_not_yet = shards.expect_and_check
-        version_manager.start = shards.start
-    return version_manager
-
-
-def _batcher(
-    engine: LookupEngine,
-    info: ModelInfo,
-    settings: ServeSettings,
-    metrics: Metrics,
-    executor: ThreadPoolExecutor,
-) -> Batcher:
-    return Batcher(
-        engine,
-        info,
-        settings.limits,
-        metrics.models[info.served_as],
-        executor,
-        threads_per_batch(settings),
-    )
+        manager.why_not_yet = shards.expect_and_check
+        manager.start = shards.start
+    return manager
 
 
 async def run_server(

@@ -75,7 +75,7 @@ def made(
     """Returns the version manager of a worker, and its coroutine."""
     counters = WorkerCounters(SharedCounters(1, cells_per_worker(1, COLUMNS_MIN)), 0)
     pipeline = make_pipeline(FakeEngine(), executor=executor, counters=counters)
-    manager = VersionManager(pipeline, {}, {}, None, None, None)  # type: ignore[arg-type]
+    manager = VersionManager(pipeline, {}, executor, 1, None, None)  # type: ignore[arg-type]
     settings = ServeSettings(store="", workers=2, follow="none")
     work = run_worker(pipeline, manager, settings, ports, lambda: None, counters, channel)
     return manager, work

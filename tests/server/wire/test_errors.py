@@ -87,7 +87,9 @@ class FailingModels(ModelRegistry):
 def models(engine: FakeEngine, executor: ThreadPoolExecutor, metrics: Metrics) -> FailingModels:
     limits = Limits()
     batcher = Batcher(engine, engine.model, limits, metrics.models["shop"], executor)
-    return FailingModels({"shop": batcher}, "shop", limits)
+    models = FailingModels("shop", limits)
+    models.activate("shop", batcher)
+    return models
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
@@ -40,9 +41,11 @@ from embedserve_store.memory.mapped_tables import drop_version_pages
 logger = logging.getLogger(__name__)
 
 Restored = tuple[ModelVersion, LookupEngine, ModelInfo]
-Restore = Callable[[str, ModelVersion, Target, Callable[[], None]], Restored]
+Restore = Callable[
+    [str, ModelVersion, Target, Collection[LookupEngine], Callable[[], None]], Restored
+]
 """Returns the warm engine of the version of a target for a name, and the version as the engine
-reads it. Runs in a thread; calls back when it warms up."""
+reads it, while other engines serve. Runs in a thread; calls back when it warms up."""
 
 
 @dataclass(eq=False)
@@ -98,19 +101,21 @@ class VersionManager:
     def __init__(
         self,
         pipeline: RequestPipeline,
-        versions: dict[str, ModelVersion],
-        engines: Mapping[str, LookupEngine],
+        restored: Mapping[str, Restored],
+        executor: Executor,
+        threads: int,
         open_version: Callable[[str, Target], ModelVersion],
         restore: Restore,
-        make_batcher: Callable[[LookupEngine, ModelInfo], Batcher],
     ) -> None:
-        """
+        """Makes the versions of the start the current ones.
+
         Args:
+            restored: these versions, by served name; ``pipeline`` has their metrics.
+            executor, threads: as for Batcher.
             open_version: opens the version of a target for a name. Runs in a thread.
-            make_batcher: called when a version takes over.
         """
-        self.versions = versions
-        self.engines = dict(engines)
+        self.versions: dict[str, ModelVersion] = {}
+        self.engines: dict[str, LookupEngine] = {}
         self.open_version = open_version
         self.report: Callable[[WorkerStatus], None] = lambda status: None
         self.why_not_yet: Callable[[ModelVersion], str] = lambda version: ""
@@ -118,13 +123,15 @@ class VersionManager:
         self._models = pipeline.models
         self._metrics = pipeline.metrics
         self._restore = restore
-        self._make_batcher = make_batcher
+        self._executor, self._threads = executor, threads
         self._desired = Desired()
         self._loads: dict[str, _Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # one thread at a time builds and traces torchrec
         self._reported: WorkerStatus | None = None
         self._changed = asyncio.Event()
+        for name, one in restored.items():
+            self._serve(name, *one)
 
     @property
     def metrics(self) -> Mapping[str, ModelMetrics]:
@@ -288,7 +295,8 @@ class VersionManager:
                 f"{version.path}: has {columns} features or keys, and this server has room "
                 f"to count {most} since its start: restart it"
             )
-        return self._restore(name, version, load.target, load.mark_warming)
+        serving = tuple(self.engines.values())
+        return self._restore(name, version, load.target, serving, load.mark_warming)
 
     def _drop_load(self, name: str) -> None:
         self._loads.pop(name).release()
@@ -303,11 +311,20 @@ class VersionManager:
             metrics.switch(info, perf_counter() - load.found_s)
         references: list[object] = [self.engines.get(name), self.versions.get(name)]
         number_before = self.number(name)
-        before = self._models.activate(name, self._make_batcher(engine, info))
-        self.engines[name], self.versions[name] = engine, version
+        before = self._serve(name, version, engine, info)
         del self._loads[name]
         if before is not None and number_before is not None:
             self._retire(before, (name, number_before), references)
+
+    def _serve(
+        self, name: str, version: ModelVersion, engine: LookupEngine, info: ModelInfo
+    ) -> Batcher | None:
+        """Makes a version the current one; returns the batcher of the version before."""
+        limits, metrics = self._models.limits, self._metrics.models[info.served_as]
+        batcher = Batcher(engine, info, limits, metrics, self._executor, self._threads)
+        before = self._models.activate(name, batcher)
+        self.engines[name], self.versions[name] = engine, version
+        return before
 
     def _remove(self, name: str) -> None:
         """Stops serving ``name``."""

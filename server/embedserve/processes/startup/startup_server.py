@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -90,8 +89,7 @@ async def _serve(settings: ServeSettings, ports: Ports, channel: socket.socket) 
     channel.setblocking(False)
     asyncio.get_running_loop().add_reader(channel, stop.set)
     own_settings = replace(settings, drain_s=DRAIN_S, grpc_server="native", otlp_endpoint="")
-    with ThreadPoolExecutor(1) as executor:
-        pipeline = server.build_pipeline({}, own_settings, executor)
-        pipeline.models.not_ready = LOADING
-        here = replace(ports.bind() if ports.are_shared else ports, grpc_socket=None)
-        await server.run_server(stop, pipeline, own_settings, here, lambda: None)
+    pipeline = server.build_pipeline((), own_settings)
+    pipeline.models.not_ready = LOADING
+    here = replace(ports.bind() if ports.are_shared else ports, grpc_socket=None)
+    await server.run_server(stop, pipeline, own_settings, here, lambda: None)

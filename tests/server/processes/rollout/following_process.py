@@ -1,7 +1,7 @@
 """A process that follows its store with fake engines, and the store's versions."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,9 @@ from server.live import make_pipeline
 from server.pending_requests import submit_to
 from server.waiting import until
 
-from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.daemon_threads import is_any_running
-from embedserve.model_info import ModelInfo
 from embedserve.processes.open_store import open_folder
 from embedserve.processes.rollout.messages import (
     LoadState,
@@ -76,19 +74,17 @@ class FollowingProcess:
         self.failures: dict[int, Exception] = {}
         self.before_restore: Callable[[], None] = lambda: None
         target = Target(0, "", 0, TargetPhase.SERVE)
-        _, engine, _ = self._restore(model, first, target, lambda: None)
+        restored = self._restore(model, first, target, (), lambda: None)
         self.attempts.clear()
-        assert isinstance(engine, FakeEngine)
-        self.pipeline = make_pipeline(engine, executor=executor)
-        self._executor = executor
-        versions = {model: first}
+        assert isinstance(restored[1], FakeEngine)
+        self.pipeline = make_pipeline(restored[1], executor=executor)
         self.rollout = VersionManager(
             self.pipeline,
-            versions,
-            {model: engine},
+            {model: restored},
+            executor,
+            1,
             lambda name, target: open_folder(target.path),
             self._restore,
-            self._make_batcher,
         )
         self.stop = asyncio.Event()
 
@@ -97,6 +93,7 @@ class FollowingProcess:
         name: str,
         version: ModelVersion,
         target: Target,
+        serving: Collection[LookupEngine],
         mark_warming: Callable[[], None],
     ) -> Restored:
         manifest = version.manifest
@@ -106,10 +103,6 @@ class FollowingProcess:
             raise self.failures[manifest.version]
         info = replace(served_of(manifest, version.translator), served_name=name)
         return version, FakeEngine(info, seed=manifest.version), info
-
-    def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
-        metrics = self.pipeline.metrics.models[info.served_as]
-        return Batcher(engine, info, self.pipeline.limits, metrics, self._executor)
 
     def next_version_status(self) -> tuple[dict[str, Any] | None, bool]:
         """Returns (the next version in /models, whether the metrics show that it has failed)."""

@@ -1,7 +1,7 @@
 """A process that switches between versions with fake engines."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,8 @@ from server.live import make_pipeline
 from server.pending_requests import submit_to
 from server.waiting import until
 
-from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits
-from embedserve.model_info import ModelInfo
 from embedserve.processes.rollout.messages import (
     Desired,
     Failure,
@@ -63,13 +61,11 @@ class SwitchingProcess:
         self.pipeline = make_pipeline(self.engines[7], executor=executor, limits=IN_THREAD)
         self.restored_numbers: list[int] = []
         self.on_restore: Callable[[int], None] = do_nothing
-        self._executor = executor
-        versions = {"shop": self.version(7)}
-        engines = {"shop": self.engines[7]}
+        restored = {"shop": (self.version(7), self.engines[7], self.engines[7].model)}
         self.versions_to_open: dict[int, ModelVersion] = {}
         self.reports: list[WorkerStatus] = []
         self.rollout = VersionManager(
-            self.pipeline, versions, engines, self._open, self._restore, self._make_batcher
+            self.pipeline, restored, executor, 1, self._open, self._restore
         )
         self.rollout.report = self.reports.append
         self._targets = {"shop": Target(7, "", 0, TargetPhase.SERVE)}
@@ -119,6 +115,7 @@ class SwitchingProcess:
         name: str,
         version: ModelVersion,
         target: Target,
+        serving: Collection[LookupEngine],
         mark_warming: Callable[[], None],
     ) -> Restored:
         assert threading.current_thread() is not threading.main_thread()
@@ -131,10 +128,6 @@ class SwitchingProcess:
             memory = SimpleNamespace(generation=target.generation)
             deltas = SimpleNamespace(live=SimpleNamespace(memory=memory))
         return version, engine, replace(engine.model, served_name=name, deltas=deltas)
-
-    def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
-        metrics = self.pipeline.metrics.models[info.served_as]
-        return Batcher(engine, info, self.pipeline.limits, metrics, self._executor)
 
     def pending_version(self) -> tuple[int, str, str] | None:
         pending = self.pipeline.models.pending_versions.get("shop")
