@@ -262,7 +262,7 @@ def test_two_servers_with_one_cache_pull_a_version_once(
     with started_server("s3://bucket/store", cache, tmp_path / "first") as first:
         wait_until(stalling_store.stalled.is_set, first)
         with started_server("s3://bucket/store", cache, tmp_path / "second") as second:
-            wait_until_logged(second, "another process is pulling it, waiting")
+            wait_until_logged(second, "another process is copying it, waiting")
             stalling_store.released.set()
             wait_until_serving(first, 1)
             wait_until_serving(second, 1)

@@ -8,11 +8,6 @@ store. After a pull that found damage the next pull waits (damage_record.py). Ne
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from embedserve_store.errors import failed_write
@@ -21,8 +16,6 @@ from embedserve_store.remote.damage_record import UNDAMAGED, known_damage
 from embedserve_store.transfer.receive import TransferProgress, receive
 from embedserve_store.transfer.stored_version import StoredVersion
 from embedserve_store.writing.staging import check_room, check_writable, copy_folder, reveal
-
-logger = logging.getLogger(__name__)
 
 STAT_BLOCK_BYTES = 512
 """Unit of st_blocks, in bytes."""
@@ -49,16 +42,13 @@ def pull(
     cache = folder.parent.parent
     check_writable(cache)
     try:
-        with _lock(cache, version):
+        with copy_folder(folder.parent, folder.name, _KEPT_AFTER, others_kept_s=0) as staging:
             if folder.is_dir():
                 return
-            record = cache / f".{version.model}-{version.number}.damaged"
-            name = folder.name
-            with copy_folder(folder.parent, name, _KEPT_AFTER, others_kept_s=0) as staging:
-                check_room(cache, version.nbytes - _used_bytes(staging))
-                with known_damage(record, listed):
-                    # Without locks, another process may have pulled the version first.
-                    place(version, staging, folder, progress)
+            check_room(cache, version.nbytes - _used_bytes(staging))
+            with known_damage(cache / f".{version.model}-{version.number}.damaged", listed):
+                # Without locks, another process may have pulled the version first.
+                place(version, staging, folder, progress)
     except OSError as error:
         raise failed_write(f"{folder}: pulling failed", error) from error
 
@@ -86,27 +76,3 @@ def place(
     receive(version, staged, progress)
     LocalStore(staging, version.selection).load(version.model, version.number)
     return reveal(staged, folder)
-
-
-@contextmanager
-def _lock(cache: Path, version: StoredVersion) -> Iterator[None]:
-    """Waits until no other process pulls ``version`` into ``cache``, and locks it.
-
-    The lock file stays: after a removal, a third process could lock a new file of the same name. If
-    the file system has no locks, several processes may pull concurrently, and the first copy is
-    kept.
-    """
-    cache.mkdir(parents=True, exist_ok=True)
-    path = cache / f".{version.model}-{version.number}.lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("%s: another process is pulling it, waiting", version.where)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.info("%s: the cache has no locks: %s", version.where, error.strerror)
-        yield
-    finally:
-        os.close(lock)

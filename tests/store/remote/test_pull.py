@@ -82,7 +82,7 @@ def test_two_concurrent_processes_pull_once(
             if file == "tables.safetensors" and not others:
                 others.append(processes.enter_context(start_pull(url, cache)))
                 assert others[0].stderr
-                assert any("another process is pulling it" in line for line in others[0].stderr)
+                assert any("another process is copying it" in line for line in others[0].stderr)
 
         loaded = RemoteStore(url, cache, progress).load("m")
         (other,) = others
