@@ -269,7 +269,6 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         goldens=parse_goldens(data[GOLDENS], where) if GOLDENS in data else None,
         signature=_hex(data, SIGNATURE, 128, where) if SIGNATURE in data else "",
     )
-    check_seq(delta.seq, where)
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
         raise StoreError(
             f"{where}: is delta {delta.seq} of line {delta.line} of model {delta.model!r}, "

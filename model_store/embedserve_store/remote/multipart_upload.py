@@ -96,7 +96,7 @@ class MultipartUpload:
                 raise StalePartsError(f"{self._remote.url}/{self._name}: part {number} differs")
             self._etags[number] = self._there[number]
             return
-        if self._unchanged is not None and self._copy_part(number, data):
+        if self._copy_part(number, data):
             return
         # Some stores write parts in their order, and confirm a part once it is written. They reject
         # the object if a part came again meanwhile.

@@ -277,9 +277,8 @@ def publish_staged(staging: Path, write_manifest: Callable[[int], None]) -> int:
     for _ in range(RENAME_ATTEMPTS):
         version = max(version_numbers(model_folder), default=0) + 1
         write_manifest(version)
-        with suppress(NotADirectoryError):  # a file has the number
-            if reveal(staging, model_folder / str(version)):
-                return version
+        if reveal(staging, model_folder / str(version)):
+            return version
     raise StoreError(
         f"{model_folder}: other publishers took the version number {RENAME_ATTEMPTS} times"
     )
