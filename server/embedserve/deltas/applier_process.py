@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -153,11 +153,17 @@ class Heartbeat:
 
 
 class BeatingStore(ModelStore):
-    """Store that sends a heartbeat after each file, so that a long step does not count as hung."""
+    """Store that sends heartbeats after each file and while it lists files, so that a long step
+    does not count as hung."""
 
     def __init__(self, settings: ServeSettings, heartbeat: Heartbeat) -> None:
         super().__init__(settings.store, Path(settings.cache) if settings.cache else None)
         self._heartbeat = heartbeat
+
+    def names_beside(self, model: str, path: str) -> Iterator[str]:
+        for name in super().names_beside(model, path):
+            self._heartbeat.beat()
+            yield name
 
     def read(self, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
         data = super().read(path, bytes_max)

@@ -141,6 +141,25 @@ def test_heartbeats_of_file_reads_are_limited_to_one_per_second(
             assert not ready or ours.recv(64) == b"\n"
 
 
+def test_heartbeats_are_sent_while_a_line_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed(tmp_path / "store")
+    followed.push(1)
+    followed.push(2)
+    ours, theirs = socket.socketpair()
+    clock = Clock()
+    monkeypatch.setattr(applier_process, "time", clock)
+    with ours, theirs:
+        store = BeatingStore(ServeSettings(store=str(tmp_path / "store")), Heartbeat(theirs))
+        ours.setblocking(False)
+        beats = []
+        for _ in store.names_beside("m", "deltas/1"):
+            beats.append(ours.recv(64))
+            clock.now_s += 1.0
+    assert beats == [b"\n"] * 4  # two deltas, of a manifest and a file each
+
+
 def test_heartbeats_do_not_block_or_fail_if_unread() -> None:
     ours, theirs = socket.socketpair()
     with ours:
