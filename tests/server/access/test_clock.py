@@ -14,7 +14,7 @@ def test_clock_follows_a_drifting_host_clock() -> None:
         clocks.pass_s(1)
         clocks.wall_s += 0.5
         clocks.clock.refresh()
-    assert clocks.clock.now_s() == pytest.approx(START_S + 150)
+    assert clocks.clock.now_s() == START_S + 150
 
 
 @pytest.mark.parametrize("jump_s", [-86400.0, 86400.0, 30.0])
@@ -25,13 +25,14 @@ def test_clock_jump_is_logged_and_adopted_once_it_lasts(
     clocks.wall_s += jump_s
     for second in range(int(LASTS_S)):
         clocks.clock.refresh()
-        assert clocks.clock.now_s() == pytest.approx(START_S + second)
+        assert clocks.clock.now_s() == START_S + second
         clocks.pass_s(1)
     assert [one.getMessage().split(":")[0] for one in caplog.records] == [
         f"the host's clock has jumped by {jump_s:.0f} s"
     ]
     clocks.clock.refresh()
-    assert clocks.clock.now_s() == pytest.approx(START_S + LASTS_S + jump_s)
+    assert clocks.clock.now_s() == START_S + LASTS_S + jump_s
+    clocks.clock.refresh()
     assert "goes by it" in caplog.records[-1].getMessage()
 
 
@@ -42,5 +43,5 @@ def test_reverted_clock_jump_changes_nothing(caplog: pytest.LogCaptureFixture) -
         for _ in range(100):
             clocks.pass_s(1)
             clocks.clock.refresh()
-    assert clocks.clock.now_s() == pytest.approx(START_S + 200)
+    assert clocks.clock.now_s() == START_S + 200
     assert "back where it was" in caplog.records[-1].getMessage()
