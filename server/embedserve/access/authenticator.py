@@ -81,16 +81,14 @@ class Authenticator:
         """Reads the token file at ``path``. Raises OSError and ValueError, like read_grants."""
         self._clock = clock or JumpTolerantClock()
         self._callers: dict[str, CallerQuota] = {}
-        self.names = frozenset({UNKNOWN})
-        self._by_hash: dict[str, CallerQuota] = {}
-        self._by_certificate: dict[str, CallerQuota] = {}
-        self._cached: dict[bytes | ClientCertificate | None, CallerQuota] = {}
         self._unknown_outcomes: Counter[str] = Counter()
         self.reloader = FileReloader("tokens", [path], lambda: read_grants(path), self._adopt)
 
     def _adopt(self, grants: list[Grant]) -> None:
         before, self._callers = self._callers, {}
-        self._by_hash, self._by_certificate, self._cached = {}, {}, {}
+        self._by_hash: dict[str, CallerQuota] = {}
+        self._by_certificate: dict[str, CallerQuota] = {}
+        self._cached: dict[bytes | ClientCertificate | None, CallerQuota] = {}
         for grant in grants:
             caller = before.get(grant.name) or CallerQuota(grant)
             caller.set_grant(grant)

@@ -164,9 +164,7 @@ def _expires(key: str, value: Any) -> tuple[str, Any]:
         when = datetime.fromisoformat(value)
     except (TypeError, ValueError):
         raise ValueError(f"{key} is not a time like 2027-01-31 or 2027-01-31T12:00:00Z") from None
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=UTC)
-    return "expires_s", when.timestamp()
+    return "expires_s", when.replace(tzinfo=when.tzinfo or UTC).timestamp()
 
 
 def _rate(key: str, value: Any) -> tuple[str, Any]:

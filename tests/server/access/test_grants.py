@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,16 @@ def read_lines(folder: Path, *lines: dict[str, Any] | str) -> list[Grant]:
     return read_grants(str(path))
 
 
+@pytest.fixture
+def tokyo_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "JST-9")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("tokyo_time")
 def test_every_key_of_a_grant_is_read(tmp_path: Path) -> None:
     full = {
         "name": "ranker",
@@ -25,7 +37,7 @@ def test_every_key_of_a_grant_is_read(tmp_path: Path) -> None:
         "certificate": "spiffe://cluster/ranker",
         "models": ["movies"],
         "roles": ["embed", "admin"],
-        "expires": "2027-01-31T12:00:00Z",
+        "expires": "2027-01-31T14:00:00+02:00",
         "requests_per_second": 2.5,
         "concurrent": 8,
         "revoked": True,
@@ -71,11 +83,13 @@ SECRET = "es_what-nobody-may-see"
         ({"name": "x", "sha256": SHA, "models": []}, "models is not a list"),
         ({"name": "x", "sha256": SHA, "roles": ["root"]}, "roles is not a list of embed and admin"),
         ({"name": "x", "sha256": SHA, "roles": [["embed"]]}, "roles is not a list"),
+        ({"name": "x", "sha256": SHA, "roles": 5}, "roles is not a list"),
         ({"name": "x", "sha256": SHA, "expires": "soon"}, "expires is not a time"),
         ({"name": "x", "sha256": SHA, "expires": 5}, "expires is not a time"),
         ({"name": "x", "sha256": SHA, "requests_per_second": 0}, "not a number above 0"),
         ({"name": "x", "sha256": SHA, "requests_per_second": True}, "not a number above 0"),
         ({"name": "x", "sha256": SHA, "concurrent": 1.5}, "not a whole number above 0"),
+        ({"name": "x", "sha256": SHA, "concurrent": True}, "not a whole number above 0"),
         ({"name": "x", "sha256": SHA, "revoked": "no"}, "neither true nor false"),
         ({"name": "first", "sha256": SHA}, "the same name or token as line 1"),
         ({"name": "second", "sha256": "f" * 64}, "the same name or token as line 1"),
