@@ -52,6 +52,7 @@ class FakeTarget:
         self.can_delay_rejection = True
 
     def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
+        self.wait_s = wait_s
         raise error
 
 
@@ -236,15 +237,24 @@ def test_full_burst_is_admitted_at_any_clock_value() -> None:
 
 
 async def test_frequent_rejections_are_delayed(tokens: Tokens) -> None:
-    client = tokens.admit(await tokens.add("x", requests_per_second=1)).quota
+    token, now_s = await tokens.add("x", requests_per_second=1), perf_counter()
+    client = tokens.admit(token).quota
     assert client is not None
     at_once = int(REJECTIONS_BURST_S * REJECTIONS_PER_S)
-    waits_s = [client.rejection_wait_s(1000.0) for _ in range(2 * REJECTIONS_PER_S)]
+    waits_s = [client.rejection_wait_s(now_s) for _ in range(2 * REJECTIONS_PER_S)]
     assert waits_s[:at_once] == [0.0] * at_once
     assert 0 < waits_s[at_once + 1] <= 2 / REJECTIONS_PER_S
     assert waits_s == sorted(waits_s)
     assert waits_s[-1] == REJECTION_WAIT_S_MAX
-    assert client.rejection_wait_s(1010.0) == 0.0
+    for can_delay, is_revoked in ((True, False), (False, False), (True, True)):
+        client.set_grant(Grant("x", requests_per_second=1, revoked=is_revoked))
+        client.refresh_expiry(NOW_S)
+        target = FakeTarget(f"Bearer {token}")
+        target.start_s, target.can_delay_rejection = now_s, can_delay
+        with pytest.raises(UnauthenticatedError if is_revoked else RateLimitedError):
+            tokens.admit_target(target)
+        assert target.wait_s == (REJECTION_WAIT_S_MAX if can_delay and not is_revoked else 0.0)
+    assert client.rejection_wait_s(now_s + 10) == 0.0
 
 
 async def test_tokens_may_be_limited_to_models(tokens: Tokens) -> None:
