@@ -35,17 +35,7 @@ TEMPLATES_MAX = 1024
 TEMPLATES_PER_LENGTH_MAX = 8
 """Templates cached per header length; a new one evicts the oldest."""
 
-LITERAL_HEADERS = {
-    b"accept",
-    b"connection",
-    b"content-encoding",
-    b"content-type",
-    b"expect",
-    b"host",
-    b"keep-alive",
-    b"transfer-encoding",
-    b"upgrade",
-}
+LITERAL_HEADERS = {b"accept", b"connection", b"content-encoding", b"content-type", b"host"}
 """Headers whose values are literal in a template: those that `read_headers` parses, or that decide
 how a request is read. The values of all other headers are gaps: the few that count are read from
 the gaps of each request."""
