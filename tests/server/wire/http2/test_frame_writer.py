@@ -304,6 +304,20 @@ def test_stream_of_a_slow_reader_is_not_reset() -> None:
     assert (resets(peer.take()), handler.resets) == ([], 0)
 
 
+def test_time_of_an_earlier_block_does_not_count() -> None:
+    peer = Peer()
+    peer.send(update(0, 1_000_000))
+    stream = peer.open(1).stream
+    stream.send_head(OK)
+    stream.send_body((bytes(WINDOW + 1),), WINDOW + 1)
+    peer.take()
+    blocked_since_s = stream.blocked_since_s
+    peer.send(update(1, 1))
+    stream.send_body((b"y",), 1)
+    peer.take()
+    assert stream.blocked_since_s > blocked_since_s > 0
+
+
 def test_stream_with_one_byte_window_updates_is_reset_after_the_timeout() -> None:
     peer = Peer(settings={4: 0})
     peer.send(update(0, 1_000_000))
@@ -327,6 +341,8 @@ def test_connection_without_window_progress_is_closed_after_the_timeout() -> Non
     peer.take()
     for _ in range(10):  # a byte at a time is no progress
         peer.send(update(0, 1))
+    start_s += 5
+    peer.connection.frame_writer.restart_timeouts(start_s)  # nothing was read until then
     peer.connection.check_time(start_s + UNSENT_S_MAX)
     assert peer.take() == []
     peer.connection.check_time(start_s + UNSENT_S_MAX + 1)
@@ -346,12 +362,14 @@ def test_connection_with_periodic_window_updates_stays_open() -> None:
     assert not peer.connection.is_over
 
 
-def test_connection_without_unsent_data_needs_no_window_updates() -> None:
+def test_connection_with_a_window_for_all_data_needs_no_window_updates() -> None:
+    """Checks data that waits to be written, then a connection without unsent data."""
     peer = Peer()
     respond(peer, 1, b"x" * WINDOW)
-    peer.take()
     now_s = perf_counter()
-    for i in range(5):
+    for i in range(10):
+        if i == 5:
+            peer.take()
         peer.connection.check_time(now_s + i * UNSENT_S_MAX)
     assert not peer.connection.is_over
 
