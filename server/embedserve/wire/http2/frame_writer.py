@@ -199,8 +199,6 @@ class FrameWriter:
         left = OUT_BYTES_MAX
         while self.ready and self.window > 0 and left > 0:
             stream = self.ready.popleft()
-            if not stream.unsent or stream.is_sent:
-                continue
             if stream.send_window <= 0:  # SETTINGS has lowered it since the stream became ready
                 self._block_stream(stream)
                 continue

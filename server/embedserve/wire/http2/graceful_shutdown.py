@@ -43,7 +43,6 @@ class GracefulShutdown:
         self._is_draining = True
         self.send_goaway()
         self._drain_streams()
-        self._connection.on_output()
 
     def _drain_streams(self) -> None:
         for stream in list(self._connection.streams.values()):

@@ -169,7 +169,7 @@ class InboundFlowControl:
             return
 
         def is_needed() -> bool:
-            return not (stream.is_received or stream.is_sent or self._is_over)
+            return not (stream.is_received or stream.is_sent)
 
         def grant(nbytes: int) -> bool:
             stream.has_pending_grant = False
