@@ -96,8 +96,7 @@ class ProtocolDetector(Connection):
         self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._data:
-            data = self._data + data
+        data = self._data + data
         if len(data) < len(PREFACE) and PREFACE.startswith(data):
             self._data = data
             return

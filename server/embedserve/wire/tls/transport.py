@@ -224,8 +224,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             if self._backlog and not self._is_raw_full:
                 self._is_pump_due = True
                 self._loop.call_soon(self._pump_on)
-        if not self._backlog:
-            self._end_if_due()
+        self._end_if_due()
         self._update_backpressure()
 
     def _update_backpressure(self) -> None:
@@ -277,8 +276,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def write_eof(self) -> None:
         """Closes the sending side after all is written; later input is passed on undecrypted."""
         self._has_eof = True
-        if not self._backlog:
-            self._end_if_due()
+        self._end_if_due()
 
     def close(self) -> None:
         if self._is_closing:
@@ -288,11 +286,10 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         if self._raw.is_closing():
             return
         self._raw.pause_reading()
-        if not self._backlog:
-            self._end_if_due()
+        self._end_if_due()
 
     def _end_if_due(self) -> None:
-        if self._raw.is_closing() or not (self._is_closing or self._has_eof):
+        if self._backlog or self._raw.is_closing() or not (self._is_closing or self._has_eof):
             return
         if not self._is_ended:
             self._is_ended = True
