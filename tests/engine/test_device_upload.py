@@ -50,7 +50,7 @@ def test_rows_are_copied_to_each_device_and_padded_with_zeros(buffer_bytes: int)
         row_copy(rows[2], 64, whole),
         row_copy(rows[3], 32, *column),
     ]
-    copy_all([copies[:2], [], copies[2:3], copies[3:]], "all of it", buffer_bytes)
+    copy_all([copies[:2], copies[2:3], copies[3:]], "all of it", buffer_bytes)
     for data, copy in zip(rows[:3], copies, strict=False):
         np.testing.assert_array_equal(copy.target[:, :64], data)
         assert not copy.target[:, 64:].any()
@@ -81,7 +81,3 @@ def test_row_that_overflows_float16_raises_and_stops_the_copy(
     np.testing.assert_array_equal(first.target[:60], data[:60])
     assert (first.target[60:] == 7).all()
     assert not caplog.records
-
-
-def test_copy_all_accepts_devices_without_rows() -> None:
-    copy_all([[], []], "nothing")

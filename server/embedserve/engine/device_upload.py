@@ -92,9 +92,6 @@ def copy_all(
     Raises:
         StoreError: a row that GPUs cannot serve.
     """
-    groups = [group for group in groups if group]
-    if not groups:
-        return
     progress = _Progress(what, sum(one.target.numel() for group in groups for one in group))
     with ThreadPoolExecutor(len(groups), thread_name_prefix="load") as threads:
         running = [threads.submit(_copy_group, one, progress, buffer_bytes) for one in groups]
