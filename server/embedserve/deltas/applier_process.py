@@ -6,7 +6,6 @@ sends the supervisor heartbeats: while it waits, and after each file that it rea
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -79,7 +78,7 @@ def run_applier(
     inherited = {one.key: versions.pop(one) for one in targets}
     lines = FollowedLines(settings, store, open_version, inherited, check_on_device, keys)
     lines.follow(targets)
-    subscriber = _subscriber(settings, events, lines)
+    subscriber = _subscriber(settings, events)
     is_announced = False
     while True:
         if subscriber is not None:
@@ -98,7 +97,7 @@ def run_applier(
 
 
 def _subscriber(
-    settings: ServeSettings, events: SimpleQueue[ApplierEvent], lines: FollowedLines
+    settings: ServeSettings, events: SimpleQueue[ApplierEvent]
 ) -> DeltaSubscriber | None:
     """Returns what adds notifications to ``events``; None without settings.delta_notify."""
     if not settings.delta_notify:
@@ -107,7 +106,6 @@ def _subscriber(
 
     pace_s = shortest_poll_s(delta_poll_s(settings))
     subscriber = DeltaSubscriber(settings.delta_notify, events.put, pace_s)
-    subscriber.follow(lines.topics())
     subscriber.start()
     return subscriber
 
@@ -136,7 +134,7 @@ class Heartbeat:
     def send(self) -> None:
         self._sent_s = time.monotonic()
         # A full channel has heartbeats that a stopped supervisor has still to read.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._supervisor.send(b"\n", socket.MSG_DONTWAIT)
 
     def wait(self, seconds: float, events: SimpleQueue[ApplierEvent]) -> list[ApplierEvent]:

@@ -92,10 +92,8 @@ class FreeSpares:
         """
         used: Numbers = np.concatenate([*self.numbers, np.zeros(0, np.uint32)])
         taken, rest = used[:count], used[count:]
-        self.numbers = [rest] if len(rest) else []
+        self.numbers = [rest]
         missing = count - len(taken)
-        if not missing:
-            return taken
         peak = int(peaks[self.index])
         peaks[self.index] = peak + missing
         first = self.group.start + peak
