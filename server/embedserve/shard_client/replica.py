@@ -148,13 +148,8 @@ class PartReplica:
         self._connecting = self._connect(self.address, self._on_ready, self._on_end)
 
     def _on_ready(self) -> None:
-        if self._is_closed:
-            return
         self.connection, self._connecting = self._connecting, None
-        self._hung_s = float("-inf")
         self.reason = "has not listed its models yet"
-        self._listed, self._served = None, {}
-        self._stop_poll()
         self._poll()
 
     def _on_end(self, reason: str) -> None:
