@@ -315,8 +315,3 @@ def test_exception_in_a_callback_keeps_the_connection(caplog: pytest.LogCaptureF
         peer.send(response_frames(1, b"m"), response_frames(3, b"n"))
     assert peer.replies[0].payload == b"n"
     assert "a reply could not be processed" in caplog.text
-
-
-def test_too_large_header_block_is_rejected() -> None:
-    with pytest.raises(ValueError, match="headers of a call"):
-        ShardPeer().call(block=b"x" * 16384)

@@ -124,12 +124,9 @@ class Http2Client:
 
         Raises:
             ConnectionError: the connection accepts no more calls.
-            ValueError: the header block does not fit into a frame.
         """
         if self.is_draining:
             raise ConnectionError(self.reason)
-        if len(block) > FRAME_BYTES_MAX - len(NO_TABLE):
-            raise ValueError(f"the headers of a call have {len(block)} bytes")
         stream = ClientStream(self, on_reply)
         nbytes = sum(map(len, message))
         if self._pending or self.is_paused or len(self.streams) >= self.streams_max:
