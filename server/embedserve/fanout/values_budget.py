@@ -50,7 +50,7 @@ class ValuesBudget:
             start()
         else:
             loop, left_s = asyncio.get_running_loop(), until_s - monotonic()
-            timer = loop.call_later(max(0.0, left_s), self._expire, start, expire)
+            timer = loop.call_later(left_s, self._expire, start, expire)
             self._waiting.append(_Waiting(nbytes, start, timer))
 
     def end(self, nbytes: int) -> None:
