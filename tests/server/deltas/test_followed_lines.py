@@ -251,6 +251,7 @@ def test_version_reverts_to_and_stays_at_the_delta_of_its_alias(rollout: DeltaRo
         rollout.training.push(row, value=float(row))
     rollout.poll_repeatedly()
     assert rollout.seqs() == [3]
+    rollout.lines._lines[rollout.served.key].schedule.due_s = 1e9  # its alias makes it poll
     rollout.served = replace(rollout.served, at_seq=2)
     rollout.lines.follow([rollout.served])
     rollout.poll_repeatedly()

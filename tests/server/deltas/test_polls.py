@@ -31,7 +31,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def schedule_of(poll: Callable[[DeltaStatus], bool]) -> tuple[PollSchedule, DeltaStatus, list[int]]:
+def schedule_of(
+    poll: Callable[[DeltaStatus], bool], poll_s: float = POLL_S
+) -> tuple[PollSchedule, DeltaStatus, list[int]]:
     """Returns a schedule, its status and the number of followers that it has created."""
     status, made = DeltaStatus(LinePosition(1, 0, "ab" * 32)), [0]
 
@@ -41,7 +43,7 @@ def schedule_of(poll: Callable[[DeltaStatus], bool]) -> tuple[PollSchedule, Delt
         assert (status.read().state == STALLED) == (made[0] > 1)
         return cast(DeltaFollower, FakeFollower(lambda: poll(status)))
 
-    return PollSchedule(make, status, POLL_S), status, made
+    return PollSchedule(make, status, poll_s), status, made
 
 
 def waits(schedule: PollSchedule, clock: list[float], polls: int) -> list[float]:
@@ -71,6 +73,8 @@ def test_stalled_follower_polls_at_growing_intervals(
     status.write(replace(status.read(), reason=""))
     failing._follower = cast(Any, FakeFollower(lambda: False))
     assert waits(failing, clock, 1) == [POLL_S]
+    rarely, *_ = schedule_of(fail, poll_s=60)
+    assert waits(rarely, clock, 2) == [60, 60]
 
 
 def test_follower_is_not_polled_before_its_due_time(clock: list[float]) -> None:
