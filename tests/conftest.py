@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 from collections.abc import Callable, Generator
@@ -113,11 +114,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
     The objects of torch, other modules and the tests live until the end. Each scan of them by the
     garbage collector takes half a second.
+
+    All loggers propagate afterwards. pytest adds its handlers six times for each test to each
+    logger that does not, and torch has sixty of those.
     """
     gc.disable()
     try:
         return (yield)
     finally:
+        for logger in logging.Logger.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
         gc.freeze()
         gc.enable()
 
