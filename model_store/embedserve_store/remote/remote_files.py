@@ -137,7 +137,7 @@ class RemoteFolder:
             data = self._part(name, 0, bytes_max + 1, ANSWER_S_MAX)
         except UnreachableError as error:
             # An object store refuses any range of an empty file, as not satisfiable.
-            if "range" not in str(error).lower() or self.size(name):
+            if "range" not in str(error.__cause__).lower() or self.size(name):
                 raise
             return b""
         if len(data) > bytes_max:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from code_forker import CodeForker
@@ -181,3 +182,14 @@ def test_small_calls_of_an_unresponsive_store_end(
         use_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(UnreachableError, match=r"no answer within 0\.1 s$"):
             call(RemoteFolder("s3://bucket/store"))
+
+
+def test_unresponsive_store_is_not_asked_for_a_size_because_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_files, "ANSWER_S_MAX", 0.1)
+    monkeypatch.setattr(RemoteFolder, "size", Mock(side_effect=AssertionError("a second call")))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(UnreachableError, match=r"no answer within 0\.1 s$"):
+            RemoteFolder("s3://orange/store").read("manifest.json", 1)
