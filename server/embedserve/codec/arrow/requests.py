@@ -297,20 +297,15 @@ class _BagReader:
         dtype, buffer = column.value_type.offsets, column.value_buffer
         assert dtype is not None
         count = int(batch.lengths[column.value_node])
-        if count:  # an array of length 0 may have no offsets
-            check_buffer(batch, column, buffer + 1, (count + 1) * dtype.itemsize)
-            of_all = np.frombuffer(self._body, dtype, count + 1, batch.starts[buffer + 1])
-            if of_all[0] < 0 or (of_all[1:] < of_all[:-1]).any():
-                raise column.wrong("has strings whose offsets are negative, or fall")
-            check_buffer(batch, column, buffer + 2, int(of_all[-1]))
-        if start == end:
+        if not count:  # an array of length 0 may have no offsets
             return []
-        at = batch.starts[buffer + 1] + start * dtype.itemsize
-        offsets = np.frombuffer(self._body, dtype, end - start + 1, at)
-        first, last = int(offsets[0]), int(offsets[-1])
-        if offsets.min() < 0 or (offsets[1:] < offsets[:-1]).any():
+        check_buffer(batch, column, buffer + 1, (count + 1) * dtype.itemsize)
+        of_all = np.frombuffer(self._body, dtype, count + 1, batch.starts[buffer + 1])
+        if of_all[0] < 0 or (of_all[1:] < of_all[:-1]).any():
             raise column.wrong("has strings whose offsets are negative, or fall")
-        check_buffer(batch, column, buffer + 2, last)
+        check_buffer(batch, column, buffer + 2, int(of_all[-1]))
+        offsets = of_all[start : end + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
         self._check_texts(column, end - start, last - first)
         data = self._body[batch.starts[buffer + 2] + first : batch.starts[buffer + 2] + last]
         found = [data[one:next_one] for one, next_one in pairwise((offsets - first).tolist())]
