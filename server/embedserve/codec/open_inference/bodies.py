@@ -115,13 +115,10 @@ class BodyDecoder:
         request, template = read_request(model, *tensors, regions, limits, is_inline=is_inline)
         parameters = parsed.parameters or Parameters()
         is_binary = parameters.binary_data_output
-        if parsed.outputs:
-            names = [one.name for one in parsed.outputs]
-            are_binary = [_is_binary(one, is_binary) for one in parsed.outputs]
-            locations = _locations(parsed.outputs, regions)
-            set_output(request, parsed.id, names, are_binary, is_binary, limits, locations)
-        else:
-            set_output(request, parsed.id, (), (), is_binary, limits)
+        names = [one.name for one in parsed.outputs]
+        are_binary = [_is_binary(one, is_binary) for one in parsed.outputs]
+        locations = _locations(parsed.outputs, regions)
+        set_output(request, parsed.id, names, are_binary, is_binary, limits, locations)
         set_output_dtype(request, parameters.output_dtype)
         set_min_seq(request, parameters.min_seq)
         if parsed.id or request.min_seq is not None:  # these differ from request to request

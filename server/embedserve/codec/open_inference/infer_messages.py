@@ -197,7 +197,7 @@ class MessageDecoder:
             model, tensors, located, regions, limits, is_inline=is_inline
         )
         outputs = message.outputs
-        names = [one.name for one in outputs] if outputs else ()
+        names = [one.name for one in outputs]
         locations = {
             one.name: location_in(one.parameters, one.name, regions)
             for one in outputs
@@ -206,9 +206,9 @@ class MessageDecoder:
         set_output(
             request, message.id, names, (True,) * len(names), True, limits, locations or None
         )
-        if message.parameters and "output_dtype" in message.parameters:
+        if "output_dtype" in message.parameters:
             set_output_dtype(request, message.parameters["output_dtype"].string_param)
-        if message.parameters and "min_seq" in message.parameters:
+        if "min_seq" in message.parameters:
             parameter = message.parameters["min_seq"]
             kind = parameter.WhichOneof("parameter_choice")
             set_min_seq(request, getattr(parameter, kind) if kind else "")
