@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embedserve.codec.open_inference import infer_messages
 from embedserve.codec.protobuf_fields import varint
 from embedserve.codec.protobuf_requests import MODEL_FIELDS_MAX, peek_model
 from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.open_inference_pb2 import ModelInferRequest
 
 MODEL_TAG = b"\x0a"
 NAME = st.text(max_size=200)
@@ -92,3 +94,11 @@ def test_number_of_scanned_fields_is_bounded(count: int) -> None:
 
 def test_invalid_utf8_in_the_model_name_is_replaced() -> None:
     assert peek_model(MODEL_TAG + b"\x02\xff\xfe") == "\ufffd\ufffd"
+
+
+def test_model_and_version_of_an_infer_request_are_found() -> None:
+    for version, name in (("", "shop"), ("7", "shop@7")):
+        message = ModelInferRequest(model_name="shop", model_version=version, id="x")
+        assert infer_messages.peek_model(message.SerializeToString()) == name
+    assert infer_messages.peek_model(ModelInferRequest(id="x").SerializeToString()) == ""
+    assert infer_messages.peek_model(MODEL_TAG + b"\x09shop") == ""

@@ -26,6 +26,8 @@ from server.wire.inference_requests import (
     COLUMNS,
     Infer,
     RejectedRequestError,
+    as_json,
+    as_raw,
     as_stream,
     check,
     infer,
@@ -133,7 +135,16 @@ WRONG: dict[str, tuple[InferRequest, str]] = {
         InferRequest([*jagged({"user": [[1]]}), Input("user.weights", "FP32", [1.0, 2.0])]),
         "'user.weights' (FP32 [2]) has not the shape of input 'user.ids' (INT64 [1])",
     ),
+    "padded weights": (
+        InferRequest([Input("user", "INT64", [[1]]), Input("user.weights", "FP32", [[1.0, 2.0]])]),
+        "'user.weights' (FP32 [1, 2]) has not the shape of input 'user' (INT64 [1, 1])",
+    ),
+    "empty batch": (InferRequest(jagged({"user": []})), "(INT32 [0]) is an empty batch"),
+    "few strings": (one("user.ids", "BYTES", ["1"], [2]), "'user.ids' (BYTES [2]) has "),
+    "many strings": (one("user.ids", "BYTES", ["1", "2"], [1]), "'user.ids' (BYTES [1]) has "),
+    "strings' rank": (one("user.ids", "BYTES", [["1"]]), "'user.ids' (BYTES [1, 1]) is not "),
     "none": (InferRequest([]), "inputs is empty"),
+    "pooled twice": (InferRequest(jagged(BAGS), ["pooled"] * 2), "outputs names 'pooled' twice"),
     "beside pooled": (
         InferRequest(jagged(BAGS), ["pooled", "film"]),
         "outputs[0] is 'film': model 'shop' has no such key",
@@ -210,6 +221,7 @@ async def test_binary_sizes_beyond_the_body_are_rejected(live: Live) -> None:
         ('"data": [1]', "has 8 bytes, not 16"),
         ('"data": [true, 2]', "not an inference request"),
         ('"data": {}', "not an inference request"),
+        ('"data": ["a", 1], "datatype": "BYTES"', "has 1 at 1, which is not BYTES"),
         ('"name": "x"', "has neither data nor a binary_data_size"),
         ('"data": [1, 2], "parameters": {"binary_data_size": 16}', "send one"),
         ('"parameters": {"shared_memory_region": "a"}', "does not use (--shared-memory)"),
@@ -261,6 +273,27 @@ async def test_raw_and_typed_contents_cannot_be_mixed(live: Live) -> None:
     await assert_rejected(
         live, typed, "'tag.ids' (INT64 [3]) has 4 values in int64_contents, not 3"
     )
+
+
+async def test_negative_sizes_and_invalid_utf8_in_messages_are_rejected(live: Live) -> None:
+    negative = one("user", "INT64", [1, 2, 3], [-1, -3])
+    strings = one("user.ids", "BYTES", ["a"])
+    for is_raw in (True, False):
+        message = negative.message("shop", is_raw=is_raw)
+        await assert_rejected(live, message, "'user' (INT64 [-1, -3]) has a negative size")
+        message = strings.message("shop", is_raw=is_raw)
+        of_strings = (
+            message.raw_input_contents if is_raw else message.inputs[0].contents.bytes_contents
+        )
+        of_strings[0] = of_strings[0].replace(b"a", b"\xff")
+        await assert_rejected(live, message, "has a string at 0 that is not UTF-8")
+
+
+async def test_unpooled_model_has_no_pooled_output(live: Live) -> None:
+    infer_request = InferRequest(jagged({"last": [[1]]}), ["pooled"])
+    for one_format in (as_json, as_raw):
+        with pytest.raises(RejectedRequestError, match="it has no 'pooled'"):
+            await one_format(live, infer_request, "sequence")
 
 
 async def assert_rejected(live: Live, message: pb.ModelInferRequest, expected_error: str) -> None:
@@ -325,8 +358,10 @@ async def test_several_versions_of_a_model_are_served() -> None:
             Limits(request_ids_max=3),
             InferRequest([Input("tag", "INT64", [[1, 2], [3, 4]]), *jagged({"user": [[1], []]})]),
         ),
+        (Limits(request_text_bytes_max=300), InferRequest(jagged({"user": [["x" * 400]]}))),
+        (Limits(request_values_max=300), InferRequest(jagged({"user": [["a"] * 400]}))),
     ],
-    ids=["outputs", "text", "padded ids"],
+    ids=["outputs", "text", "padded ids", "bytes of strings", "strings"],
 )
 async def test_limits_apply_in_every_format(
     engine: FakeEngine, limits: Limits, infer_request: InferRequest
