@@ -27,7 +27,7 @@ from server.wire.http2.peer import (
 from embedserve.wire.http2.frame_writer import KEPT_BYTES_MIN, TURN_BYTES
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http_stream import UNSENT_S_MAX
+from embedserve.wire.http_stream import PROGRESS_BYTES_MIN, UNSENT_S_MAX
 
 WINDOW = 65535
 LARGE = np.random.default_rng(0).integers(0, 256, 7_000_000, np.uint8).tobytes()
@@ -322,7 +322,7 @@ def test_stream_with_one_byte_window_updates_is_reset_after_the_timeout() -> Non
     peer = Peer(settings={4: 0})
     peer.send(update(0, 1_000_000))
     stream = respond(peer, 1, LARGE[:300_000]).stream
-    peer.take()
+    peer.send(update(1, PROGRESS_BYTES_MIN))  # progress before the block does not count
     blocked_since_s = stream.blocked_since_s
     assert blocked_since_s
     for _ in range(100):
