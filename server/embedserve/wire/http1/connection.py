@@ -265,10 +265,7 @@ class Http1Connection(Connection):
         self._advance()
 
     def linger(self) -> None:
-        """Starts a lingering close: ends the connection after the client has read the output. Does
-        nothing if the connection has ended."""
-        if self._has_ended:
-            return
+        """Starts a lingering close: ends the connection after the client has read the output."""
         self._held.clear()
         self._parser.body_bytes = 0
         self._has_ended = True

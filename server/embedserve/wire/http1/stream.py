@@ -165,8 +165,6 @@ class Http1Stream:
             self.end()
 
     def send_body(self, chunks: Sequence[bytes | memoryview], nbytes: int) -> None:
-        if self.is_sent:
-            return
         head, self._head = self._head, b""
         if self._is_chunked:
             head += b"%x\r\n" % nbytes
@@ -174,8 +172,6 @@ class Http1Stream:
         self.connection.write(head, chunks, nbytes)
 
     def end(self) -> None:
-        if self.is_sent:
-            return
         rest = self._head + LAST_CHUNK if self._is_chunked else self._head
         if rest:
             self.connection.write(rest, (), 0)
