@@ -273,8 +273,11 @@ async def test_connection_with_incomplete_headers_is_closed_after_the_timeout(
     assert await reader.read() == b""
 
 
-async def test_incomplete_body_is_rejected_after_the_timeout(server: OurServer) -> None:
-    reader, _ = await server.open(chunked(BODY)[:-5])
+@pytest.mark.parametrize("make", [post, chunked])
+async def test_incomplete_body_is_rejected_after_the_timeout(
+    server: OurServer, make: Callable[..., bytes]
+) -> None:
+    reader, _ = await server.open(make(BODY)[:-5])
     await until(lambda: server.http1() and server.connection.is_busy())
     server.connection.check_time(perf_counter() + UPLOAD_S_MAX - 5)
     assert server.connection.is_busy()

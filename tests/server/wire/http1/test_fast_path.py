@@ -122,6 +122,9 @@ UNUSUAL_REQUESTS = {
     "absolute url": post(BODY, url="http://test/embed") + CLOSING_REQUEST,
     "compressed": post(BODY, "Content-Encoding: gzip") + post(OTHER_BODY) + CLOSING_REQUEST,
     "bad timeout": post(BODY, "X-Timeout-Ms: soon") + post(OTHER_BODY) + CLOSING_REQUEST,
+    "bad timeout after a good one": post(BODY, "X-Timeout-Ms: 9999")
+    + post(BODY, "X-Timeout-Ms: soon")
+    + CLOSING_REQUEST,
     "lower case": post(BODY).replace(b"Content-Length", b"content-length") + CLOSING_REQUEST,
     "long head": post(BODY, "X: " + "a" * 5000) + post(OTHER_BODY) + CLOSING_REQUEST,
     "no length": get("/embed").replace(b"GET", b"POST") + post(OTHER_BODY) + CLOSING_REQUEST,
