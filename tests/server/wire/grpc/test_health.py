@@ -78,13 +78,25 @@ async def test_watch_of_an_unknown_service_does_not_keep_its_name(peer: GrpcPeer
     assert kept_bytes < STREAMS_MAX * STREAM_BYTES
 
 
-@pytest.mark.parametrize("path", [CHECK, WATCH])
-async def test_invalid_health_request_is_rejected(
-    peer: GrpcPeer, path: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("path", "code", "kind"),
+    [
+        (CHECK, 13, "HealthCheckRequest"),
+        (WATCH, 13, "HealthCheckRequest"),
+        (
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            13,
+            "ServerReflectionRequest",
+        ),
+        ("/inference.GRPCInferenceService/ModelReady", 3, "ModelReadyRequest"),
+    ],
+)
+async def test_malformed_request_without_a_lookup_is_rejected(
+    peer: GrpcPeer, path: str, code: int, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer.call(1, path, framed(b"\xff\xff"))
-    assert peer.status(1)[0] == 13
-    assert "not a HealthCheckRequest" in peer.status(1)[1]
+    assert peer.status(1)[0] == code
+    assert f"not a {kind}" in peer.status(1)[1]
     assert caplog.records == []
     peer.call(3, EMBED, framed(MESSAGE))
     await peer.wait_for_end(3)

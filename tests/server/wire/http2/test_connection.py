@@ -29,7 +29,7 @@ from server.wire.http2.peer import (
     update,
 )
 
-from embedserve.wire.http2.closed_streams import DISCARDED_BYTES_MAX
+from embedserve.wire.http2.closed_streams import DISCARDED_BYTES_MAX, REMEMBERED_MAX
 from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX
@@ -146,6 +146,14 @@ def test_stream_is_reset_when_its_body_continues_after_an_early_response() -> No
     assert peer.send(data(1, b"on its way"), peer.headers(1, [(b"x", b"late")])) == []
     assert (handler.body, handler.resets) == (b"", 0)
     peer.open(3)  # the header table is still in sync
+
+
+def test_incomplete_requests_with_early_responses_are_bounded() -> None:
+    peer, frames = Peer(), []
+    for i in range(REMEMBERED_MAX + 1):
+        peer.open(1 + 2 * i, is_end=False)
+        frames += peer.respond(1 + 2 * i)
+    assert resets(frames) == [(1, ErrorCode.NO_ERROR)]
 
 
 def test_early_response_resets_only_requests_that_stay_incomplete() -> None:

@@ -1,6 +1,7 @@
 """Tests of upload grants: windows for large bodies from the budget that connections share."""
 
-from hyperframe.frame import RstStreamFrame
+import pytest
+from hyperframe.frame import PingFrame, RstStreamFrame
 from server.wire.http2.peer import Peer, RecordingHandler, data, resets
 from server.wire.http2.uploads import (
     FRAME_BYTES,
@@ -144,7 +145,8 @@ def test_budget_returned_by_a_connection_goes_to_a_waiting_body() -> None:
     assert window_increments(waiting.take(), 1) == STREAM_WINDOW
 
 
-def test_connection_keeps_no_budget_granted_after_its_bodies_are_consumed() -> None:
+@pytest.mark.parametrize("is_widened", [False, True])
+def test_connection_keeps_no_budget_granted_after_its_bodies_are_consumed(is_widened: bool) -> None:
     is_open = True
     uploads = UploadBudget(8 << 20, lambda: is_open)
     peer = Peer(uploads=uploads)
@@ -154,9 +156,10 @@ def test_connection_keeps_no_budget_granted_after_its_bodies_are_consumed() -> N
         handler.stream.consumed(handler.stream.held_bytes)
     assert peer.connection.flow_control.window < FRAME_BYTES
     peer.take()
+    frames = peer.send(PingFrame(0, bytes(8))) if is_widened else []
     is_open = True
     uploads.retry()
-    assert window_increments(peer.take(), 0) == CONNECTION_WINDOW
+    assert window_increments(frames + peer.take(), 0) == CONNECTION_WINDOW
     assert is_budget_free(uploads, 8 << 20)
 
 
