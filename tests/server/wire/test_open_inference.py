@@ -140,8 +140,16 @@ WRONG: dict[str, tuple[InferRequest, str]] = {
         "'user.weights' (FP32 [1, 2]) has not the shape of input 'user' (INT64 [1, 1])",
     ),
     "empty batch": (InferRequest(jagged({"user": []})), "(INT32 [0]) is an empty batch"),
-    "few strings": (one("user.ids", "BYTES", ["1"], [2]), "'user.ids' (BYTES [2]) has "),
-    "many strings": (one("user.ids", "BYTES", ["1", "2"], [1]), "'user.ids' (BYTES [1]) has "),
+    "few strings": (
+        InferRequest([Input("user.ids", "BYTES", ["1"], [2]), LENGTHS]),
+        "'user.ids' (BYTES [2]) has ",
+    ),
+    "many strings": (
+        InferRequest(
+            [Input("user.ids", "BYTES", ["1", "2"], [1]), Input("user.lengths", "INT32", [1])]
+        ),
+        "'user.ids' (BYTES [1]) has ",
+    ),
     "strings' rank": (one("user.ids", "BYTES", [["1"]]), "'user.ids' (BYTES [1, 1]) is not "),
     "none": (InferRequest([]), "inputs is empty"),
     "pooled twice": (InferRequest(jagged(BAGS), ["pooled"] * 2), "outputs names 'pooled' twice"),
@@ -275,7 +283,9 @@ async def test_raw_and_typed_contents_cannot_be_mixed(live: Live) -> None:
     )
 
 
-async def test_negative_sizes_and_invalid_utf8_in_messages_are_rejected(live: Live) -> None:
+async def test_malformed_tensors_in_messages_are_rejected(live: Live) -> None:
+    few = WRONG["few strings"][0].message("shop", is_raw=True)
+    await assert_rejected(live, few, "has 5 bytes, which end within string 1 of 2")
     negative = one("user", "INT64", [1, 2, 3], [-1, -3])
     strings = one("user.ids", "BYTES", ["a"])
     for is_raw in (True, False):
