@@ -319,6 +319,30 @@ def test_messages_with_the_same_keys_share_one_cached_template() -> None:
     assert ("of", "others") in cached
 
 
+def outcome_of(decoder: ProtobufDecoder, body: bytes) -> object:
+    try:
+        request = decoder.decode_request(body)
+    except EmbedServeError as error:
+        return error.code, error.message
+    return request.features, request.ids.tolist(), request.lengths.tolist(), request.batch_size
+
+
+def test_message_with_a_cached_prefix_is_read_like_any_other() -> None:
+    """Tries lengths that do not fit the keys, another field, and every cut of the messages."""
+    decoder = ProtobufDecoder()
+    for lengths in ([2, 2], [], [1, 1, 2], [1, 1, 1, 1], None):
+        message = pb.EmbedRequest(keys=["user", "tag"], ids_bytes=bytes(range(32)))
+        if lengths is None:
+            message.string_keys.append("tag")
+        else:
+            message.lengths_bytes = np.array(lengths, "<i4").tobytes()
+        body = message.SerializeToString()
+        for end in range(len(body), 0, -1):
+            expected = outcome_of(ProtobufDecoder(), body[:end])
+            assert outcome_of(decoder, body[:end]) == expected
+    assert len(decoder.templates.templates) == 1
+
+
 def test_small_and_large_messages_are_read_alike() -> None:
     for ids in (range(100), range(5000)):  # some hundred bytes, and too many to read whole
         message = pb.EmbedRequest(keys=["user"], ids=ids, lengths=[len(ids)])
