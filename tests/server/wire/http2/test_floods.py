@@ -87,6 +87,17 @@ def test_window_updates_for_each_response_are_allowed() -> None:
     assert not peer.connection.is_over
 
 
+def test_window_updates_for_each_frame_of_a_large_response_are_allowed() -> None:
+    nbytes = 8 << 20
+    peer = Peer(settings={SettingsFrame.INITIAL_WINDOW_SIZE: nbytes})
+    peer.send(update(0, nbytes))
+    peer.open(1)
+    peer.respond(1, bytes(nbytes))
+    for _ in range(19):
+        peer.send(*[update(0, 1)] * (ABUSE_TOKENS_MAX // 10))
+    assert not peer.connection.is_over
+
+
 def test_window_updates_for_past_responses_are_bounded() -> None:
     peer = Peer()
     for i in range(ABUSE_TOKENS_MAX):
