@@ -329,14 +329,13 @@ def outcome_of(decoder: ProtobufDecoder, body: bytes) -> object:
 
 def test_message_with_a_cached_prefix_is_read_like_any_other() -> None:
     """Tries lengths that do not fit the keys, another field, and every cut of the messages."""
-    decoder = ProtobufDecoder()
-    for lengths in ([2, 2], [], [1, 1, 2], [1, 1, 1, 1], None):
-        message = pb.EmbedRequest(keys=["user", "tag"], ids_bytes=bytes(range(32)))
-        if lengths is None:
-            message.string_keys.append("tag")
-        else:
-            message.lengths_bytes = np.array(lengths, "<i4").tobytes()
-        body = message.SerializeToString()
+    decoder, keys = ProtobufDecoder(), ["user", "category"]
+    start = pb.EmbedRequest(keys=keys, ids_bytes=bytes(range(32))).SerializeToString()
+    given = [np.array(one, "<i4").tobytes() for one in ([2, 2], [1, 1, 2], [1, 1, 1, 1])]
+    ends = [pb.EmbedRequest(lengths_bytes=one).SerializeToString() for one in given]
+    ends.append(bytes([protobuf_requests.LENGTHS_TAG, 0]))
+    ends.append(pb.EmbedRequest(string_keys=keys[1:]).SerializeToString())
+    for body in [start + one for one in ends]:
         for end in range(len(body), 0, -1):
             expected = outcome_of(ProtobufDecoder(), body[:end])
             assert outcome_of(decoder, body[:end]) == expected
