@@ -372,7 +372,6 @@ class DeltaFollower:
         self._write(
             replace(
                 before,
-                applying=before.applied,
                 state=state,
                 reason=reason,
                 refused=refused,

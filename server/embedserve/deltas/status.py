@@ -73,7 +73,7 @@ class DeltaState:
     applied: Applied
     """Position of the rows that are served."""
     applying: Applied
-    """Position after the deltas that are being applied; ``applied`` if there are none."""
+    """Position after the deltas that are being applied, or that were last, even if they failed."""
     state: str = CATCHING_UP
     reason: str = ""
     """Error that stops further deltas, for the states stalled and full. For the state held it would
