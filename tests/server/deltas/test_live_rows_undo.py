@@ -32,6 +32,8 @@ def test_undo_needs_no_memory(version: ModelVersion) -> None:
     assert writer.rows_changed == 0
     for seq in range(5, 60):  # memory of undone rows is free again
         writer.apply(seq, [rows_of(SPECS[0], *range(200))])
+    for seq in range(60, 70):  # as is that of a killed writer
+        RowsWriter(live).apply(seq, [rows_of(SPECS[0], *range(200))])
 
 
 def test_rows_kept_for_undo_are_released_for_new_rows(version: ModelVersion) -> None:
