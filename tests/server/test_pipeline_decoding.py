@@ -20,11 +20,14 @@ from server.recording_call import (
     SourceWriter,
     expect_internal,
     fail,
+    make_options,
     outcomes,
     submit_request,
 )
 from server.waiting import until
 
+from embedserve.access.caller_quota import CallerQuota
+from embedserve.access.grants import Grant
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.codec import json_codec, protobuf_requests
 from embedserve.codec.codec import Codec
@@ -69,6 +72,17 @@ async def test_other_requests_are_served_while_a_large_request_is_decoded(
     assert np.array_equal(values, expected)
     assert gate.threads[0] is not threading.main_thread()
     assert outcomes(pipeline) == {"OK": 2}
+
+
+@pytest.mark.parametrize("body", [BODY, LARGE], ids=["inline", "in a thread"])
+async def test_request_for_a_model_of_other_callers_is_rejected(
+    pipeline: RequestPipeline, body: bytes
+) -> None:
+    call = RecordingCall(pipeline, make_options(pipeline))
+    call.quota = CallerQuota(Grant("x", models=frozenset({"films"})))
+    pipeline.submit(call, body)
+    await until(lambda: call.responses)
+    assert call.error.code == "PERMISSION_DENIED"
 
 
 async def test_invalid_large_request_names_the_wrong_field(pipeline: RequestPipeline) -> None:
