@@ -126,8 +126,9 @@ def test_last_row_of_every_table_is_valid() -> None:
 def test_nan_weight_error_names_its_position() -> None:
     weights = {"user": [[1.0], [2.0, float("nan")]], "tag": [[], [1.0]]}
     request = ordered({"user": [[1], [2, 3]], "tag": [[], [4]]}, weights)
-    error = find_invalid([request], MODEL)[0]
-    assert error.field == "weights.user[1][1]"
+    valid = ordered({"user": [[1]]}, {"user": [[0.5]]})
+    ((position, error),) = find_invalid([valid, request], MODEL).items()
+    assert (position, error.field) == (1, "weights.user[1][1]")
     assert error.message == "weights.user[1][1] is nan: weights are finite numbers"
 
 
