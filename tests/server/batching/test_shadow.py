@@ -3,6 +3,7 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
 from embedserve.batching.join import adapt_to_model, join
-from embedserve.batching.shadow import compare
+from embedserve.batching.shadow import Shadow, compare
 from embedserve.batching.split import in_request_order
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.shadow_metrics import Differences
@@ -201,6 +202,14 @@ async def test_batches_are_compared_only_while_a_shadow_share_is_set(
     pipeline.models.set_shadow("shop@canary", 0.0)
     await send_request(pipeline)
     assert batch_count(pipeline) == 3
+
+
+def test_only_a_share_of_the_batches_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Mock()
+    for drawn, count in ((0.25, 0), (0.24, 1)):
+        monkeypatch.setattr("embedserve.batching.shadow.random", Mock(return_value=drawn))
+        Shadow(Mock(), Mock(), 25.0, Mock(), executor).offer([], [], None, Mock())
+        assert executor.submit.call_count == count
 
 
 @pytest.mark.parametrize("names", [("beta", "canary"), ("canary", "beta")])
