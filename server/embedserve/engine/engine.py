@@ -214,8 +214,7 @@ class Engine:
         if self.live_goldens is not None:
             self.live_goldens.check(self.lookup)
         golden = self._golden
-        if golden is None:
-            return
+        assert golden is not None  # warm_up has set it
         for lookup, before in zip(self.each(), golden.answers, strict=True):
             answer = lookup(golden.numbers, golden.lengths, golden.weights)
             if not np.array_equal(answer, before, equal_nan=True):

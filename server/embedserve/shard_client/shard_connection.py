@@ -197,8 +197,6 @@ class ShardConnection(asyncio.Protocol):
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> ClientStream:
         """Calls ListModels; like ``call``."""
-        if not self.is_ready:
-            raise ConnectionError(self.reason)
         assert self._client is not None
         return self._client.call(self._list_models.block(timeout_s), (), on_done)
 
@@ -252,8 +250,7 @@ class ShardConnection(asyncio.Protocol):
     def _on_change(self) -> None:
         """Passes on the client's new state."""
         client = self._client
-        if client is None:
-            return
+        assert client is not None
         if client.is_draining:
             self._end(client.reason)
         elif client.is_begun:
