@@ -26,7 +26,7 @@ from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.added_file import Write, writer
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote import remote_files
-from embedserve_store.transfer import stored_version
+from embedserve_store.transfer import receive, stored_version
 from embedserve_store.verification import verify
 from embedserve_store.writing import direct_file, staging
 
@@ -279,8 +279,18 @@ def killed_copy(forking: CodeForker, source: str | Path, target: str | Path, blo
     assert killed == -signal.SIGKILL
 
 
+def kept_bytes(source: Path, target: Path, patched: pytest.MonkeyPatch) -> list[int]:
+    """Copies, and returns how many bytes of the tables were kept at each attempt to write them."""
+    opened = Mock(side_effect=direct_file.new_file)
+    patched.setattr(receive, "BUFFER_BYTES", BLOCK_BYTES)
+    patched.setattr(receive, "new_file", opened)
+    copy_versions(source, target, "m")
+    calls = (call.args for call in opened.call_args_list)
+    return [kept for path, _, kept in calls if path.name == "tables.safetensors"]
+
+
 def test_killed_copy_to_a_folder_continues(
-    new_version: Publish, tmp_path: Path, forking: CodeForker
+    new_version: Publish, tmp_path: Path, forking: CodeForker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
     for blocks in (2, 11, 14):
@@ -288,14 +298,14 @@ def test_killed_copy_to_a_folder_continues(
         assert ModelStore(target).models() == []
     (left,) = target.glob("m/.copy-1-*/m/1/tables.safetensors")
     assert left.stat().st_size >= 13 * BLOCK_BYTES
-    progress: list[int] = []
-    copy_versions(source, target, "m", progress=lambda file, done, _: progress.append(done))
+    expected = left.stat().st_size // BLOCK_BYTES * BLOCK_BYTES
+    assert kept_bytes(source, target, monkeypatch) == [expected]
     check_same(source, target, tmp_path / "cache")
     assert os.listdir(target / "m") == ["1"]
 
 
 def test_leftovers_of_a_killed_copy_are_verified(
-    new_version: Publish, tmp_path: Path, forking: CodeForker
+    new_version: Publish, tmp_path: Path, forking: CodeForker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
     killed_copy(forking, source, target, 12)
@@ -303,7 +313,8 @@ def test_leftovers_of_a_killed_copy_are_verified(
     with left.open("r+b") as file:
         file.seek(5000)
         file.write(b"damaged")
-    copy_versions(source, target, "m")
+    kept, anew = kept_bytes(source, target, monkeypatch)
+    assert kept > anew == 0
     check_same(source, target, tmp_path / "cache")
 
 
