@@ -52,8 +52,6 @@ def sample_bags(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> Bags:
 def _sample_ids(
     random: np.random.Generator, count: int, rule: IdRule, rows: int, id_map: IdMap | None
 ) -> NDArray[np.int64]:
-    if not count:
-        return np.zeros(0, np.int64)
     if id_map is not None:
         return id_map.sample(random, count)[0]
     if rule.rule == "modulo":

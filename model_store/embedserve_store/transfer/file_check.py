@@ -22,8 +22,6 @@ TABLES = "tables.safetensors"
 IDS = "ids.safetensors"
 HEADER = ""
 """Name of the spans that belong to no table: a header, or a whole file."""
-BEHIND = "\0"
-"""Name of the bytes behind the last span. A published file has none, and no table this name."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,8 @@ def _with_header(
 
 
 class FileCheck:
-    """Checks one file. Receives its bytes in order; ``problem`` compares the checksums."""
+    """Checks one file. Receives its bytes in order, no more than the layout has; ``problem``
+    compares the checksums."""
 
     def __init__(self, layout: FileLayout, where: str) -> None:
         self._layout = layout
@@ -81,17 +80,14 @@ class FileCheck:
         rest = memoryview(data)
         while rest:
             while not self._left:
-                self._name, self._left = next(self._spans, (BEHIND, sys.maxsize))
+                self._name, self._left = next(self._spans)
             count = min(self._left, len(rest))
-            if self._name != BEHIND:
-                self._digests[self._name].update(rest[:count])
+            self._digests[self._name].update(rest[:count])
             self._left -= count
             rest = rest[count:]
 
     def problem(self) -> str | None:
         """Returns what differs from the published file, by table; None if nothing does."""
-        if self._name == BEHIND:
-            return f"{self._where}: has bytes after the last table"
         for name, digest in self._digests.items():
             found, expected = digest.hexdigest(), self._layout.sha256[name]
             if found != expected:
