@@ -17,6 +17,7 @@ from embedserve_store.format.delta_manifest import (
     FILES_MAX,
     DeltaFile,
     DeltaManifest,
+    IdCounts,
     LinePosition,
     base_checksum,
     check_tables,
@@ -103,6 +104,9 @@ def edited_file(**fields: Any) -> bytes:
         (edited_file(sha256="A" * 64), "expected 64 hexadecimal digits"),
         (edited_file(rows={"user": 0}), "rows: user is 0, expected 1 or more"),
         (edited_file(rows={"user": 1.5}), "user is 1.5, expected int"),
+        (edited_file(ids={"user": [1, 0]}), "has both rows and ids, expected one of them"),
+        (edited_file(ids={"user": [1]}), "ids: user is [1], expected two counts: new and removed"),
+        (edited_file(ids={"user": [1, -1]}), "ids: user is [1, -1], expected two counts"),
         (undo(reverts_to=4), "reverts_to is 4, expected 0 to 3"),
         (undo(reverts_to=-1), "reverts_to is -1, expected 0 to 3"),
         (undo(reverts_to=None), "reverts_to is None, expected int"),
@@ -152,6 +156,9 @@ def test_tables_that_do_not_fit_the_version_are_rejected() -> None:
     too_many = replace(DELTA, files=(replace(FILE, rows={"user": 11}),))
     with pytest.raises(StoreError, match=r"table 'user': 11 rows, the table has 10"):
         check_tables(too_many, BASE, "here")
+    no_vocabulary = replace(DELTA, files=(replace(FILE, rows={}, ids={"user": IdCounts(1)}),))
+    with pytest.raises(StoreError, match=r"table 'user': ids change, but the table has no vocab"):
+        check_tables(no_vocabulary, BASE, "here")
 
 
 def test_line_position_of_published_and_compacted_versions() -> None:

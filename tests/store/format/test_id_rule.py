@@ -77,6 +77,10 @@ def test_invalid_json_rule_is_rejected(data: Any, message: str) -> None:
         (IdRule("map", id_type="uuid"), "id_type is 'uuid', expected one of int64, string"),
         (IdRule("map", entries=-1), "entries is -1, expected 0 to"),
         (IdRule("map", entries=True), "entries is True, expected int"),
+        (
+            IdRule("map", id_type="string", examples=(1,)),  # type: ignore[arg-type]
+            r"examples is \[1\], expected strings",
+        ),
     ],
 )
 def test_invalid_rule_for_a_table_of_ten_rows_is_rejected(rule: IdRule, message: str) -> None:

@@ -2,6 +2,7 @@
 contradictions."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ def test_json_round_trip() -> None:
         ({"sha256": None}, "sha256 is None, expected str"),
         ({"num_embeddings": 2.0}, "num_embeddings is 2.0, expected int"),
         ({"name": "b"}, "2 tables are named 'b'"),
+        ({"pooling": "none"}, "table 'a' is not pooled and 'b' is: publish"),
         ({"feature_names": ["y", "y@b"]}, "2 answers are called 'y@b': rename a feature"),
     ],
 )
@@ -85,6 +87,13 @@ def test_invalid_tables_in_json_are_rejected(change: dict[str, Any], message: st
     data = json.loads(json.dumps(MANIFEST.to_json()))
     data["tables"][0] |= change
     with pytest.raises(StoreError, match=f"here: .*{message}"):
+        Manifest.from_json(data, "here")
+
+
+def test_weights_without_pooling_are_rejected() -> None:
+    tables = tuple(replace(one, embedding_dim=8, pooling="none") for one in TABLES)
+    data = json.loads(json.dumps(replace(MANIFEST, tables=tables).to_json()))
+    with pytest.raises(StoreError, match="here: is_weighted, but rows that are not pooled have no"):
         Manifest.from_json(data, "here")
 
 

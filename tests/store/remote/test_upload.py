@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import s3fs
@@ -20,6 +20,7 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.set_alias import set_alias
+from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
@@ -96,16 +97,30 @@ def test_interrupted_upload_is_invisible_and_can_be_repeated(
     store.load("m")
 
 
+@pytest.mark.parametrize("part_bytes", [remote_files.PART_BYTES, 10_000])
 def test_damaged_version_is_not_uploaded(
-    new_version: Publish, url: str, objects: s3fs.S3FileSystem, root: str
+    new_version: Publish,
+    url: str,
+    objects: s3fs.S3FileSystem,
+    root: str,
+    monkeypatch: pytest.MonkeyPatch,
+    part_bytes: int,
 ) -> None:
+    """An upload in parts is aborted, so that the next one does not find its parts."""
+    monkeypatch.setattr(remote_files, "PART_BYTES", part_bytes)
     folder = writable(new_version())
     with (folder / "tables.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
-    with pytest.raises(StoreError, match=r"tables\.safetensors: table 't': sha256"):
+    call = RemoteFolder.s3_call
+    with (
+        patch.object(RemoteFolder, "s3_call", autospec=True, side_effect=call) as s3,
+        pytest.raises(StoreError, match=r"tables\.safetensors: table 't': sha256"),
+    ):
         upload_version(folder, url)
-    assert objects.find(root) == []
+    assert [name for name in objects.find(root) if "/m/" in name] == []
+    aborted = [one for one in s3.call_args_list if one.args[1] == "abort_multipart_upload"]
+    assert len(aborted) == (part_bytes == 10_000)
 
 
 def test_folder_without_a_version_is_rejected(tmp_path: Path, url: str) -> None:
