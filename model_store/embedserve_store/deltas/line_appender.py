@@ -344,13 +344,13 @@ def _file_counts(sizes: Sequence[Sequence[int]], id_sizes: Sequence[int]) -> lis
         The number of files of rows that each rank writes, for each delta.
 
     Raises:
-        InvalidModelError: the ids alone exceed the limits.
+        InvalidModelError: the ids alone exceed the limit of bytes.
     """
     id_bytes = sum(id_sizes)
-    if id_bytes > DELTA_BYTES_MAX or len(id_sizes) > FILES_MAX:
+    if id_bytes > DELTA_BYTES_MAX:  # far fewer than FILES_MAX files, of 32 MiB each
         raise InvalidModelError(
-            f"the changed ids of a push are {id_bytes} bytes in {len(id_sizes)} files, the limits "
-            f"are {DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
+            f"the changed ids of a push are {id_bytes} bytes, the limit is {DELTA_BYTES_MAX}: push "
+            "more often"
         )
     counts, nbytes = [[0] * len(sizes)], 0
     # A file of each rank in turn, so that all ranks write at the same time.

@@ -351,7 +351,7 @@ def test_files_of_all_ranks_are_split_within_the_limits(monkeypatch: pytest.Monk
     assert file_counts([[5, 5], [], [5]], [6]) == [[1, 0, 1], [1, 0, 0], [0, 0, 0]]
     assert file_counts([[1, 1, 1], [1, 1, 1]], []) == [[2, 2], [1, 1]]
     assert file_counts([[1, 1], [1]], [1, 1]) == [[2, 1], [0, 0]]
-    with pytest.raises(InvalidModelError, match="ids of a push are 11 bytes in 2 files, the limit"):
+    with pytest.raises(InvalidModelError, match="ids of a push are 11 bytes, the limit is 10"):
         file_counts([[1]], [5, 6])
 
 

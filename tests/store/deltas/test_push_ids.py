@@ -31,10 +31,10 @@ from embedserve_store import (
 )
 from embedserve_store.commands.deltas import list_deltas, verify_deltas
 from embedserve_store.deltas import delta_line, line_appender
-from embedserve_store.deltas.append import append
+from embedserve_store.deltas.append import append, as_of_now
 from embedserve_store.errors import UnreachableError
 from embedserve_store.format import changed_ids, delta_file
-from embedserve_store.format.changed_ids import REMOVED
+from embedserve_store.format.changed_ids import REMOVED, ChangedIds
 from embedserve_store.format.delta_file import repeated_row
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
@@ -139,7 +139,9 @@ def test_changed_ids_of_a_split_push_are_in_its_last_delta(
     monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 4_000)  # less than one file
     with DeltaWriter(store, model="m") as writer:
         files = {*(store / "m/deltas/1").iterdir()}
-        with pytest.raises(InvalidModelError, match="the changed ids of a push are 4112 bytes in"):
+        with pytest.raises(
+            InvalidModelError, match="changed ids of a push are 4112 bytes, the limit"
+        ):
             writer.push_rows({"user": ([9], rows("user", 1))})
         assert {*(store / "m/deltas/1").iterdir()} == files
 
@@ -272,3 +274,19 @@ def test_ranks_agree_on_the_rows_of_new_ids(store: Path) -> None:
     assert changes[1].rows.tolist() == [REMOVED, REMOVED, 6]
     numbers = [change.numbers.tolist() for part in line.rows(first) for change in part]
     assert sorted(numbers) == [[3, 4], [5]]
+
+
+def test_tables_whose_shared_ids_change_differently_are_rejected(tmp_path: Path) -> None:
+    tables = [
+        TableSpec(name, 8, 4, ("x",), "sum", "float32", ids=IdRule("map")) for name in ("a", "b")
+    ]
+    weights = {f"ebc.embedding_bags.{one.name}.weight": torch.zeros(8, 4) for one in tables}
+    vocabularies = {one.name: [1, 2] for one in tables}
+    publish(weights, tmp_path, model="m", tables=tables, vocabularies=vocabularies)
+    changes = {
+        one.name: ChangedIds(one, np.array([5]), np.array([row])) for row, one in enumerate(tables)
+    }
+    with DeltaWriter(tmp_path, model="m") as writer:
+        writer._line.append({}, changes, None, None, as_of_now())
+    with pytest.raises(StoreError, match="tables 'a' and 'b' share features, but their ids change"):
+        ids_of(tmp_path, "a")
