@@ -23,6 +23,7 @@ from embedserve_client import (
 from embedserve_client.core.result import Layout
 from embedserve_client.grpc.requests import GrpcRequests
 from embedserve_client.rest.requests import RestRequests
+from embedserve_client.shm.lookups import VERSIONS_MAX
 from embedserve_proto import open_inference_pb2 as pb
 
 WIDTH = 128
@@ -121,6 +122,17 @@ def test_first_lookup_registers_a_region_and_the_next_uses_it(calls: Calls, prot
     assert result.values[0, 0] == 1
     assert result.values.base is not None
     assert len(files()) == 1
+
+
+def test_layouts_of_the_last_versions_are_cached(calls: Calls) -> None:
+    look_up_first(calls)
+    for version in (*range(2, VERSIONS_MAX + 2), 1):
+        steps = lookup(calls)
+        assert path(steps.send(infer_result(next(steps), version))) == "/embed"
+        result_of(steps, embed_result(version))
+    for version in (*range(3, VERSIONS_MAX + 2), 1):
+        steps = lookup(calls)
+        assert result_of(steps, infer_result(next(steps), version)).version == version
 
 
 def test_seq_is_read_from_the_parameters(calls: Calls) -> None:

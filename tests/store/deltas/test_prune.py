@@ -25,6 +25,7 @@ from embedserve_store import (
 from embedserve_store.deltas import append as append_module
 from embedserve_store.deltas import delta_writer
 from embedserve_store.deltas import prune as prune_module
+from embedserve_store.deltas.delta_line import stored_seqs
 from embedserve_store.deltas.prune import PrunedDeltas
 from embedserve_store.format.delta_manifest import delta_file_name, manifest_name
 
@@ -215,6 +216,23 @@ def test_interrupted_prune_is_recorded_and_can_be_repeated(
     assert details == [f"deltas 1 to {removed} of line 1"]
     prune_deltas(store, "m", keep_s=0)
     assert not (store / "m/deltas/1").exists()
+
+
+def test_deltas_that_another_prune_has_just_removed_are_passed_over(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(writer, 3)
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+
+    def removed_once_listed(*line: Any) -> Any:
+        found = stored_seqs(*line)
+        monkeypatch.undo()
+        assert prune_deltas(store, "m", keep_s=0) == [PrunedDeltas(1, 1, 3, 3)]
+        return found
+
+    monkeypatch.setattr(prune_module, "stored_seqs", removed_once_listed)
+    assert prune_deltas(store, "m", keep_s=0) == []
 
 
 def test_damaged_manifest_is_named_in_the_error(store: Path, writer: DeltaWriter) -> None:
