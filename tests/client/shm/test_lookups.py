@@ -1,6 +1,7 @@
 """Tests of the calls of a lookup with shared memory, given the response to each call."""
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import coroutine
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from embedserve_client.core.result import Layout
 from embedserve_client.grpc.requests import GrpcRequests
 from embedserve_client.rest.requests import RestRequests
 from embedserve_client.shm.lookups import VERSIONS_MAX
+from embedserve_client.shm.protocol import SharedMemoryRejected
 from embedserve_proto import open_inference_pb2 as pb
 
 WIDTH = 128
@@ -133,6 +135,21 @@ def test_layouts_of_the_last_versions_are_cached(calls: Calls) -> None:
     for version in (*range(3, VERSIONS_MAX + 2), 1):
         steps = lookup(calls)
         assert result_of(steps, infer_result(next(steps), version)).version == version
+
+
+def test_layouts_of_another_server_or_model_are_forgotten(calls: Calls) -> None:
+    look_up_first(calls)
+    steps = lookup(calls)
+    next(steps)
+    assert path(steps.throw(SharedMemoryRejected(""))) == "/embed"  # by a server that restarted
+    result_of(steps, embed_result(2))
+    look_up_first(calls, embed_result(2))
+    steps = lookup(calls)
+    assert path(steps.send(infer_result(next(steps), 1))) == "/embed"
+    result_of(steps, replace(embed_result(7), model="other"))
+    steps = lookup(calls)
+    assert path(steps.send(infer_result(next(steps), 2))) == "/embed"
+    result_of(steps, embed_result(2))
 
 
 def test_seq_is_read_from_the_parameters(calls: Calls) -> None:
