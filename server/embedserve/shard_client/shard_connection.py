@@ -196,7 +196,7 @@ class ShardConnection(asyncio.Protocol):
         return self._client.call(self._embed.block(timeout_s), message, on_done)
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> ClientStream:
-        """Calls ListModels; like ``call``."""
+        """Calls ListModels; like ``call``, on a connection that has become ready."""
         assert self._client is not None
         return self._client.call(self._list_models.block(timeout_s), (), on_done)
 
