@@ -341,8 +341,7 @@ def test_connection_without_window_progress_is_closed_after_the_timeout() -> Non
     peer.take()
     for _ in range(10):  # a byte at a time is no progress
         peer.send(update(0, 1))
-    start_s += 5
-    peer.connection.frame_writer.restart_timeouts(start_s)  # nothing was read until then
+    peer.connection.frame_writer.restart_timeouts(start_s := start_s + 5)  # nothing was read
     peer.connection.check_time(start_s + UNSENT_S_MAX)
     assert peer.take() == []
     peer.connection.check_time(start_s + UNSENT_S_MAX + 1)
