@@ -11,50 +11,33 @@ from server.fake_models import model_info
 from server.python import run_warm_python
 
 from embedserve.config import ServeSettings
+from embedserve.model_info import ModelInfo
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
 
 PORTS = Ports("127.0.0.1", 8000, 8001, None, None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("replicas", "shown"),
-    [(1, ": 3 tables over 1 cuda rank ("), (4, ": 4 replicas of 3 tables over 1 cuda rank (")],
-)
-def test_banner_shows_the_number_of_replicas(
-    capsys: pytest.CaptureFixture[str], replicas: int, shown: str
-) -> None:
-    model = replace(model_info(), device_type="cuda", replicas=replicas, example={"user": [[1]]})
-    log_ready([model], PORTS, 1.0, ServeSettings(store=""))
-    assert shown in " ".join(capsys.readouterr().err.split())
+ONE = model_info("m", {"a": (3, 4)})
+ON_GPU = replace(model_info(), device_type="cuda", example={"user": [[1]]})
 
 
 @pytest.mark.parametrize(
-    ("features", "shown"),
+    ("model", "tokens", "shown"),
     [
-        ({"a": (3, 4)}, "1 table over 1 cpu rank (1 table_wise), "),
-        ({"a": (3, 4), "b": (3, 4)}, "2 tables over 1 cpu rank (2 table_wise), "),
+        (ON_GPU, "", ": 3 tables over 1 cuda rank ("),
+        (replace(ON_GPU, replicas=4), "", ": 4 replicas of 3 tables over 1 cuda rank ("),
+        (ONE, "", ": 1 table over 1 cpu rank (1 table_wise), "),
+        (model_info("m", {"a": (3, 4), "b": (3, 4)}), "", ": 2 tables over 1 cpu rank (2 table_wi"),
+        (ONE, "", "(docs at http://127.0.0.1:8000/docs)"),
+        (ONE, "t", "(console at http://127.0.0.1:8000/console)"),
     ],
+    ids=["one replica", "replicas", "one table", "tables", "docs", "console asks for a token"],
 )
-def test_banner_uses_the_singular_for_one_table(
-    capsys: pytest.CaptureFixture[str], features: dict[str, tuple[int, int]], shown: str
+def test_banner_describes_the_model_and_names_a_page_that_opens_in_a_browser(
+    capsys: pytest.CaptureFixture[str], model: ModelInfo, tokens: str, shown: str
 ) -> None:
-    log_ready([model_info("m", features)], PORTS, 1.0, ServeSettings(store=""))
-    assert f": {shown}" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("tokens", "shown"),
-    [
-        ("", "(docs at http://127.0.0.1:8000/docs)"),
-        ("t", "(console at http://127.0.0.1:8000/console)"),
-    ],
-)
-def test_banner_names_a_page_that_opens_in_a_browser(
-    capsys: pytest.CaptureFixture[str], tokens: str, shown: str
-) -> None:
-    """With tokens it is the console, which asks for one."""
-    log_ready([model_info()], PORTS, 1.0, ServeSettings(store="", tokens=tokens))
+    log_ready([model], PORTS, 1.0, ServeSettings(store="", tokens=tokens))
     assert shown in " ".join(capsys.readouterr().err.split())
 
 
