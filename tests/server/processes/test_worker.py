@@ -101,15 +101,6 @@ async def test_worker_listens_only_once_the_supervisor_allows_it(
     ports.close()
 
 
-async def test_worker_ends_if_stopped_before_it_listens(executor: ThreadPoolExecutor) -> None:
-    ports = claim_ports("127.0.0.1", 0, 0).share()
-    worker = SupervisedWorker(executor, ports)
-    worker.send(Desired())
-    assert LISTENS not in await worker.receive()
-    await worker.end()
-    ports.close()
-
-
 async def test_error_of_a_message_does_not_end_the_channel(executor: ThreadPoolExecutor) -> None:
     """Checks that later messages arrive."""
     faults = list[object]()
@@ -127,7 +118,9 @@ async def test_error_of_a_message_does_not_end_the_channel(executor: ThreadPoolE
     ports.close()
 
 
-def test_reports_are_dropped_once_the_supervisor_is_gone(executor: ThreadPoolExecutor) -> None:
+def test_worker_stopped_before_it_listens_ends_and_drops_reports(
+    executor: ThreadPoolExecutor,
+) -> None:
     """Runs on uvloop, whose closed transports raise an error."""
 
     async def report_after_end() -> None:
