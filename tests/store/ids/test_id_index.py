@@ -136,13 +136,6 @@ def test_index_takes_at_most_16_bytes_per_entry_and_build_peak_32() -> None:
     assert index.starts.nbytes + index.ids.nbytes + index.rows.nbytes <= 16 * count
 
 
-def test_duplicate_id_is_rejected_with_both_rows() -> None:
-    with pytest.raises(
-        InvalidModelError, match=r"^table 't': id -9 is there twice, for rows 1 and 5"
-    ):
-        build_index(np.array([3, -9, 4, -9]), np.array([0, 1, 2, 5]), "table 't'")
-
-
 @pytest.mark.parametrize("row", [-1, 2**32])
 def test_rows_outside_uint32_are_rejected(row: int) -> None:
     with pytest.raises(InvalidModelError, match="t: maps of ids hold rows from 0 to 4294967295"):

@@ -99,9 +99,10 @@ def test_id_maps_with_equal_entries_are_equal() -> None:
     assert one != "a map"
 
 
-def test_duplicate_id_is_rejected_with_the_table_name() -> None:
-    with pytest.raises(InvalidModelError, match=r"^table 'movie': id 5 is there twice"):
-        IdMap.build(np.array([5, 5]), np.array([0, 1]), "movie")
+def test_duplicate_id_is_rejected_with_the_table_name_and_both_rows() -> None:
+    message = r"^table 'movie': id -9 is there twice, for rows 1 and 5"
+    with pytest.raises(InvalidModelError, match=message):
+        IdMap.build(np.array([3, -9, 4, -9]), np.array([0, 1, 2, 5]), "movie")
 
 
 def test_sample_returns_reproducible_existing_entries(maps: dict[str, IdMap]) -> None:
