@@ -162,20 +162,6 @@ def test_tensor_with_the_negative_bit_is_rejected(tmp_path: Path) -> None:
         publish(tmp_path / "m.pt", tmp_path / "store", model="m", tables=tables)
 
 
-def test_checkpoint_given_as_a_description_is_rejected(tmp_path: Path) -> None:
-    with (tmp_path / "m.pt").open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(StoreError, match=r"m\.pt: cannot be parsed: .*is it a checkpoint"):
-        read_description(tmp_path / "m.pt")
-
-
-def test_small_checkpoint_given_as_a_description_is_rejected(tmp_path: Path) -> None:
-    torch.save({"embedding_bags.t.weight": torch.zeros(8, 4)}, tmp_path / "m.pt")
-    message = r"m\.pt: cannot be parsed: no UTF-8 text at byte \d+: is it a checkpoint\?$"
-    with pytest.raises(StoreError, match=message):
-        read_description(tmp_path / "m.pt")
-
-
 def test_oversized_table_is_rejected_by_name(tmp_path: Path) -> None:
     tables = [TableSpec("t", 9 * 10**18, 4, ("t",), "sum", "float32")]
     with pytest.raises(StoreError, match="table 't': num_embeddings is 9000000000000000000"):
