@@ -26,7 +26,7 @@ def test_features_are_concatenated_in_feature_major_order() -> None:
     assert batch.weights is None
 
 
-def test_string_ids_are_separate_and_lengths_cover_all_features() -> None:
+def test_string_ids_are_separate_lengths_cover_all_features_and_weights_default_to_one() -> None:
     batch = batch_of(
         {"title": [["a"], ["b", "c"]], "user": [[1], []], "tag": [[], ["d"]], "shop": [[], []]},
         {"user": [[0.5], []], "tag": [[], [2.0]]},
@@ -91,13 +91,6 @@ def test_weights_of_the_shape_of_the_ids_are_accepted(ids: Any, weights: Any) ->
 
     assert batch.weights is not None
     assert batch.weights.tolist() == [0.5, 1.5, 2.5]
-
-
-def test_features_without_weights_have_weight_one() -> None:
-    batch = batch_of({"user": [[1, 2]], "movie": [[3]]}, {"movie": [[0.5]]})
-
-    assert batch.weights is not None
-    assert batch.weights.tolist() == [1.0, 1.0, 0.5]
 
 
 def test_batch_without_weights_has_none() -> None:
