@@ -12,7 +12,6 @@ MESSAGES = 100_000
 SEED = 34
 FIELDS_MAX = 5
 MUTATIONS_MAX = 3
-WIRE_TYPES = 8
 
 
 def is_accepted(body: bytes) -> bool:
