@@ -77,6 +77,7 @@ def test_every_input_type_becomes_flat_ids_and_lengths(
         (np.array(7), "features.movie: an array of shape [] is neither"),
         ((np.array([1]), [1]), "features.movie: a tuple with an array must be (ids, lengths)"),
         ((np.array([[1]]), np.array([1])), "features.movie: the pair has shapes [1, 1] and [1]"),
+        ((np.array([1]), np.array([[1]])), "features.movie: the pair has shapes [1] and [1, 1]"),
         (
             (np.array([1, 2]), np.array([1])),
             "features.movie: the lengths sum up to 1, but there are 2 values",
