@@ -151,6 +151,11 @@ def _no_storage_data(metadata: Metadata) -> None:
     metadata.storage_data = None
 
 
+def _numbered(metadata: Metadata) -> None:
+    state: Any = metadata.state_dict_metadata
+    state[7] = state["m.weight"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -158,6 +163,7 @@ def _no_storage_data(metadata: Metadata) -> None:
         (_absolute, r"m\.weight: lies in '/etc/passwd', which is not a file of this folder"),
         (_negative, r"expected sizes, found \(-1"),
         (_compressed, r"m\.weight: stored through \['stream\.zstd/1'\]"),
+        (_numbered, "an entry is called 7"),
         (_no_storage_data, "expected a dict, found NoneType"),
     ],
 )

@@ -123,6 +123,15 @@ def test_file_that_changes_between_reads_is_rejected(tmp_path: Path) -> None:
         table.gather(np.array([1]))
 
 
+def test_file_truncated_within_a_read_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = FileRows([rectangle(tmp_path / "f", 0, ROWS, 0, DIM)], (ROWS, DIM), "float32", "t")
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: os.truncate(tmp_path / "f", 50))
+    with pytest.raises(StoreError, match="f: is truncated"):
+        table.read(0, ROWS)
+
+
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, ROWS + 1)])
 def test_missing_rows_are_never_filled_in(tmp_path: Path, start: int, stop: int) -> None:
     table = FileRows([rectangle(tmp_path / "f", 0, ROWS, 0, DIM)], (ROWS, DIM), "float32", "t")

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -137,6 +138,16 @@ def test_compressed_values_are_rejected(tmp_path: Path) -> None:
             compressed.writestr(info.filename, plain.read(info))
     with pytest.raises(StoreError, match=r"s\.pt: "):
         open_torch_file(tmp_path / "s.pt")[0][KEY]
+
+
+def test_values_of_another_byte_order_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "byteorder", "big")
+        saved(tmp_path / "s.pt", {KEY: WEIGHT})
+    with pytest.raises(StoreError, match=r"s\.pt: written on a machine of another byte order"):
+        open_torch_file(tmp_path / "s.pt")
 
 
 def test_record_larger_than_the_file_is_rejected_unread(
