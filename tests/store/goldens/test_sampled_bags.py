@@ -5,6 +5,7 @@ import numpy as np
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.sampled_bags import EXAMPLES, sample_bags
+from embedserve_store.ids.id_map import IdMap
 
 TABLES = (
     TableSpec("a", 1000, 8, ("x", "y"), "sum", "float32"),
@@ -25,6 +26,13 @@ def test_sampled_bags_include_first_and_last_rows_and_none_beyond() -> None:
     for ids, rows in zip(by_feature, (1000, 50, 1), strict=True):
         assert ids[:2].tolist() == [0, rows - 1]
         assert ids.max() < rows
+
+
+def test_feature_with_an_empty_id_map_has_no_ids() -> None:
+    none = np.zeros(0, np.int64)
+    bags = sample_bags(PLAIN, {"b": IdMap.build(none, none, "b")})
+    assert bags.lengths.any(axis=1).tolist() == [True, True, False]
+    assert len(bags.ids) == bags.lengths.sum()
 
 
 def test_sampled_bags_are_deterministic() -> None:
