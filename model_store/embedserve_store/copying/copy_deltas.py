@@ -38,7 +38,7 @@ def copy_deltas(
     receives meanwhile are left for the next copy.
 
     Args:
-        manifests: manifests of versions of one model. The target has these versions.
+        manifests: manifests of versions of one model, at least one. The target has these versions.
         who: author recorded in the history of the target. Default: USER@HOST.
 
     Raises:
@@ -49,8 +49,6 @@ def copy_deltas(
     bases: dict[int, Manifest] = {}
     for base in sorted(manifests, key=lambda one: position_of(one).seq):
         bases.setdefault(position_of(base).line, base)
-    if not bases:
-        return 0
     model = next(iter(bases.values())).model
     lines = {path.partition("/")[0] for path in source.files_beside(model, DELTAS_FOLDER)}
     stored = {number: base for number, base in bases.items() if str(number) in lines}
