@@ -129,10 +129,15 @@ async def test_call_in_flight_fails_when_another_task_closes_the_client() -> Non
     assert list(map(type, ended)) == [Unavailable, asyncio.CancelledError]
 
 
-def test_credentials_make_the_channel_use_tls(grpc_target: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "credentials"), [("", grpc.ssl_channel_credentials()), ("https://", None)]
+)
+def test_credentials_or_https_make_the_channel_use_tls(
+    grpc_target: str, scheme: str, credentials: grpc.ChannelCredentials | None
+) -> None:
     """The fake speaks plain text, so a TLS channel cannot connect."""
     with (
-        GrpcEmbedClient(grpc_target, credentials=grpc.ssl_channel_credentials()) as client,
+        GrpcEmbedClient(scheme + grpc_target, credentials=credentials) as client,
         pytest.raises(Unavailable),
     ):
         client.embed({"user": [1]})

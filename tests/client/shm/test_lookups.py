@@ -24,7 +24,7 @@ from embedserve_client import (
 from embedserve_client.core.result import Layout
 from embedserve_client.grpc.requests import GrpcRequests
 from embedserve_client.rest.requests import RestRequests
-from embedserve_client.shm.lookups import VERSIONS_MAX
+from embedserve_client.shm.lookups import CACHED_MODELS_MAX, VERSIONS_MAX
 from embedserve_client.shm.protocol import SharedMemoryRejected
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -188,6 +188,15 @@ def test_first_lookup_of_a_new_version_is_repeated_over_embed(calls: Calls) -> N
     for version in (1, 2):
         steps = lookup(calls)
         assert result_of(steps, infer_result(next(steps), version)).version == version
+
+
+def test_layouts_of_few_models_are_cached(calls: Calls) -> None:
+    look_up_first(calls)
+    for i in range(CACHED_MODELS_MAX):
+        steps = lookup(calls, model=f"shop@{i}")
+        assert path(next(steps)) == "/embed"
+        result_of(steps, embed_result())
+    assert path(next(lookup(calls))) == "/embed"
 
 
 def test_vectors_of_unexpected_width_are_requested_again_over_embed(calls: Calls) -> None:
