@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from embedserve import config_checks
 from embedserve.config import Limits, ServeSettings
 from embedserve.config_checks import (
     CHOICES,
@@ -105,6 +106,13 @@ def test_otlp_endpoint_must_be_a_url(endpoint: str) -> None:
         check_settings(replace(PLAIN, trace_share=1))
 
 
+@pytest.mark.parametrize("package", ["nowhere", "nowhere.sdk"])
+def test_traces_need_opentelemetry(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setattr(config_checks, "OPENTELEMETRY", (package,))
+    with pytest.raises(ValueError, match="but OpenTelemetry is not installed: pip install"):
+        check_settings(replace(PLAIN, otlp_endpoint="http://collector:4318"))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -146,6 +154,22 @@ def test_paths_that_are_not_utf8_are_rejected_for_several_processes(
         check_settings(replace(settings, **several))
     other[name] = "/models/größe"
     check_settings(replace(PLAIN, **other, **several))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (replace(PLAIN, shards="file:x", devices="cuda"), "devices is 'cuda', .* in the shards$"),
+        (
+            replace(PLAIN, shards="file:x", shard_cert="c", shard_key="k"),
+            "shard_cert is 'c', .* give shard_ca, too$",
+        ),
+        (replace(PLAIN, tls_client_ca="c"), "tls_client_ca is 'c', .* tls_cert and tls_key, too$"),
+    ],
+)
+def test_settings_without_effect_are_rejected(settings: ServeSettings, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_settings(settings)
 
 
 def test_valid_unix_sockets_are_accepted() -> None:
