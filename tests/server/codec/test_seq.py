@@ -245,3 +245,13 @@ def test_caches_do_not_grow_with_seqs(name: str) -> None:
     for seq in np.random.default_rng(1).integers(0, 2**63, SEQS_MANY).tolist():
         encoded(codec, replace(result, seq=seq))
     assert entries(model) == before
+
+
+@each_format
+def test_cache_of_prefixes_is_bounded_for_responses_of_many_sizes(name: str) -> None:
+    codec, format_options, _ = FORMATS[name]
+    model = replace(model_info(), response_prefixes_max=3)
+    for size in range(1, 20):
+        values = np.ones((size, 9), np.float32)
+        encoded(codec, LookupResult(model, values, output=options_of(format_options)))
+        assert len(model.response_prefix_cache) <= 3
