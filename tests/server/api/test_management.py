@@ -97,6 +97,13 @@ async def test_pending_version_is_shown(
     assert listed["models"][0]["version"] == 7
     assert listed["models"][0]["next"] == asdict(pending)
     validate(listed, "Models", described)
+    for state, named in (("failed", "UNAVAILABLE"), ("loading", "LOADING")):
+        pipeline.models.pending_versions["shop@canary"] = replace(pending, state=state)
+        index = (await rest.post("/v2/repository/index")).json()
+        reason = pending.reason
+        assert {"name": "shop", "version": "8", "state": named, "reason": reason} in index
+        ready = (await rest.post("/v2/repository/index", json={"ready": True})).json()
+        assert [one["version"] for one in ready] == ["7"]
 
 
 async def test_tables_are_described_with_their_id_rules(
