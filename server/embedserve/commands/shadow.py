@@ -25,8 +25,6 @@ def _by_comparison(samples: Iterable[Sample]) -> dict[Comparison, dict[tuple[str
     """Returns values by comparison, then by (metric name, values of all other labels)."""
     counts: dict[Comparison, dict[tuple[str, ...], float]] = defaultdict(dict)
     for sample in samples:
-        if not sample.name.endswith("_total"):
-            continue
         name = sample.name.removeprefix(PREFIX).removesuffix("_total")
         labels = dict(sample.labels)
         comparison = tuple(labels.pop(label, "") for label in COMPARISON)
