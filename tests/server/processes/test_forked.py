@@ -28,6 +28,35 @@ def test_failed_fork_leaves_no_descriptors_and_no_blocked_signals(
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_error_of_a_signal_handler_during_a_fork_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pids: list[int] = []
+    real_fork = os.fork
+
+    def fork_with_signal() -> int:
+        if pid := real_fork():
+            pids.append(pid)
+            signal.raise_signal(signal.SIGHUP)
+        return pid
+
+    def interrupt(*_: object) -> NoReturn:
+        raise InterruptedError
+
+    def wait(channel: socket.socket) -> int:
+        return len(channel.recv(1))
+
+    monkeypatch.setattr(os, "fork", fork_with_signal)
+    before = signal.signal(signal.SIGHUP, interrupt)
+    try:
+        with pytest.raises(InterruptedError):
+            fork(wait, lambda: None)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pids[0], os.WNOHANG)
+
+
 @pytest.mark.parametrize(
     ("exit_code", "how"),
     [
