@@ -65,6 +65,11 @@ def test_shard_does_not_start_without_a_version_for_its_part(
     assert caplog.records == []
 
 
+def test_model_that_is_named_twice_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"^model is a, b@1, a: one is named twice$"):
+        open_versions(ServeSettings("nowhere", model=("a", "b@1", "a")))
+
+
 def test_lack_of_memory_for_resident_tables_is_reported(store: Path) -> None:
     done = run_warm_python("-c", LOAD_WITHOUT_MEMORY, store)
     what = "copying the tables of shop version 3 into memory"
