@@ -127,12 +127,26 @@ def test_traces_need_opentelemetry(monkeypatch: pytest.MonkeyPatch, package: str
         (replace(PLAIN, uds_mode="rw"), "uds_mode is 'rw', expected octal digits such as 600"),
         (replace(PLAIN, uds_mode="-600"), "uds_mode is '-600', expected octal digits"),
         (replace(PLAIN, uds_mode="1777"), "uds_mode is '1777', expected 777 at most"),
-        (replace(PLAIN, grpc_uds="a", grpc_server="grpcio"), "grpc_server is 'grpcio', .* no Unix"),
     ],
 )
 def test_invalid_unix_sockets_are_rejected(settings: ServeSettings, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         check_settings(settings)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"http_uds": "a"},
+        {"grpc_uds": "a"},
+        {"management_port": 0},
+        {"tls_cert": "c", "tls_key": "k"},
+        {"tokens": "t"},
+    ],
+)
+def test_grpcio_is_rejected_with_all_that_it_lacks(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^grpc_server is 'grpcio', .* no Unix sockets"):
+        check_settings(replace(PLAIN, grpc_server="grpcio", **other))
 
 
 @pytest.mark.parametrize("name", ["host", "management_host"])
