@@ -82,11 +82,18 @@ TRANSIENT = (UnopenedError, UnreachableError, BlockingIOError)
 has no process or thread left."""
 
 
+def is_process_limit(error: Exception) -> bool:
+    """Returns whether ``error`` says that no process or thread can be started. Output that would
+    block raises a BlockingIOError, too, which counts the characters that were written."""
+    is_fork = isinstance(error, BlockingIOError) and not hasattr(error, "characters_written")
+    return is_fork or str(error) == NO_THREAD
+
+
 def described(error: Exception) -> str:
     """Returns the message of ``error``, which for a store that cannot be reached says so first. For
     a library that torch cannot load it is the loader's reason; torch's own names the library alone.
     """
-    if isinstance(error, BlockingIOError) or str(error) == NO_THREAD:
+    if is_process_limit(error):
         return "no process or thread can be started: a limit of the user or container is reached"
     if str(error).startswith(LIBRARY_FAULT) and error.__cause__:
         return str(error.__cause__)

@@ -56,10 +56,10 @@ def cli_errors() -> Iterator[None]:
     """
     from embedserve_store.errors import (
         LIBRARY_FAULT,
-        NO_THREAD,
         StoreError,
         UnreachableError,
         described,
+        is_process_limit,
     )
     from embedserve_store.terminal.sanitize import sanitize
 
@@ -71,7 +71,7 @@ def cli_errors() -> Iterator[None]:
     except (StoreError, OSError, ValueError, MemoryError, RuntimeError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise
-        if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+        if isinstance(error, RuntimeError) and not is_process_limit(error):
             raise
         message = described(error) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:

@@ -68,7 +68,7 @@ from embedserve.processes.supervisor import Supervisor
 from embedserve.request_checks import INTEGER_DIGITS_MAX
 from embedserve.shard_client.discovery import RayShards, parse_shards
 from embedserve_store import ModelVersion, StoreError
-from embedserve_store.errors import NO_THREAD
+from embedserve_store.errors import is_process_limit
 
 if TYPE_CHECKING:
     from embedserve.deltas.status import SharedDeltaState
@@ -388,7 +388,7 @@ def _worker_main(
     except (StoreError, OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
         # A package of the engine may not load.
         is_ours = isinstance(error, ImportError) and (error.name or "").startswith("embedserve")
-        is_ours |= isinstance(error, RuntimeError) and str(error) != NO_THREAD
+        is_ours |= isinstance(error, RuntimeError) and not is_process_limit(error)
         if is_ours or (isinstance(error, ValueError) and type(error) is not ValueError):
             raise
         worker.report_failure(channel, error)

@@ -303,6 +303,7 @@ def test_full_disk_of_help_and_version_prints_one_error_line(option: str) -> Non
         (MemoryError("Unable to allocate"), "Unable to allocate"),
         (RuntimeError("can't start new thread"), NO_PROCESS),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), NO_PROCESS),
+        (BlockingIOError(errno.EAGAIN, "would block", 0), f"[Errno {errno.EAGAIN}] would block"),
     ],
 )
 def test_lack_of_memory_threads_or_processes_prints_one_error_line(

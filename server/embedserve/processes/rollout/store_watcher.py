@@ -25,7 +25,7 @@ from embedserve.processes.rollout.shard_versions import ShardVersions
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve_store import StoreError
-from embedserve_store.errors import NO_THREAD, TRANSIENT
+from embedserve_store.errors import TRANSIENT, is_process_limit
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class StoreWatcher:
             reason = str(error)
         except Exception as error:
             logger.exception("%s version %d cannot be opened", name, number)
-            is_final = str(error) != NO_THREAD  # of a thread that a pull needs
+            is_final = not is_process_limit(error)  # such as of a thread that a pull needs
             reason = f"{type(error).__name__}: {error}"
         else:
             return StoreEntry(number, path=str(version.path))
