@@ -4,6 +4,8 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -120,43 +122,46 @@ class Clock:
         return self.now_s
 
 
-def test_heartbeats_of_file_reads_are_limited_to_one_per_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed = Followed(tmp_path / "store")
+@dataclass
+class Beating:
+    """A store whose reads send heartbeats, the socket that gets them, and their clock."""
+
+    followed: Followed
+    store: BeatingStore
+    beats: socket.socket
+    clock: Clock
+
+
+@pytest.fixture
+def beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beating]:
+    followed, clock = Followed(tmp_path / "store"), Clock()
     followed.push(1)
     ours, theirs = socket.socketpair()
-    clock = Clock()
     monkeypatch.setattr(applier_process, "time", clock)
     with ours, theirs:
         store = BeatingStore(ServeSettings(store=str(tmp_path / "store")), Heartbeat(theirs))
-        line = DeltaLine(store, followed.models.load("m").manifest)
-        delta, _ = line.manifest(1)
-        assert ours.recv(64) == b"\n"
-        for now_s, has_beat in ((100.9, False), (101.0, True), (101.5, False), (102.5, True)):
-            clock.now_s = now_s
-            assert len(list(line.rows(delta))) == 1
-            ready, _, _ = select.select([ours], [], [], 0)
-            assert bool(ready) == has_beat
-            assert not ready or ours.recv(64) == b"\n"
+        yield Beating(followed, store, ours, clock)
 
 
-def test_heartbeats_are_sent_while_a_line_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed = Followed(tmp_path / "store")
-    followed.push(1)
-    followed.push(2)
-    ours, theirs = socket.socketpair()
-    clock = Clock()
-    monkeypatch.setattr(applier_process, "time", clock)
-    with ours, theirs:
-        store = BeatingStore(ServeSettings(store=str(tmp_path / "store")), Heartbeat(theirs))
-        ours.setblocking(False)
-        beats = []
-        for _ in store.names_beside("m", "deltas/1"):
-            beats.append(ours.recv(64))
-            clock.now_s += 1.0
+def test_heartbeats_of_file_reads_are_limited_to_one_per_second(beating: Beating) -> None:
+    line = DeltaLine(beating.store, beating.followed.models.load("m").manifest)
+    delta, _ = line.manifest(1)
+    assert beating.beats.recv(64) == b"\n"
+    for now_s, has_beat in ((100.9, False), (101.0, True), (101.5, False), (102.5, True)):
+        beating.clock.now_s = now_s
+        assert len(list(line.rows(delta))) == 1
+        ready, _, _ = select.select([beating.beats], [], [], 0)
+        assert bool(ready) == has_beat
+        assert not ready or beating.beats.recv(64) == b"\n"
+
+
+def test_heartbeats_are_sent_while_a_line_is_listed(beating: Beating) -> None:
+    beating.followed.push(2)
+    beating.beats.setblocking(False)
+    beats = []
+    for _ in beating.store.names_beside("m", "deltas/1"):
+        beats.append(beating.beats.recv(64))
+        beating.clock.now_s += 1.0
     assert beats == [b"\n"] * 4  # two deltas, of a manifest and a file each
 
 
