@@ -54,14 +54,10 @@ def send(call: Any) -> Generator[Any, Any, Any]:
 
 
 def lookup(calls: Calls, **options: Any) -> Steps:
-    given: dict[str, Any] = {"model": None, "timeout_s": None, "output_dtype": "float32"}
-    given |= {
-        "features": {"user": USERS},
-        "weights": None,
-        "output_keys": (),
-        "routing_key": None,
-        "min_seq": None,
-    }
+    given: dict[str, Any] = dict.fromkeys(
+        ("model", "timeout_s", "weights", "routing_key", "min_seq")
+    )
+    given |= {"features": {"user": USERS}, "output_dtype": "float32", "output_keys": ()}
     operation = calls.embed(**given | options)
     return operation.attempt(send, operation.timeout_s).__await__()
 
@@ -388,7 +384,6 @@ def test_tensors_are_located_in_the_region_as_declared(calls: Calls, protocol: A
 def test_malformed_rest_response_raises_server_error(calls: RestRequests, body: bytes) -> None:
     look_up_first(calls)
     call = next(lookup(calls))
-
     with pytest.raises(ServerError, match="is no inference"):
         call.result(httpx.Response(200, content=body))
 
@@ -400,7 +395,6 @@ def test_malformed_grpc_response_raises_server_error(
 ) -> None:
     look_up_first(calls)
     call = next(lookup(calls))
-
     answer = {"model_name": "shop", "model_version": "1", "outputs": outputs}
     with pytest.raises(ServerError, match="is no inference"):
         call.read(ParseDict(answer, pb.ModelInferResponse()))

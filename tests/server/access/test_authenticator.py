@@ -3,11 +3,9 @@
 import json
 import logging
 import re
-import sys
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from embedserve.access.authenticator import (
     Authenticator,
     ClientCertificate,
     certificate_of,
-    headers_by_name,
 )
 from embedserve.access.caller_quota import (
     REJECTION_WAIT_S_MAX,
@@ -27,7 +24,6 @@ from embedserve.access.caller_quota import (
     REJECTIONS_PER_S,
     CallerQuota,
 )
-from embedserve.access.client_address import X_FORWARDED_FOR
 from embedserve.access.grants import NEVER, Grant, new_token, read_grants
 from embedserve.errors import (
     EmbedServeError,
@@ -376,34 +372,3 @@ def test_invalid_line_is_named_with_its_file_once(tmp_path: Path) -> None:
     where = re.escape(f"tokens: {path}, line 1")
     with pytest.raises(ValueError, match=f"^{where}: name is missing$"):
         Authenticator(str(path))
-
-
-def test_repeated_single_headers_are_dropped_and_list_headers_joined() -> None:
-    headers = [(b"a", b"1"), (X_FORWARDED_FOR, b"x"), (b"b", b"2"), (b"a", b"1"), (b"a", b"3")]
-    assert headers_by_name(headers) == {b"a": b"", X_FORWARDED_FOR: b"x", b"b": b"2"}
-    headers += [(X_FORWARDED_FOR, b"y, z"), (b"forwarded", b"for=u"), (X_FORWARDED_FOR, b"")]
-    expected = {b"a": b"", X_FORWARDED_FOR: b"x, y, z, ", b"b": b"2", b"forwarded": b"for=u"}
-    assert headers_by_name(headers) == expected
-
-
-def test_lines_of_a_list_header_are_joined_once() -> None:
-    """Guards against joining each line to all lines before it, which takes quadratic time."""
-    lines = [b"%d" % i for i in range(1300)]
-    built: list[object] = [None]
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code is not headers_by_name.__code__:
-            return None
-        value = frame.f_locals.get("found", {}).get(X_FORWARDED_FOR)
-        if value is not built[-1]:
-            built.append(value)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        found = headers_by_name([(X_FORWARDED_FOR, line) for line in lines])
-    finally:
-        sys.settrace(before)
-    assert found[X_FORWARDED_FOR] == b", ".join(lines)
-    assert built == [None, lines[0], found[X_FORWARDED_FOR]]
