@@ -1,10 +1,13 @@
 """Tests of the fair queue: the order of requests, and the share of each source."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from itertools import combinations
 from random import Random
 from typing import cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,7 +38,7 @@ class Queued:
         for name in names:
             self.put(name, work)
 
-    def put(self, name: str, work: int = 10) -> FutureRequest:
+    def put(self, name: object, work: int = 10) -> FutureRequest:
         no_future = cast("asyncio.Future[LookupResult]", None)
         pending = FutureRequest(no_future, source=name)
         pending.request = make_request({"user": [[1]] * work})
@@ -82,6 +85,31 @@ def test_source_that_requests_again_each_time_gets_only_its_share() -> None:
             if served[-1] == "a":
                 queued.put("a")
         assert served == "abababab"
+
+
+def test_source_gains_nothing_from_a_request_that_does_not_fit_into_a_batch() -> None:
+    """Covers a source that requests again after each batch, while a larger request of another has
+    to wait for the next batch: it does not wait forever."""
+    queued = Queued("a", work=10)
+    for _ in range(4):
+        queued.put("b", 50)
+    served = ""
+    for _ in range(20):
+        served += queued.names(1)
+        queued.queue.first()  # has no room in this batch
+        if served[-1] == "a":
+            queued.put("a")
+    assert Counter(served) == {"a": 16, "b": 4}
+
+
+def test_empty_queue_keeps_no_source_alive() -> None:
+    queued, connection = Queued(), Mock()
+    source = weakref.ref(connection)
+    withdrawn = queued.put(connection)
+    assert queued.queue.withdraw(withdrawn)
+    del connection, withdrawn
+    gc.collect()
+    assert source() is None
 
 
 def test_withdrawn_requests_do_not_count_against_their_source() -> None:
