@@ -17,8 +17,10 @@ from server.pending_requests import submit
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
+from embedserve.batching.split import select_output_keys
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, EngineError, InvalidRequestError
+from embedserve.lookup_types import LookupResult, OutputOptions
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.request_checks import check_lengths
 from embedserve_store.ids.translate import IdTranslator, OverrideRows, Translation
@@ -232,6 +234,31 @@ async def test_failure_while_joining_fails_all_requests_of_the_batch(
     assert not rows.views
     rows.id_failure = None
     await submit(batcher, engine.request(USER))
+
+
+async def test_keys_of_large_batches_are_selected_in_a_thread(
+    executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def select_here(result: LookupResult, output: OutputOptions) -> None:
+        threads.append(threading.current_thread())
+        select_output_keys(result, output)
+
+    monkeypatch.setattr("embedserve.batching.split.select_output_keys", select_here)
+    engine = FakeEngine()
+    batcher = make_batcher(engine, executor, IN_THREAD, threads=2)
+    bags: Bags = {"user": [[1], [2]], "movie": [[3], [4]]}
+    request = engine.request(bags)
+    request.output = OutputOptions(keys=("movie",))
+    result = await submit(batcher, request)
+    assert result.model.keys == ("movie",)
+    at, widths = engine.model.keys.index("movie"), engine.model.length_per_key
+    columns = slice(sum(widths[:at]), sum(widths[: at + 1]))
+    values = np.concatenate([result.values, *result.extra_chunks])
+    assert np.array_equal(values, engine.expected(bags)[:, columns])
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
 
 
 class RoundingEngine(FakeEngine):
