@@ -169,8 +169,8 @@ def pipeline(executor: ThreadPoolExecutor) -> RequestPipeline:
     return make_pipeline(*engines, executor=executor)
 
 
-async def send_request(pipeline: RequestPipeline) -> None:
-    result = await submit_to(pipeline.models, make_request({"user": [[1]]}))
+async def send_request(pipeline: RequestPipeline, examples: int = 1) -> None:
+    result = await submit_to(pipeline.models, make_request({"user": [[1]] * examples}))
     assert result.model.version == 7
 
 
@@ -266,11 +266,13 @@ async def test_comparison_without_a_thread_fails_and_the_next_succeeds(
     caplog.set_level(logging.WARNING)
     pipeline.models.set_shadow("shop@canary", 100.0)
     make_thread_start_fail(monkeypatch, "shadow")
-    await send_request(pipeline)
+    await send_request(pipeline, examples=10)
     assert batch_count(pipeline, "failed") == 1
-    for count in (1, 2):  # the failed one is not compared later
+    for count in (1, 2):
         await send_request(pipeline)
         await until_batch_count(pipeline, count)
+    vectors, *_ = pipeline.metrics.models["shop@canary"].version.shadow.per_key()
+    assert vectors[0] == 2  # the ten of the failed one are not compared later
     (logged,) = caplog.messages
     assert logged.startswith("shop@canary cannot be compared with version 7")
 
