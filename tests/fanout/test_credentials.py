@@ -1,5 +1,7 @@
 """Tests of the certificate and token files that a router authenticates to its shards with."""
 
+import contextlib
+import ssl
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,21 @@ def test_invalid_certificates_are_rejected(tmp_path: Path) -> None:
         read(shard_ca=tmp_path / "nowhere.pem")
     right = read(shard_ca=root, shard_cert=certificate, shard_key=key)
     assert right.ssl_context is not None
+
+
+def test_shards_that_require_alpn_are_offered_http2(tmp_path: Path) -> None:
+    """Handshakes as with gRPC's own server, which rejects a client that does not offer h2."""
+    authority = Authority()
+    (tmp_path / "ca.pem").write_bytes(authority.root)
+    shard = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shard.load_cert_chain(*authority.sign("shard").write(tmp_path, "shard"))
+    shard.set_alpn_protocols(["h2"])
+    router = read(shard_ca=tmp_path / "ca.pem").ssl_context
+    assert router is not None
+    to_shard, to_router = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = router.wrap_bio(to_router, to_shard, server_hostname="localhost")
+    of_shard = shard.wrap_bio(to_shard, to_router, server_side=True)
+    for one in (tls, of_shard, tls, of_shard):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            one.do_handshake()
+    assert of_shard.selected_alpn_protocol() == "h2"
