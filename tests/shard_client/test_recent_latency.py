@@ -27,7 +27,7 @@ def test_delays_have_minima_and_forget_old_latencies() -> None:
     for _ in range(64):
         recent.add(0.0)
     assert (recent.hedge_s, recent.hung_s) == (0.001, 0.05)
-    for _ in range(64):
+    for _ in range(640):
         recent.add(1e9)
     assert recent.hedge_s > 100
     for _ in range(3000):
@@ -43,6 +43,9 @@ def test_budget_is_a_share_plus_a_burst() -> None:
         budget.earn()
         taken += budget.try_take()
     assert 98 <= taken <= 100
+    for _ in range(1000):
+        budget.earn()
+    assert sum(budget.try_take() for _ in range(100)) == 10, "unused calls beyond a burst are lost"
     none = ShareBudget(0)
     none.earn()
     assert not none.try_take()
