@@ -49,6 +49,7 @@ async def test_process_switches_once_version_is_loaded_and_activated(
     await process.check_served(7)
     gate.opened.set()
     await until(lambda: process.state() == NameStatus(7, 1, LoadState.PREPARED))
+    assert process.pending_version() == (8, "warming", "")
     await process.check_served(7)
     process.activate()
     await process.check_served(8)

@@ -1,5 +1,6 @@
 """Tests of the version manager: names that are added and removed, and their shares of requests."""
 
+import gc
 import weakref
 from dataclasses import replace
 
@@ -69,6 +70,16 @@ async def test_a_name_is_added_and_removed(process: SwitchingProcess) -> None:
         await process.check_served(8, "shop@canary")
     await process.check_served(7)
     assert set(process.reports[-1].names) == set(targets)
+
+
+async def test_version_prepared_for_a_removed_name_is_released(process: SwitchingProcess) -> None:
+    engine = weakref.ref(process.engines[8])
+    await process.prepare_and_wait(8, "shop@canary")
+    del process.engines[8]
+    targets = process.remove("shop@canary")
+    assert set(process.reports[-1].names) == set(targets)
+    gc.collect()  # frees asyncio's futures
+    await until(lambda: engine() is None)
 
 
 async def test_last_name_serves_until_another_name_does(process: SwitchingProcess) -> None:
