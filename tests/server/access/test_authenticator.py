@@ -151,6 +151,24 @@ async def test_removed_token_is_rejected_immediately(tokens: Tokens) -> None:
     tokens.admit(second)
 
 
+async def test_revocation_applies_once_the_file_is_read(tokens: Tokens) -> None:
+    """Covers vector lookups, and requests by the same token to the management routes."""
+    token = await tokens.add("x", roles=["embed", "admin"])
+    right, revoked = tokens.path.read_text(), r"^the token of 'x' was revoked$"
+
+    def check(role: str) -> CallerQuota:
+        return tokens.access.check(f"Bearer {token}".encode(), None, frozenset({role}))
+
+    assert tokens.admit(token).quota is check("admin")
+    await tokens.write(json.dumps(json.loads(right) | {"revoked": True}))
+    with pytest.raises(UnauthenticatedError, match=revoked):
+        tokens.admit(token)
+    with pytest.raises(UnauthenticatedError, match=revoked):
+        check("admin")
+    await tokens.write(right)
+    assert tokens.admit(token).quota is check("admin")
+
+
 async def test_invalid_line_keeps_the_previous_tokens_and_is_logged_once(
     tokens: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,6 +290,9 @@ async def test_certificate_names_identify_callers(tokens: Tokens) -> None:
     assert target.quota.grant.name == "ranker"
     stranger = ClientCertificate(("stranger",), NOW_S + 10)
     assert "belongs to no caller" in tokens.rejection(None, stranger)
+    await tokens.add("by-token")
+    nameless = ClientCertificate(("",), NOW_S + 10)
+    assert "belongs to no caller" in tokens.rejection(None, nameless)
     assert "Bearer" in tokens.rejection("x", right)
     tokens.clocks.pass_s(11)
     tokens.access.refresh_expiry()
@@ -328,6 +349,7 @@ async def test_idle_callers_cost_no_counter(tokens: Tokens) -> None:
     assert target.quota.outcomes is before
     target.quota.answered_count += 1  # as the fast path counts
     assert tokens.access.take_counts() == [("x", {"OK": 1})]
+    assert tokens.access.take_counts() == []
 
 
 async def test_caller_names_are_cached_until_the_file_is_reloaded(tokens: Tokens) -> None:
