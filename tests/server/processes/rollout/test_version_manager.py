@@ -260,16 +260,17 @@ async def test_served_version_is_reloaded_for_new_memory_of_changed_rows(
 
 async def test_versions_are_loaded_one_at_a_time(process: SwitchingProcess, gate: Gate) -> None:
     """Checks that loads do not overlap, because one thread builds what torchrec builds and torch.fx
-    traces."""
+    traces, and that a version which is replaced while it waits is not loaded."""
     begun: list[int] = []
     process.on_restore = gate.before(begun.append)
     process.prepare(8)
     await until(lambda: gate.threads)
-    process.prepare(9)  # another is desired meanwhile
+    for number in (9, 8, 9):  # others are desired meanwhile
+        process.prepare(number)
     await asyncio.sleep(0.05)
     assert len(gate.threads) == 1
     gate.opened.set()
-    await until(lambda: process.state() == NameStatus(7, 2, LoadState.PREPARED))
+    await until(lambda: process.state() == NameStatus(7, 4, LoadState.PREPARED))
     assert begun == [8, 9]
     process.activate()
     await process.check_served(9)
