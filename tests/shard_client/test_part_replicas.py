@@ -274,6 +274,27 @@ def test_unchanged_addresses_keep_their_connections() -> None:
     assert bench.replies[1].message.endswith("has no replica of dlrm@7: no address is known")
 
 
+def test_last_replicas_serve_until_one_of_the_new_addresses_does() -> None:
+    bench = Bench("ab")
+    first, second = bench.connections["a"], bench.connections["b"]
+    bench.part.set_addresses([("c", 1), ("d", 1)])
+    assert bench.part.stats.replicas == {KEY: 2}
+    bench.connections["c"].ready()
+    bench.connections["c"].list(model(part=0))
+    second.lose("reset")
+    bench.time.advance(1)
+    assert bench.connections["b"] is second
+    assert bench.part.stats.replicas == {KEY: 1}
+    bench.connections["d"].ready()
+    bench.connections["d"].list(model())
+    assert first.is_finished
+    assert bench.part.stats.replicas == {KEY: 1}
+    bench.part.set_addresses([("c", 1)])
+    assert bench.part.stats.replicas == {KEY: 1}
+    bench.part.forget(KEY)
+    assert bench.connections["d"].is_finished
+
+
 def test_unavailability_reasons_are_truncated() -> None:
     bench = Bench()
     bench.part.set_addresses([(f"h{number}", 1) for number in range(9)])

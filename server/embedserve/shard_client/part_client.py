@@ -79,6 +79,7 @@ class PartClient:
         self.retries = ShareBudget(RETRY_SHARE)
         self.timers, self.clock = timers, timers.clock
         self._connect = connect
+        self._wanted: dict[Address, None] = {}
         self._replicas: dict[Address, PartReplica] = {}
         self._successors: dict[Address, PartReplica] = {}  # that have not listed their models yet
         self._expected: dict[VersionKey, ListedVersion] = {}
@@ -91,17 +92,31 @@ class PartClient:
 
     def set_addresses(self, addresses: Iterable[Address]) -> None:
         """Sets the addresses of the replicas. Connections of those that stay are kept; the others
-        are closed after their calls."""
-        wanted = dict.fromkeys(addresses)
-        for address in [known for known in self._replicas if known not in wanted]:
-            replica = self._replicas.pop(address)
+        are closed after their calls, the last ones that serve a version once a new one does."""
+        self._wanted = dict.fromkeys(addresses)
+        for address in self._wanted:
+            if address not in self._replicas:
+                self._replicas[address] = self._new_replica(address)
+        self._close_gone()
+
+    def _close_gone(self) -> None:
+        """Closes replicas whose address is gone. If all addresses change at once, some stay until
+        another replica has joined for each of their versions."""
+        for address, replica in [*self._replicas.items()]:
+            if address in self._wanted or (self._wanted and self._is_needed(replica)):
+                continue
+            del self._replicas[address]
             replica.close("its address is gone")
             self._update(replica)
             if (successor := self._successors.pop(address, None)) is not None:
                 successor.close("its address is gone")
-        for address in wanted:
-            if address not in self._replicas:
-                self._replicas[address] = self._new_replica(address)
+
+    def _is_needed(self, replica: PartReplica) -> bool:
+        """Returns whether a version has ``replica``, but none whose address is there."""
+        return any(
+            replica in joined and not any(one.address in self._wanted for one in joined)
+            for joined in self._joined.values()
+        )
 
     def renew(self) -> None:
         """Connects to all replicas again, with the present credentials. A present connection
@@ -119,14 +134,15 @@ class PartClient:
     def _on_listed(self, replica: PartReplica) -> None:
         """Lets a replica take the place of the one before, and join or leave for each version."""
         address = replica.address
-        if self._successors.get(address) is not replica:
-            self._update(replica)
-            return
-        del self._successors[address]
-        before, self._replicas[address] = self._replicas[address], replica
+        before = None
+        if self._successors.get(address) is replica:
+            del self._successors[address]
+            before, self._replicas[address] = self._replicas[address], replica
         self._update(replica)
-        before.close("its connection was replaced")
-        self._update(before)
+        if before is not None:
+            before.close("its connection was replaced")
+            self._update(before)
+        self._close_gone()
 
     def _log_unrenewed(self, successors: Sequence[PartReplica]) -> None:
         """Logs which of ``successors`` have not taken the place of the ones before."""
@@ -152,6 +168,7 @@ class PartClient:
         self._expected.pop(key, None)
         self._joined.pop(key, None)
         self.stats.replicas.pop(key, None)
+        self._close_gone()
 
     def reasons(self, key: VersionKey) -> dict[Address, str]:
         """Returns why replicas have not joined for a version, by address."""

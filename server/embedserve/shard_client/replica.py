@@ -158,12 +158,12 @@ class PartReplica:
         self.connection = self._connecting = None
         self.reason = reason
         self._stop_poll()
-        self._serve(None, {})
         if self._timer is not None:
             self._timer.cancel()
         delay_s = self._backoff_s * (1 - random() / 2)
         self._backoff_s = min(max(2 * self._backoff_s, BACKOFF_S_MIN), BACKOFF_S_MAX)
         self._timer = self._call_later(delay_s, self._start)
+        self._serve(None, {})  # may close this replica
 
     # ListModels
 
