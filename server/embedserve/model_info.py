@@ -87,7 +87,8 @@ class ModelInfo:
     """Cache of ``with_keys``, by the selected keys."""
 
     def cache_response_prefix(self, key: tuple[object, ...] | None, prefix: object) -> None:
-        """Caches what begins all responses with this ``key``, unless it is None."""
+        """Caches ``prefix``, which begins all responses with this ``key``; does nothing if ``key``
+        is None."""
         if key is None:
             return
         if len(self.response_prefix_cache) >= self.response_prefixes_max:

@@ -20,7 +20,7 @@ JSON stopped the event loop for a second."""
 
 
 def check_feature_count(field: str, count: int, limits: Limits) -> None:
-    """Raises RequestTooLargeError if ``count`` exceeds the number of features of a request."""
+    """Raises RequestTooLargeError if ``count`` exceeds the limit on the features of a request."""
     if count > limits.request_features_max:
         raise RequestTooLargeError(
             f"{field} names {count} features, {limits.describe('request_features_max')}", field

@@ -61,8 +61,7 @@ class AdmissionTarget(Protocol):
 
     @property
     def can_delay_rejection(self) -> bool:
-        """Whether a rejection may be delayed without holding up other requests on the same
-        connection."""
+        """Whether a rejection may be delayed without a cost to other callers on the connection."""
 
     def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
         """Rejects the request with ``error`` after ``wait_s`` seconds."""

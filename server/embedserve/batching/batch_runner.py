@@ -122,8 +122,8 @@ class BatchRunner:
     def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
         """Looks ``batch`` up on the calling thread, and ends its view.
 
-        Returns values in request order, float16 ones if the engine can and ``as_float16`` allows
-        it, or the error of a failure that it has logged.
+        Returns values in request order, in float16 with ``as_float16``, or the error of a failure
+        that it has logged.
         """
         start_s, view = perf_counter(), batch.view
         values: np.ndarray | EmbedServeError

@@ -103,9 +103,8 @@ class Batcher:
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:
         """Queues ``request``, whose features may be in any order.
 
-        ``pending`` is completed or rejected exactly once, unless it is abandoned before.
-
-        ``pending`` is not notified of an error that is raised here.
+        ``pending`` is completed or rejected exactly once, unless it is abandoned before. It is not
+        notified of an error that is raised here.
 
         Raises:
             InvalidRequestError: the features or ids do not fit the model, as in adapt_to_model. Of
@@ -213,7 +212,7 @@ class Batcher:
         self._timer = None
 
     def _step(self) -> None:
-        """Takes one batch from each queue that is ready, and has it run."""
+        """Takes one batch from each queue that is ready, and runs it."""
         self._is_scheduled = False
         if self._timer is not None:
             self._stop_timer(self._timer)

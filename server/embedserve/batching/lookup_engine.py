@@ -50,7 +50,7 @@ class LookupEngine(Protocol):
         waits_for_device: whether another device runs the lookups while the calling thread waits.
             Such lookups never run on the event loop's thread and are not split into chunks. The
             device receives the next lookup before it has finished the last.
-        remote: lookups of an engine that asks other servers; None if this host looks up.
+        remote: lookups of an engine that calls other servers; None if this host looks up.
         rows_reader: reader of the rows that changed since the version was published; None where no
             row ever changes.
         replicas: number of copies of the rows, each on its own device. Replicas look batches up
@@ -75,7 +75,7 @@ class LookupEngine(Protocol):
 
         Args:
             ids: int64 [n] row numbers, feature-major, each below the number of rows of its table or
-                as ``rows_reader`` gives it.
+                as returned by ``rows_reader``.
             lengths: int32 [F * B], in the order of ``manifest.features``, with the sum n.
             weights: float32 [n], or None to count every id once. A mean divides the weighted sum by
                 the number of ids, as FBGEMM does. None for an unpooled model.

@@ -40,7 +40,7 @@ def explain_invalid_json(body: bytes) -> InvalidRequestError | None:
         return _wrong("body", "is nested too deeply")
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         return _wrong("body", f"is not JSON: {error}")
-    except ValueError:  # Python parses no longer integers
+    except ValueError:  # an integer that is too long for Python to parse
         return _wrong("body", f"has an integer of more than {sys.get_int_max_str_digits()} digits")
     if not isinstance(parsed, dict):
         return _wrong("body", f"is {_quote(parsed)}, expected an object with the field 'features'")

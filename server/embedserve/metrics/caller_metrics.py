@@ -80,8 +80,8 @@ class CallerMetrics:
         return i
 
     def samples(self) -> Iterator[Sample]:
-        """Yields the requests of those who were callers at the last flush, summed over all workers;
-        zero counts are left out."""
+        """Yields the requests of the callers that had names at the last flush, summed over all
+        workers; zero counts are left out."""
         cells = self._table.every.reshape(-1, 1 + len(OUTCOMES))
         keys, entries = np.unique(cells[:, 0], return_inverse=True)
         sums = np.zeros((len(keys), len(OUTCOMES)))

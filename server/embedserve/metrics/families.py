@@ -221,8 +221,8 @@ FAMILIES = (
 
 
 def collect_families(samples: Iterable[Sample]) -> Iterator[Metric]:
-    """Yields every family with its ``samples``, which may come in any order of families. They are
-    read at once, and each family is made when it is its turn."""
+    """Yields every family with its ``samples``, which may come in any order of families. All
+    samples are read first; each family is built when it is yielded."""
     by_family: dict[str, list[Sample]] = {row.name: [] for row in FAMILIES}
     for sample in samples:
         by_family[sample[0]].append(sample)

@@ -56,7 +56,7 @@ class ProcessMetrics:
         """Reads the values of /proc. ProcessCollector leaves out those that it cannot read."""
         read = {family.name: family.samples[0].value for family in self._process.collect()}
         max_fds = float(getrlimit(RLIMIT_NOFILE)[0])
-        if OPEN_FDS in self._read:  # where they could be counted before, none is left to do it with
+        if OPEN_FDS in self._read:  # counted before, so now no descriptor is left to count them
             read.setdefault(OPEN_FDS, max_fds)
         self._read |= {**read, MAX_FDS: max_fds}
 

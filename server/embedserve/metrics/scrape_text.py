@@ -21,7 +21,7 @@ class ScrapeText:
     """Renders a registry, and reuses the text for scrapes received before it was rendered.
 
     A flood of scrapes thus costs few renderings, and every scrape gets values that are no older
-    than itself. The values are read at once, and rendered in several event-loop iterations.
+    than itself. The values are read in one event-loop iteration, and rendered in several.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -243,7 +243,8 @@ class ModelRegistry:
             _check_room([batcher.unsized_queue for batcher in batchers])
 
     def _possible(self, name: str) -> Sequence[Batcher]:
-        """Returns all batchers that may serve a request for ``name``, before its body is read."""
+        """Returns all batchers that may serve a request for ``name``, as far as is known before its
+        body is read."""
         if self._only is not None:
             return (self._only,)
         return self._routes.possible.get(name, ())

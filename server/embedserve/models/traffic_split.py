@@ -24,7 +24,8 @@ class TrafficSplit:
     Attributes:
         by_name: batcher by every name that a request may use: the served name, the model alone and
             MODEL@NUMBER.
-        possible: by name, all batchers that may serve a request before its body is read.
+        possible: by name, all batchers that may serve a request for it: for a model alone those of
+            all its versions, because the body may name one.
         weighted: by model, the (end point, batcher) pairs of the versions that have a share of the
             requests without a version.
     """

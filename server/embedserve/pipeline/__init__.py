@@ -1,7 +1,7 @@
 """Request pipeline of a process, shared by all protocols.
 
-A protocol is a small adapter: it creates a RequestContext for each request, has its caller
-authenticated, submits it with its body, and implements ResponseWriter. It never sees ids. The
+A protocol is a small adapter: it creates a RequestContext for each request, authenticates its
+caller, submits it with its body, and implements ResponseWriter. It never sees ids. The
 pipeline checks the deadline and the queue, decodes the body, and enqueues the request with its
 model. When the vectors are available it encodes them, hands the bytes to the writer, and counts the
 request.

@@ -26,8 +26,6 @@ WAITING_BYTES_MAX = 256 << 20
 bounds the memory that they hold. A single call is accepted at any size while no other waits."""
 SOURCE_SHARE = 1 / 2
 """Fraction of WAITING_BYTES_MAX that one source may hold."""
-
-
 CHUNK_YIELD_S = 0.0001
 """Seconds of sleep between two chunks of a large response, so that the event loop can take the GIL.
 Without it the loop waits a full 5 ms switch interval each time."""
@@ -37,8 +35,8 @@ class CodecExecutor:
     """A single codec thread with a byte budget for queued work, which executors may share.
 
     Sources (`PendingRequest.source`) take turns, one call each, and each has at most its share of
-    the budget. While other calls wait, every second turn at most is of a call that decompresses:
-    many connections could otherwise keep the thread busy with a few bytes each. The thread competes
+    the budget. While other calls wait, calls that decompress get at most every second turn: many
+    connections could otherwise keep the thread busy with a few bytes each. The thread competes
     with the event loop for the interpreter lock. All methods are called on the event loop.
     """
 
@@ -113,8 +111,8 @@ class CodecExecutor:
             try:
                 future = loop.run_in_executor(self._thread, work_if_waiting)
             except RuntimeError as error:
-                # The first call starts the thread, which fails at a limit of threads. The executor
-                # keeps such a call, so another takes its place.
+                # The first call starts the thread, which fails at a limit of threads. The pool
+                # keeps such a call and would run it later, so a new pool takes its place.
                 self._thread = _new_thread()
                 future = loop.create_future()
                 future.set_exception(error)
@@ -210,8 +208,8 @@ def decode_later(
 
 
 def encode_later(context: RequestContext, result: LookupResult) -> None:
-    """Encodes ``result`` in the codec thread, then writes it to ``context``. A thread of its
-    own encodes a response that may block.
+    """Encodes ``result`` in the codec thread, then writes it to ``context``. Responses that may
+    block are encoded in another thread, of ``shared_memory_executor``.
 
     Copies ``result`` out of its batch first, so that it does not keep the batch alive.
 

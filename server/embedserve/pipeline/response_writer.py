@@ -40,7 +40,10 @@ class ResponseWriter(ABC):
 
     @property
     def can_delay_rejection(self) -> bool:
-        """Whether a rejection may be delayed without holding up requests of other clients."""
+        """Whether a rejection may be delayed without a cost to other callers on the connection.
+
+        It costs them over HTTP/2, where many delayed streams reach the limit on streams. Over
+        HTTP/1 it may not be delayed while the client sends the body."""
         return True
 
     def header(self, name: bytes) -> bytes | None:

@@ -126,7 +126,8 @@ class ApplierSupervision:
             logger.error("the applier of deltas %s; it is tried again in %g s", how, delay_s)
 
     def _send_targets(self) -> None:
-        """Sends the process which versions it is to follow. One that starts later knows them."""
+        """Sends the process which versions it is to follow. A process that starts later has them
+        from its fork."""
         if self._channel is not None:
             self._channel.send(to_bytes([*self._versions.targets()]))
 
@@ -151,6 +152,6 @@ class ApplierSupervision:
         logger.error("the applier of deltas (process %d) %s: %s", pid, how, when)
 
     def _stall(self, how: str) -> None:
-        """Writes ``how`` the process failed."""
+        """Sets the status of each version to stalled; ``how`` the process failed is the reason."""
         for one in self._versions.states():
             one.status.stall(f"the process that applies deltas {how}")

@@ -76,22 +76,22 @@ class SupervisorChannel:
                 self._begun = self._begun[self._sock.send(self._begun) :]
         except BlockingIOError:
             events |= selectors.EVENT_WRITE
-        except OSError:  # the other end is gone; receive() tells
+        except OSError:  # the other end is gone, which receive() returns
             self._begun, self._next = memoryview(b""), b""
         self._selector.modify(self._sock, events, self._on_events)
 
 
 async def messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yields the supervisor's complete messages to a worker, until the supervisor is gone."""
-    # An OSError tells of messages that the supervisor has not read.
+    # A supervisor that ends without reading all messages causes an OSError.
     with contextlib.suppress(OSError, asyncio.IncompleteReadError):
         while True:
             yield await reader.readuntil()
 
 
 async def deliver(received: AsyncIterator[bytes], on_message: Callable[[bytes], None]) -> None:
-    """Calls ``on_message`` with each message. The event loop reports its errors, which end
-    nothing."""
+    """Calls ``on_message`` with each message. The event loop logs an error that it raises, and the
+    next messages are delivered nevertheless."""
     loop = asyncio.get_running_loop()
     async for message in received:
         loop.call_soon(on_message, message)

@@ -48,7 +48,7 @@ class Child:
         Args:
             name: name in log lines.
             arguments: command line without the ports of a shard.
-            shard_host: for a shard, the address of its ports, which are others at each start.
+            shard_host: for a shard, the address of its ports, which are new at each start.
             is_piped: whether ``start`` returns its stderr, so that its lines get a prefix.
             environment: its environment, before settings of `serve` are removed.
         """

@@ -1,4 +1,4 @@
-"""Forks processes, ends them with their parent, and says how they ended."""
+"""Forks processes, ends them with their parent, and describes how they ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESTART_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 further failures."""
 QUICK_END_S = 60.0
 """Seconds that a process must run, a worker or a shard from when it was ready, for its count of
-failures to be reset. One that ends sooner is started again at once only the first time."""
+failures to be reset. One that ends sooner is started again without a delay only the first time."""
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 LAST_WORDS_S = 0.5

@@ -141,10 +141,12 @@ class ServerMemory:
 
     @property
     def common(self) -> int:
+        """Bytes under ordinary load."""
         return self.rows + self.processes + self.work
 
     @property
     def most(self) -> int:
+        """Bytes at most, whatever clients send."""
         return self.rows + self.processes + max(self.work, self.clients)
 
 

@@ -56,7 +56,8 @@ logger = logging.getLogger(__name__)
 INTEGRITY_CHECK_S = 10.0
 """Seconds between two integrity checks of the served models."""
 EXPIRY_CHECK_S = 1.0
-"""Seconds between two checks of what has expired."""
+"""Seconds between two checks for expired tokens and certificates, and for regions of shared memory
+whose files or owners are gone."""
 MANAGEMENT_LIMITS = Limits(connections_max=256, connection_bytes_max=64 << 20)
 """Limits on the connections of the management port; its requests are counted with all others."""
 GARBAGE_THRESHOLD = 20_000
@@ -220,7 +221,7 @@ async def _listen(
 def _start_periodic(
     pipeline: RequestPipeline, certificates: Certificates | None
 ) -> list[asyncio.Task[None]]:
-    """Starts to check the models' files, and to reload files and drop what has expired."""
+    """Starts the periodic tasks: integrity checks of the models, reloads of files, and expiry."""
     access, shared = pipeline.authenticator, pipeline.shared_memory
     reloaders: list[FileReloader[Any]] = []
     reloaders += [] if certificates is None else [certificates.reloader]

@@ -115,7 +115,7 @@ class HttpStream(Protocol):
 
     @property
     def can_delay_rejection(self) -> bool:
-        """Whether a rejection may be delayed without a cost to others on the connection."""
+        """Whether a rejection may be delayed, as in `ResponseWriter`."""
 
     def respond(
         self, status: int, headers: Headers, chunks: Sequence[bytes | memoryview], nbytes: int

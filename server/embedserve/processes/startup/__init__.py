@@ -1,1 +1,1 @@
-"""Before a server serves: its ports, its models, and what answers meanwhile."""
+"""Start of a server: its ports, its models, and the startup server, which answers meanwhile."""

@@ -1,6 +1,6 @@
-"""Limit on file descriptors: is raised for the connections, or bounds their number.
+"""Raises the limit on file descriptors for the connections, or bounds their number by it.
 
-The limit that holds is the soft one, often 1,024. Connections that use up all descriptors keep the
+The kernel enforces the soft limit, often 1,024. Connections that use up all descriptors keep the
 process from opening any file, such as the tokens or a new version.
 """
 

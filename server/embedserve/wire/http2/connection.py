@@ -1,7 +1,7 @@
 """State machine of a server-side HTTP/2 connection, without I/O.
 
 ``receive`` takes received bytes; bytes to send are in ``frame_writer.out``. The exception is a
-response that is alone, which goes to ``frame_writer.write`` at once: to the transport, as
+response that is alone, which goes immediately to ``frame_writer.write``: to the transport, as
 Http2Protocol sets it. A complete header block opens a stream with a handler, which receives the
 request body and sends the response. The states and errors are those of RFC 9113, sections 5.1, 5.4
 and 6.
@@ -57,7 +57,8 @@ from embedserve.wire.response_date import ResponseDate
 
 RESETS_PER_FRAME = 1
 """Resets accepted per DATA frame, or other last frame of a response. Clients that hedge their calls
-reset many, but have more calls answered. A request that is reset costs no more than one that is."""
+reset many, but have more calls answered. A request that is reset costs no more than one that is
+answered."""
 
 
 class Http2Connection:
