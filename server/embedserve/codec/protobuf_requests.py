@@ -105,7 +105,7 @@ class ProtobufDecoder:
                 decoded.
             WouldBlockError: ``is_inline``, and it would take long; numbers given as bytes do not.
         """
-        quick = self._read_known(body, model) or self._decode_small(body, model, limits)
+        quick = self._match_template(body, model) or self._decode_small(body, model, limits)
         if quick is not None:
             return quick
         fields_max = limits.request_values_max
@@ -152,7 +152,7 @@ class ProtobufDecoder:
 
         request = _request(message, array, model, limits)
         if message.ids_bytes:
-            self._remember(body, message.model, request.features)
+            self._cache_prefix(body, message.model, request.features)
         return request
 
     def _decode_numbers(
@@ -176,10 +176,10 @@ class ProtobufDecoder:
             return _array(field, numbers, factor, limits, limit)
 
         request = _request(message, array, model, limits)
-        self._remember(body, message.model, request.features)
+        self._cache_prefix(body, message.model, request.features)
         return request
 
-    def _remember(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
+    def _cache_prefix(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
         """Caches the prefix of ``body`` if it is serialized as usual, with ids_bytes right behind
         its keys.
 
@@ -193,7 +193,7 @@ class ProtobufDecoder:
         if len(prefix) <= PREFIX_BYTES_MAX and body.startswith(prefix):
             self.templates.add(PrefixTemplate(prefix, model, features), len(prefix))
 
-    def _read_known(self, body: bytes, model: str) -> LookupRequest | None:
+    def _match_template(self, body: bytes, model: str) -> LookupRequest | None:
         """Returns the request in a message that consists of a cached prefix, ids_bytes and
         lengths_bytes, as serializers write them. Returns None for any other message, and for an
         invalid one."""

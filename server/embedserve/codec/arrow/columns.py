@@ -124,10 +124,10 @@ class Schema:
     def plain(self) -> tuple[np.dtype, np.dtype] | None:
         """(dtype of ids, dtype of offsets) shared by all columns if they are lists of the same
         integer type without weights; None otherwise, and for uint64."""
-        forms = {(one.offsets, one.value_type.name) for one in self.columns}
+        layouts = {(one.offsets, one.value_type.name) for one in self.columns}
         first = self.columns[0]
         ids, offsets = first.value_type.dtype, first.offsets
-        if len(forms) > 1 or self.weights or ids is None or offsets is None:
+        if len(layouts) > 1 or self.weights or ids is None or offsets is None:
             return None
         return None if ids == _UINT64 else (ids, offsets)
 
@@ -147,7 +147,7 @@ class SchemaTemplate(NamedTuple):
 class SchemaTemplateCache(TemplateCache[SchemaTemplate]):
     """Cache of the schemas of recent streams."""
 
-    def remember(self, message: bytes, schema: Schema) -> None:
+    def cache_schema(self, message: bytes, schema: Schema) -> None:
         """Caches ``schema``, whose stream begins with ``message``."""
         if len(message) <= SCHEMA_BYTES_MAX:
             nbytes = len(message) + COLUMN_BYTES * len(schema.columns)

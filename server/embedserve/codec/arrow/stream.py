@@ -155,9 +155,9 @@ def read_schema(
         RequestTooLargeError: it has more columns than ``limits`` allow.
         WouldBlockError: ``is_inline``, and parsing the schema would take long.
     """
-    known = schemas.read(body)
-    if known is not None:
-        return known
+    cached = schemas.read(body)
+    if cached is not None:
+        return cached
     head = body[:HEAD_BYTES]
     size = INT32.unpack_from(head, len(CONTINUATION))[0] if len(head) == HEAD_BYTES else 0
     if is_inline and size > INLINE_SCHEMA_BYTES:
@@ -168,7 +168,7 @@ def read_schema(
     schema = parse(message.header, limits, is_inline=is_inline)
     if message.start == message.end and schema.options.min_seq is None:
         # A min_seq differs from request to request, and would evict other callers' schemas.
-        schemas.remember(body[: message.end], schema)
+        schemas.cache_schema(body[: message.end], schema)
     return schema, message.end
 
 

@@ -92,17 +92,17 @@ class BodyDecoder:
             if head_bytes > INLINE_JSON_BYTES_MAX or len(body) > INLINE_JAGGED_BYTES_MAX:
                 raise WouldBlockError
             if json_bytes is not None:
-                known = self.templates.read(body, json_bytes, model, limits)
-                if known is not None:
-                    return known
+                cached = self.templates.read(body, json_bytes, model, limits)
+                if cached is not None:
+                    return cached
         if regions and json_bytes in (None, len(body)):
             template = self.shared_memory_templates.find(body, limits)
             if template is not None:
                 if is_inline and not template.is_quick:
                     raise WouldBlockError
-                known = template.read_known(regions, model)
-                if known is not None:
-                    return known
+                cached = template.read(regions, model)
+                if cached is not None:
+                    return cached
         head, rest = _cut(body, json_bytes, limits)
         if len(head) > limits.request_values_max:  # a shorter JSON cannot hold that many values
             check_cost(head, limits)
@@ -124,9 +124,11 @@ class BodyDecoder:
         if parsed.id or request.min_seq is not None:  # these differ from request to request
             return request
         if is_inline and len(rest) and _is_plain(parsed, request):
-            self.templates.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
+            self.templates.cache_template(
+                head, request, lambda marked: _sizes_of_same(marked, parsed)
+            )
         if template is not None:
-            self.shared_memory_templates.remember(head, template, request)
+            self.shared_memory_templates.cache_template(head, template, request)
         return request
 
 

@@ -115,24 +115,24 @@ class MessageDecoder:
         if is_inline:
             if len(body) > INLINE_JAGGED_BYTES_MAX:
                 raise WouldBlockError
-            known = self.templates.read(body, limits)
-            if known is not None:
-                return known
+            request = self.templates.read(body, limits)
+            if request is not None:
+                return request
         template = self.shared_memory_templates.find(body, limits) if regions else None
         if template is not None and regions is not None:
             if is_inline and not template.is_quick:
                 raise WouldBlockError
-            known = template.read_known(regions)
-            if known is not None:
-                return known
+            request = template.read(regions)
+            if request is not None:
+                return request
         parsed = _parse_inline(body, limits) if is_inline else _parse_any(body, limits)
         request = self._request(body, *parsed, limits, regions, is_inline=is_inline)
         if is_inline:
             message, raw, _ = parsed
-            self._remember(body, message, raw, request, limits)
+            self._cache_template(body, message, raw, request, limits)
         return request
 
-    def _remember(
+    def _cache_template(
         self,
         body: bytes,
         message: pb.ModelInferRequest,
@@ -149,7 +149,7 @@ class MessageDecoder:
         if is_plain and inputs <= TEMPLATE_INPUTS_MAX:
             model = message.model_name, message.model_version
             outputs = [one.name for one in message.outputs]
-            self.templates.remember(
+            self.templates.cache_template(
                 body, MessageTemplate(model, request.model, request.features, outputs), limits
             )
 
@@ -213,7 +213,7 @@ class MessageDecoder:
             kind = parameter.WhichOneof("parameter_choice")
             set_min_seq(request, getattr(parameter, kind) if kind else "")
         if template is not None and not message.id and request.min_seq is None:
-            self.shared_memory_templates.remember(body, template, request)
+            self.shared_memory_templates.cache_template(body, template, request)
         return request
 
 

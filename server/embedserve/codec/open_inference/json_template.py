@@ -154,7 +154,7 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
                 return request
         return None
 
-    def remember(
+    def cache_template(
         self, head: bytes, like: LookupRequest, sizes_of: Callable[[bytes], TensorSizes | None]
     ) -> None:
         """Caches the template of ``head``, a JSON without a cached template, if its numbers are

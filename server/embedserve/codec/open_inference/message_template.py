@@ -236,7 +236,7 @@ class MessageTemplateCache(TemplateCache[MessageTemplate]):
                     return request
         return None
 
-    def remember(self, body: bytes, template: MessageTemplate, limits: Limits) -> None:
+    def cache_template(self, body: bytes, template: MessageTemplate, limits: Limits) -> None:
         """Caches ``template`` if ``body``, a message without a cached template, matches it. A
         serializer may write the same message in other bytes."""
         if template.nbytes <= TEMPLATE_BYTES_MAX and template.read(body, limits) is not None:

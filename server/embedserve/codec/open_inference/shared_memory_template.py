@@ -91,12 +91,12 @@ class SharedMemoryTemplate:
         return body == self._body and limits is self._limits
 
     def keep(self, body: bytes, like: LookupRequest) -> None:
-        """Makes ``read_known`` return requests like ``like``, the first one with the bytes
+        """Makes ``read`` return requests like ``like``, the first one with the bytes
         ``body``."""
         self._body, self._model = body, like.model
         self._output, self._output_dtype = like.output, like.output_dtype
 
-    def read(self, model: str, regions: Regions) -> LookupRequest | None:
+    def read_inputs(self, model: str, regions: Regions) -> LookupRequest | None:
         """Returns the request without its response options. Returns None where the lengths do not
         add up, or a region is missing or too small.
 
@@ -120,7 +120,7 @@ class SharedMemoryTemplate:
         ids = whole[: self._ids_bytes].view(_INT64)
         return LookupRequest(model, self._features, ids, lengths, None, self._batch_size)
 
-    def read_known(self, regions: Regions, model: str | None = None) -> LookupRequest | None:
+    def read(self, regions: Regions, model: str | None = None) -> LookupRequest | None:
         """Returns the request with its response options. ``model`` None means the model of the
         first request."""
         output = self._output
@@ -137,7 +137,7 @@ class SharedMemoryTemplate:
                 locations[name] = location
             options = replace(options, locations=locations)
             output = replace(output, format_options=options)
-        request = self.read(self._model if model is None else model, regions)
+        request = self.read_inputs(self._model if model is None else model, regions)
         if request is not None:
             request.output, request.output_dtype = output, self._output_dtype
         return request
@@ -166,7 +166,7 @@ def read_request(
     if template is not None and regions is not None:
         if is_inline and not template.is_quick:
             raise WouldBlockError
-        request = template.read(model, regions)
+        request = template.read_inputs(model, regions)
         if request is not None:
             return request, template
     if located:
@@ -206,7 +206,9 @@ class SharedMemoryTemplateCache(TemplateCache[SharedMemoryTemplate]):
                 return template
         return None
 
-    def remember(self, body: bytes, template: SharedMemoryTemplate, like: LookupRequest) -> None:
+    def cache_template(
+        self, body: bytes, template: SharedMemoryTemplate, like: LookupRequest
+    ) -> None:
         """Caches ``template`` of ``like``, the first request with the bytes ``body``."""
         if len(body) <= TEMPLATE_BYTES_MAX:
             template.keep(body, like)

@@ -187,9 +187,9 @@ class HeaderTemplateCache:
             length = template.match(data, end)
             if length >= 0:
                 return template, length
-        return self._remember(data[:end])
+        return self._learn(data[:end])
 
-    def _remember(self, head: bytes) -> tuple[HeaderTemplate, int] | None:
+    def _learn(self, head: bytes) -> tuple[HeaderTemplate, int] | None:
         if len(head) > HEAD_BYTES_MAX:
             return None
         template = self.parse(head)

@@ -225,7 +225,7 @@ class Http2Connection:
         The request is a cached header block, at data[start:after], and one DATA frame with the
         whole body. Returns the position where that frame ends, or 0 for any other request.
         """
-        opened = self.blocks.known.get(data[start:after])
+        opened = self.blocks.cached.get(data[start:after])
         upper, lower, kind, flags, body_stream_id = FRAME_HEADER.unpack_from(data, after)
         length = upper << 16 | lower
         start = after + FRAME_HEADER_BYTES
@@ -395,5 +395,5 @@ class Http2Connection:
         self.flow_control.close()
         self._left = b""
         self._requests.close()
-        self.blocks.forget()
+        self.blocks.clear()
         self.has_more = False

@@ -44,7 +44,7 @@ class HeaderBlocks(Generic[T]):
     """Decoder and cache of one connection's header blocks, which are read in order.
 
     Attributes:
-        known: cached results by header block; such blocks need no decoding.
+        cached: cached results by header block; such blocks need no decoding.
         cached_bytes: approximate bytes of memory that they hold.
         work: work units of the block decoded last: its bytes, plus 32 per header.
     """
@@ -52,8 +52,8 @@ class HeaderBlocks(Generic[T]):
     __slots__ = (
         "_convert",
         "_decoder",
+        "cached",
         "cached_bytes",
-        "known",
         "work",
     )
 
@@ -64,7 +64,7 @@ class HeaderBlocks(Generic[T]):
         """
         self._convert = convert
         self._decoder = Decoder(LIST_BYTES_MAX)
-        self.known: dict[bytes, T] = {}
+        self.cached: dict[bytes, T] = {}
         self.cached_bytes = 0
         self.work = 0
 
@@ -75,9 +75,9 @@ class HeaderBlocks(Generic[T]):
             ProtocolViolation: the block cannot be decoded, and neither can any later block.
             Exception: ``convert`` raised it; later blocks can still be read.
         """
-        known = self.known.get(block)
-        if known is not None:
-            return known
+        cached = self.cached.get(block)
+        if cached is not None:
+            return cached
         headers, is_changed = self._decode(block)
         converted = self._convert(headers)
         if not is_changed:
@@ -91,14 +91,14 @@ class HeaderBlocks(Generic[T]):
         )
         if nbytes > CACHED_BLOCK_BYTES_MAX:
             return
-        if len(self.known) >= BLOCKS_MAX or self.cached_bytes + nbytes > CACHED_BYTES_MAX:
-            self.forget()
-        self.known[block] = converted
+        if len(self.cached) >= BLOCKS_MAX or self.cached_bytes + nbytes > CACHED_BYTES_MAX:
+            self.clear()
+        self.cached[block] = converted
         self.cached_bytes += nbytes
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clears the cache."""
-        self.known.clear()
+        self.cached.clear()
         self.cached_bytes = 0
 
     def decode(self, block: bytes) -> Headers:
@@ -127,7 +127,7 @@ class HeaderBlocks(Generic[T]):
         is_same = (len(entries), table.maxsize) == (count, size)
         if is_same and (not entries or entries[0] is newest):
             return headers, False
-        self.forget()
+        self.clear()
         return headers, True
 
 

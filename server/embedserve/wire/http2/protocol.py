@@ -195,7 +195,7 @@ class Http2Protocol(Connection):
         """Clears the cache of header blocks, and returns the bytes that it had."""
         blocks = self._connection.blocks
         nbytes = blocks.cached_bytes
-        blocks.forget()
+        blocks.clear()
         return nbytes
 
     def unsent_memory(self) -> dict[int, int]:

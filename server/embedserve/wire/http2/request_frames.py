@@ -115,7 +115,7 @@ class RequestFrames:
         if stream_id != connection.next_id:
             connection.closed_streams.record_skipped(connection.next_id, stream_id)
         connection.next_id = stream_id + 2
-        opened = connection.blocks.known.get(block)
+        opened = connection.blocks.cached.get(block)
         if opened is None:
             opened = connection.blocks.read(block)
             connection.spend_turn(connection.blocks.work)

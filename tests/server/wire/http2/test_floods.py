@@ -258,7 +258,7 @@ def test_requests_answered_from_their_headers_take_several_iterations(body: byte
         return raw(1, 0x4, stream_id, block) + raw(0, 0x1, stream_id, body)
 
     peer.send(request(1))
-    assert block in peer.connection.blocks.known
+    assert block in peer.connection.blocks.cached
     number = FRAMES_PER_TURN // 2
     peer.connection.receive(b"".join(request(3 + 2 * i) for i in range(number)))
     assert peer.connection.has_more

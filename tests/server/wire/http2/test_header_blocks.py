@@ -54,10 +54,10 @@ NEWEST = b"\xbe"
 def test_block_that_leaves_the_table_unchanged_is_parsed_once() -> None:
     reader = CountingReader()
     block = literal(b"x", b"1", first=WITHOUT_INDEXING)
-    assert block not in reader.blocks.known
+    assert block not in reader.blocks.cached
     for _ in range(5):
         assert reader.read(block) == [(b"x", b"1")]
-    assert block in reader.blocks.known
+    assert block in reader.blocks.cached
     assert len(reader.parsed) == 1
 
 
@@ -75,7 +75,7 @@ def test_block_that_changes_the_table_is_not_cached() -> None:
     for _ in range(3):
         reader.read(block)
     assert len(reader.parsed) == 3
-    assert block not in reader.blocks.known
+    assert block not in reader.blocks.cached
 
 
 @pytest.mark.parametrize("how", ["read", "decode"])
@@ -86,13 +86,13 @@ def test_cached_blocks_are_dropped_when_the_table_changes(how: str) -> None:
     reader = CountingReader()
     reader.read(literal(b"x", b"1", first=WITH_INDEXING))
     assert [reader.read(NEWEST) for _ in range(2)] == [[(b"x", b"1")]] * 2
-    assert NEWEST in reader.blocks.known
+    assert NEWEST in reader.blocks.cached
     change = literal(b"x", b"2", first=WITH_INDEXING)
     if how == "read":
         reader.read(change)
     else:
         assert reader.blocks.decode(change) == [(b"x", b"2")]
-    assert NEWEST not in reader.blocks.known
+    assert NEWEST not in reader.blocks.cached
     assert reader.read(NEWEST) == [(b"x", b"2")]
 
 
@@ -103,9 +103,9 @@ def test_cached_blocks_are_dropped_when_a_full_table_changes() -> None:
     for i in range(60):
         reader.read(literal(b"x", value + b"%d" % (i % 10), first=WITH_INDEXING))
     before = reader.read(NEWEST)
-    assert NEWEST in reader.blocks.known
+    assert NEWEST in reader.blocks.cached
     reader.read(literal(b"x", value + b"0", first=WITH_INDEXING))
-    assert NEWEST not in reader.blocks.known
+    assert NEWEST not in reader.blocks.cached
     assert reader.read(NEWEST) == [(b"x", value + b"0")] != before
 
 
@@ -115,7 +115,7 @@ def test_cached_blocks_are_dropped_when_the_table_shrinks(size: bytes) -> None:
     reader.read(literal(b"x", b"1", first=WITH_INDEXING))
     reader.read(NEWEST)
     assert reader.read(size + literal(b"y", b"2", first=WITHOUT_INDEXING)) == [(b"y", b"2")]
-    assert NEWEST not in reader.blocks.known
+    assert NEWEST not in reader.blocks.cached
 
 
 def test_trailers_that_leave_the_table_unchanged_keep_the_cache() -> None:
@@ -123,7 +123,7 @@ def test_trailers_that_leave_the_table_unchanged_keep_the_cache() -> None:
     block = literal(b"x", b"1", first=WITHOUT_INDEXING)
     reader.read(block)
     assert reader.blocks.decode(literal(b"y", b"2", first=WITHOUT_INDEXING)) == [(b"y", b"2")]
-    assert block in reader.blocks.known
+    assert block in reader.blocks.cached
 
 
 def held_bytes(block: bytes, headers: Headers) -> int:
@@ -139,7 +139,7 @@ def test_large_blocks_are_not_cached(over: int) -> None:
     block = encode(headers)
     assert held_bytes(block, headers) - CACHED_BLOCK_BYTES_MAX in (2 * over, 2 * over + 1)
     reader.read(block)
-    assert (block in reader.blocks.known) == (not over)
+    assert (block in reader.blocks.cached) == (not over)
 
 
 @pytest.mark.parametrize("count", [125, 300, 1385])
@@ -148,7 +148,7 @@ def test_blocks_of_many_small_headers_are_not_cached(count: int) -> None:
     reader = CountingReader()
     block = b"\x82\x84\x86" + b"\x8f" * count
     assert len(reader.read(block)) == 3 + count
-    assert (reader.blocks.known, reader.blocks.cached_bytes) == ({}, 0)
+    assert (reader.blocks.cached, reader.blocks.cached_bytes) == ({}, 0)
 
 
 def test_header_lists_over_the_size_limit_are_not_cached() -> None:
@@ -157,7 +157,7 @@ def test_header_lists_over_the_size_limit_are_not_cached() -> None:
     reader.read(literal(b"x" * 100, b"v" * 100, first=WITH_INDEXING))
     count = HEADER_LIST_BYTES_MAX // (200 + 32) + 1
     assert len(reader.read(NEWEST * count)) == count
-    assert reader.blocks.known == {}
+    assert reader.blocks.cached == {}
 
 
 def test_block_cache_is_bounded_in_bytes() -> None:
@@ -165,12 +165,12 @@ def test_block_cache_is_bounded_in_bytes() -> None:
     for i in range(3 * BLOCKS_MAX):
         block = b"\x8f" * 60 + literal(b"x", b"%d" % i, first=WITHOUT_INDEXING)
         reader.read(block)
-        assert block in reader.blocks.known
-        held = sum(held_bytes(*known) for known in reader.blocks.known.items())
+        assert block in reader.blocks.cached
+        held = sum(held_bytes(*entry) for entry in reader.blocks.cached.items())
         assert held == reader.blocks.cached_bytes <= CACHED_BYTES_MAX
-    assert len(reader.blocks.known) < BLOCKS_MAX
+    assert len(reader.blocks.cached) < BLOCKS_MAX
     reader.read(literal(b"y", b"1", first=WITH_INDEXING))
-    assert (reader.blocks.known, reader.blocks.cached_bytes) == ({}, 0)
+    assert (reader.blocks.cached, reader.blocks.cached_bytes) == ({}, 0)
 
 
 def test_blocks_of_routers_and_traced_clients_fit_in_the_cache() -> None:
@@ -180,13 +180,13 @@ def test_blocks_of_routers_and_traced_clients_fit_in_the_cache() -> None:
     calls = CallHeaders("embedserve-part-10.embedserve:9000", path, metadata=[token])
     for i in range(BLOCKS_MAX):
         routers.read(calls.block(1e-4 * 1.2**i))
-    assert len(routers.blocks.known) == BLOCKS_MAX
+    assert len(routers.blocks.cached) == BLOCKS_MAX
     more = [(b"user-agent", b"grpc-python/1.70.0 grpc-c/45.0.0 (linux; chttp2)")]
     more += [(b"accept-encoding", b"gzip"), (b"grpc-accept-encoding", b"identity, deflate, gzip")]
     for i in range(48):
         traced = (b"traceparent", b"00-%032x-%016x-01" % (i, i))
         clients.read(calls.block(1.0) + encode([*more, traced]))
-    assert len(clients.blocks.known) == 48
+    assert len(clients.blocks.cached) == 48
 
 
 def test_number_of_cached_blocks_is_bounded() -> None:
@@ -194,8 +194,8 @@ def test_number_of_cached_blocks_is_bounded() -> None:
     blocks = [literal(b"x", b"%d" % i, first=WITHOUT_INDEXING) for i in range(5 * BLOCKS_MAX)]
     for block in blocks:
         reader.read(block)
-        assert sum(block in reader.blocks.known for block in blocks) <= BLOCKS_MAX
-    assert blocks[-1] in reader.blocks.known
+        assert sum(block in reader.blocks.cached for block in blocks) <= BLOCKS_MAX
+    assert blocks[-1] in reader.blocks.cached
 
 
 def test_block_that_fails_to_parse_is_not_cached() -> None:

@@ -151,15 +151,15 @@ def test_numbers_in_feature_names_are_not_read_as_sizes(name: str) -> None:
 def test_template_cache_is_bounded() -> None:
     cache = message_template.MessageTemplateCache()
     first = message(InferRequest(jagged({"f": [[1]]})))
-    cache.remember(first, template_of(first), LIMITS)
+    cache.cache_template(first, template_of(first), LIMITS)
     assert cache.read(first, LIMITS) is not None
     for at in range(TEMPLATES_MAX):
         body = message(InferRequest(jagged({f"f{at}": [[1]]})))
-        cache.remember(body, template_of(body), LIMITS)
+        cache.cache_template(body, template_of(body), LIMITS)
     assert cache.read(first, LIMITS) is None
     assert cache.read(body, LIMITS) is not None
     long = message(InferRequest(jagged({"f" * message_template.TEMPLATE_BYTES_MAX: [[1]]})))
-    cache.remember(long, template_of(long), LIMITS)
+    cache.cache_template(long, template_of(long), LIMITS)
     assert cache.read(long, LIMITS) is None
 
 
