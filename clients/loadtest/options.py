@@ -29,7 +29,7 @@ ARGUMENTS: Arguments = (
     ("zipf", 1.05, "exponent of the ids' distribution, 0 is uniform"),
     ("model", "", "NAME, NAME@ALIAS or NAME@VERSION; empty is the server's default"),
     ("vocabularies", "", "TABLE=FILE,… with an id a line, for tables that map ids"),
-    ("stream-depth", 8, "requests under way on each gRPC stream"),
+    ("stream-depth", 8, "requests in flight on each gRPC stream"),
     ("timeout-s", 10.0, "of each request but those of streams"),
     ("seed", 0, "equal seeds give equal requests"),
 )

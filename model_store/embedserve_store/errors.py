@@ -117,7 +117,9 @@ def reading(where: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{where}: cannot be read: {error.strerror or error}") from error
+        # A message of safetensors ends with the path.
+        reason = error.strerror or str(error).removesuffix(f": {where}")
+        raise StoreError(f"{where}: cannot be read: {reason}") from error
 
 
 @contextmanager

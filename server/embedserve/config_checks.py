@@ -141,8 +141,9 @@ def _check_parts(settings: ServeSettings) -> None:
     if not settings.shards:
         for setting in ROUTER_SETTINGS:
             if (value := getattr(settings, setting)) != getattr(ServeSettings, setting):
+                shown = ", ".join(value) if isinstance(value, tuple) else value
                 raise ValueError(
-                    f"{setting} is {value!r}, but this server is no router: give shards"
+                    f"{setting} is {shown!r}, but this server is no router: give shards"
                 )
         return
     MissingPolicy.parse(settings.on_missing)

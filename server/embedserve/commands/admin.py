@@ -61,8 +61,9 @@ def _outcome(said: Any, action: str, model: str) -> str:
         if (said["state"] == "held") == (action == HOLD):
             return line
         return f"{line}; the process that applies deltas has not responded yet, see /models"
-    if action == RELOAD:
-        return f"{said['status']}: the server polls its store now, see /models"
     if "version" in said:
         return f"{said['model']} is now served by version {said['version']}"
-    return f"{model + ': ' if model else ''}{said['status']}"
+    status = said["status"]
+    if action == RELOAD:
+        return "the server polls its store now, see /models"
+    return f"{model}: {status}"

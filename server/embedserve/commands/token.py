@@ -54,5 +54,7 @@ def _time(expires: str) -> str:
     try:
         datetime.fromisoformat(expires)
     except ValueError:
-        raise ValueError("expires is not days such as 90d, or a time such as 2027-01-31") from None
+        raise ValueError(
+            f"expires is {expires!r}, expected days such as 90d, or a time such as 2027-01-31"
+        ) from None
     return expires

@@ -104,7 +104,7 @@ async def test_deltas_are_held_and_resumed(
             ):
                 status, output = await run_admin("deltas", "hold", model)
                 assert (status, f": /admin/deltas/hold: {problem}" in output) == (1, True), output
-        reloading = "looking: the server polls its store now, see /models\n"
+        reloading = "the server polls its store now, see /models\n"
         assert await run_admin("reload") == (0, reloading)
         monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 0.05)
         late = "; the process that applies deltas has not responded yet, see /models\n"

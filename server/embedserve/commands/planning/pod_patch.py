@@ -207,7 +207,7 @@ def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
         f"# {human_bytes(rows.mapped)} of rows and ids. Memory:",
         f"#   {human_bytes(memory.rows)}: {kept}",
         f"#   {human_bytes(memory.processes)}: idle workers, {settings.workers}",
-        f"#   {human_bytes(memory.work)}: requests under way; the limit has"
+        f"#   {human_bytes(memory.work)}: requests in flight; the limit has"
         f" {human_bytes(memory.clients)} for",
         "#   all that clients can make workers hold (docs/settings.md#memory)",
     ]

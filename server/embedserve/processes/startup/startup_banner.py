@@ -103,13 +103,13 @@ def warn_about_settings(settings: ServeSettings) -> None:
         has_tls, asks_who = bool(settings.tls_cert), bool(settings.tokens or settings.tls_client_ca)
         if not (has_tls or asks_who):
             logger.warning(
-                "%s, without tokens and without TLS: whoever reaches it may ask all that it "
-                "answers, and can read what others ask (--tokens, --tls-cert)",
+                "%s, without tokens and without TLS: anyone who reaches it may send requests, and "
+                "can read those of others (--tokens, --tls-cert)",
                 reached,
             )
         elif not asks_who:
             logger.warning(
-                "%s, without tokens: whoever reaches it may ask all that it answers (--tokens)",
+                "%s, without tokens: anyone who reaches it may send requests (--tokens)",
                 reached,
             )
         elif not has_tls:
