@@ -25,7 +25,7 @@ from embedserve.processes.rollout.messages import (
     Desired,
     StartReport,
     WorkerStatus,
-    desired_to_bytes,
+    message_to_bytes,
     report_from_bytes,
 )
 from embedserve.processes.signals import wake_on_signals
@@ -353,7 +353,7 @@ class Supervisor:
             desired = replace(
                 worker.desired, may_accept=worker.is_listening, logs_ready=worker.logs_ready
             )
-            worker.channel.send(desired_to_bytes(desired))
+            worker.channel.send(message_to_bytes(desired))
 
     def _end(self, index: int) -> None:
         worker = self._workers[index]

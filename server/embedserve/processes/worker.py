@@ -25,7 +25,7 @@ from embedserve.processes.rollout.messages import (
     Report,
     StartReport,
     desired_from_bytes,
-    report_to_bytes,
+    message_to_bytes,
 )
 from embedserve.processes.rollout.store_watcher import apply_initial_alias_settings
 from embedserve.processes.rollout.version_manager import VersionManager
@@ -49,7 +49,7 @@ def report_failure(channel: socket.socket, error: Exception) -> None:
 
 
 def _line(report: Report | StartReport) -> bytes:
-    return report_to_bytes(report) + b"\n"
+    return message_to_bytes(report) + b"\n"
 
 
 async def run_worker(

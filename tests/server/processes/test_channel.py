@@ -21,7 +21,7 @@ from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.rollout.messages import (
     AliasSettings, NameStatus, StartReport, StoreEntry, StoreReport, WorkerStatus,
-    desired_from_bytes, report_to_bytes
+    desired_from_bytes, message_to_bytes
 )
 from embedserve.processes.supervisor import Supervisor
 
@@ -34,12 +34,12 @@ def worker_main(index, channel):
         return desired_from_bytes(lines.readline())
 
     serving = {name: NameStatus(1) for name in names}
-    lines.write(report_to_bytes(WorkerStatus(serving)) + b"\\n")
+    lines.write(message_to_bytes(WorkerStatus(serving)) + b"\\n")
     time.sleep(pause_s)  # a worker that loads a version does not read for so long
     desired = receive()
     found = (desired.may_listen, desired.may_accept, desired.watches_store)
     assert found == (True, False, True), desired
-    lines.write(report_to_bytes(StartReport()) + b"\\n")
+    lines.write(message_to_bytes(StartReport()) + b"\\n")
     while not desired.may_accept:
         desired = receive()
     assert {name: one.alias_settings for name, one in desired.names.items()} == dict.fromkeys(

@@ -19,7 +19,7 @@ from embedserve.processes.rollout.messages import (
     NameStatus,
     StartReport,
     WorkerStatus,
-    report_to_bytes,
+    message_to_bytes,
 )
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.supervisor import Supervisor
@@ -199,7 +199,7 @@ def test_last_message_of_a_worker_that_has_ended_does_not_end_the_server() -> No
 
     def worker_main(index: int, channel: socket.socket) -> int:
         def send(report: StartReport | WorkerStatus) -> None:
-            channel.sendall(report_to_bytes(report) + b"\n")
+            channel.sendall(message_to_bytes(report) + b"\n")
 
         send(WorkerStatus({"m": NameStatus(1)}))
         channel.recv(1 << 16)  # its desired state

@@ -25,7 +25,7 @@ from embedserve.processes.rollout.messages import (
     Report,
     StartReport,
     WorkerStatus,
-    desired_to_bytes,
+    message_to_bytes,
     report_from_bytes,
 )
 from embedserve.processes.rollout.version_manager import VersionManager
@@ -47,7 +47,7 @@ class SupervisedWorker:
         self.running = asyncio.create_task(work)
 
     def send(self, desired: Desired) -> None:
-        self.channel.send(desired_to_bytes(desired))
+        self.channel.send(message_to_bytes(desired))
 
     async def receive(self) -> list[Report | StartReport]:
         """Returns the reports that the worker sends within 0.2 s."""
@@ -166,7 +166,7 @@ def test_failure_is_reported_once_the_event_loop_has_ended(executor: ThreadPoolE
 
     ours, supervisors = socket.socketpair()
     with ours, supervisors:
-        supervisors.send(desired_to_bytes(Desired(may_listen=True)) + b"\n")
+        supervisors.send(message_to_bytes(Desired(may_listen=True)) + b"\n")
         with pytest.raises(OSError, match="in use") as failed:
             uvloop.run(made(ours, executor, cast("Ports", SimpleNamespace(bind=bind)))[1])
         report_failure(ours, failed.value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.errors import ConflictError

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
-import orjson
 
 REASON_CHARACTERS_MAX = 1000
 
@@ -160,16 +159,14 @@ class NameStatus:
         return target.version != 0 and not self.is_serving(target) and not has_ended
 
 
-@dataclass(frozen=True)
-class WorkerStatus:
+class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     """Process to coordinator: what it serves and loads, by served name. A worker sends the first
     one when its models are loaded, and runs once it receives a desired state."""
 
-    names: Mapping[str, NameStatus] = field(default_factory=dict)
+    names: Mapping[str, NameStatus] = {}
 
 
-@dataclass(frozen=True)
-class StartReport:
+class StartReport(msgspec.Struct, frozen=True, tag=True):
     """Worker to supervisor: the end of its start.
 
     Attributes:
@@ -201,8 +198,7 @@ class StoreEntry:
     is_final: bool = False
 
 
-@dataclass(frozen=True)
-class StoreReport:
+class StoreReport(msgspec.Struct, frozen=True, tag=True):
     """Watching process to coordinator: what a poll of the store has found, by served name. A poll
     sends one report of all names, then one for each version that it has opened.
 
@@ -215,8 +211,7 @@ class StoreReport:
     poll_completed: int = 0
 
 
-@dataclass(frozen=True)
-class AdminCommand:
+class AdminCommand(msgspec.Struct, frozen=True, tag=True):
     """Process to coordinator: operation of an administrator. LOAD has a version, its folder, and
     the last delta that it may have.
 
@@ -233,23 +228,16 @@ class AdminCommand:
 
 
 Report = WorkerStatus | StoreReport | AdminCommand
-_REPORTS: Mapping[str, type[Report | StartReport]] = {
-    one.__name__: one for one in (WorkerStatus, StoreReport, AdminCommand, StartReport)
-}
 
 
-def desired_to_bytes(desired: Desired) -> bytes:
-    return orjson.dumps(desired)
+def message_to_bytes(message: Desired | Report | StartReport) -> bytes:
+    return msgspec.json.encode(message)
 
 
 def desired_from_bytes(message: bytes) -> Desired:
     return msgspec.json.decode(message, type=Desired)
 
 
-def report_to_bytes(report: Report | StartReport) -> bytes:
-    return orjson.dumps({type(report).__name__: report})
-
-
 def report_from_bytes(message: bytes) -> Report | StartReport:
-    ((kind, fields),) = msgspec.json.decode(message, type=dict[str, msgspec.Raw]).items()
-    return msgspec.json.decode(fields, type=_REPORTS[kind])
+    report: Report | StartReport = msgspec.json.decode(message, type=Report | StartReport)
+    return report

@@ -29,8 +29,8 @@ from embedserve.processes.rollout.messages import (
     Target,
     TargetPhase,
     WorkerStatus,
+    message_to_bytes,
     report_from_bytes,
-    report_to_bytes,
 )
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve_store import ModelVersion, StoreError, compact_deltas
@@ -323,7 +323,7 @@ def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
 def test_admin_load_sets_the_delta_limit_of_its_version(server: Server) -> None:
     path = str(server.training.deltas.parents[1] / "2")
     command = AdminCommand(Operation.LOAD, "m", 2, path, at_seq=3)
-    received = report_from_bytes(report_to_bytes(command))
+    received = report_from_bytes(message_to_bytes(command))
     assert isinstance(received, AdminCommand)
     server.coordinator.on_report(0, received)
     assert at_seqs(server) == {"1": None, "2": 3}

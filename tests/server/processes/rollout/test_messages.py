@@ -18,9 +18,8 @@ from embedserve.processes.rollout.messages import (
     TargetPhase,
     WorkerStatus,
     desired_from_bytes,
-    desired_to_bytes,
+    message_to_bytes,
     report_from_bytes,
-    report_to_bytes,
 )
 
 
@@ -42,7 +41,7 @@ def test_messages_survive_encoding_and_decoding() -> None:
         StoreReport({"m": EIGHT, "n": StoreEntry(0, AliasSettings(0)), "o": UNOPENED}, 2),
         AdminCommand(Operation.LOAD, "m@x", 8, PATH, 5, 6),
     ]
-    messages = [desired_to_bytes(desired), *map(report_to_bytes, reports)]
+    messages = [message_to_bytes(desired), *map(message_to_bytes, reports)]
     assert desired_from_bytes(messages[0]) == desired
     assert [*map(report_from_bytes, messages[1:])] == reports
     assert not any(b"\n" in message for message in messages)
