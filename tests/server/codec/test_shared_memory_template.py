@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server.open_inference import InferRequest, Input, jagged
+from server.open_inference import InferRequest, Input, Place, jagged
 
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
@@ -26,6 +26,8 @@ BAGS: dict[str, list[list[Any]]] = {"user": [[4], [], [6]], "tag": [[1], [2, 3] 
 OTHER_BAGS: dict[str, list[list[Any]]] = {"user": [[], [5, 9], []], "tag": [[8] * 19, [], []]}
 """Other bags with as many ids, so that the same bytes describe both requests."""
 FILE_BYTES = 2 << 20
+OUTPUT = "pooled"
+OUTPUT_PLACE = Place("vectors", 64, 4096)
 Regions = Mapping[str, Region]
 
 
@@ -42,16 +44,16 @@ class Caller:
     def opened(self, name: str, nbytes: int) -> Region:
         return open_region(name, name, 0, nbytes, folder=str(self._folder))
 
-    def put(self, inputs: list[Input], gap: int = 0) -> list[tuple[int, int]]:
-        """Writes the inputs; returns (offset, bytes) of each."""
-        locations, data = [], b""
+    def put(self, inputs: list[Input], gap: int = 0) -> list[Place]:
+        """Writes the inputs; returns the location of each."""
+        places, data = [], b""
         for one in inputs:
             data += bytes(gap)
-            locations.append((len(data), len(one.raw)))
+            places.append(Place("ids", len(data), len(one.raw)))
             data += one.raw
         with (self._folder / "ids").open("r+b") as file:
             file.write(data)
-        return locations
+        return places
 
     def cut(self) -> None:
         (self._folder / "ids").write_bytes(b"")
@@ -71,41 +73,19 @@ def caller(tmp_path: Path) -> Iterator[Callable[[str], Caller]]:
             region.close()
 
 
-def region_parameters(region: str, location: tuple[int, int]) -> dict[str, Any]:
-    return {
-        "shared_memory_region": region,
-        "shared_memory_offset": location[0],
-        "shared_memory_byte_size": location[1],
-    }
+def infer_request(inputs: list[Input], places: list[Place], request_id: str = "") -> InferRequest:
+    """Returns a request with ``inputs`` at ``places``, and its output in shared memory, too."""
+    parameters = {"output_dtype": "FP16"}
+    outs = {OUTPUT: OUTPUT_PLACE}
+    return InferRequest(inputs, (OUTPUT,), request_id, parameters, dict(enumerate(places)), outs)
 
 
-OUTPUT = "pooled"
-OUTPUT_PLACE = (64, 4096)
+def body(*described: Any) -> bytes:
+    return infer_request(*described).json_body()
 
 
-def body(inputs: list[Input], locations: list[tuple[int, int]], request_id: str = "") -> bytes:
-    request: dict[str, Any] = {
-        "inputs": [
-            one.head | {"parameters": region_parameters("ids", location)}
-            for one, location in zip(inputs, locations, strict=True)
-        ],
-        "outputs": [{"name": OUTPUT, "parameters": region_parameters("vectors", OUTPUT_PLACE)}],
-        "parameters": {"output_dtype": "FP16"},
-    }
-    return json.dumps(request | ({"id": request_id} if request_id else {})).encode()
-
-
-def message(inputs: list[Input], locations: list[tuple[int, int]], request_id: str = "") -> bytes:
-    infer_request = InferRequest([], (OUTPUT,), request_id, {"output_dtype": "FP16"})
-    request = infer_request.message("shop", is_raw=True)
-    tensors = [(request.outputs[0], "vectors", OUTPUT_PLACE)]
-    for one, location in zip(inputs, locations, strict=True):
-        added = request.inputs.add(name=one.name, datatype=one.datatype, shape=one.sizes)
-        tensors.append((added, "ids", location))  # type: ignore[arg-type]
-    for tensor, region, location in tensors:
-        for name, value in region_parameters(region, location).items():
-            kind = "string_param" if isinstance(value, str) else "int64_param"
-            setattr(tensor.parameters[name], kind, value)
+def message(*described: Any) -> bytes:
+    request = infer_request(*described).message("shop", is_raw=True)
     return request.SerializeToString(deterministic=True)
 
 
@@ -164,7 +144,7 @@ def expected(bags: Mapping[str, list[list[Any]]], caller: Caller) -> tuple[objec
     return (
         ("shop", tuple(bags), 3, "float16"),
         (ids, lengths, True),
-        {OUTPUT: (id(caller.regions["vectors"]), *OUTPUT_PLACE)},
+        {OUTPUT: (id(caller.regions["vectors"]), OUTPUT_PLACE.offset, OUTPUT_PLACE.nbytes)},
     )
 
 
