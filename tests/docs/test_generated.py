@@ -18,7 +18,8 @@ from typer.main import get_group
 from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.deltas.status import DeltaStatus
-from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.metrics import CounterRoom, Metrics
+from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shard_metrics import PartStats
 from embedserve.processes.memory_bounds import memory_bytes_max
 from embedserve_store.format.delta_manifest import LinePosition
@@ -81,7 +82,7 @@ def families_with_samples() -> list[Metric]:
     shards = FakeParts([(0, PartStats())], {("ruled", model.version): [2]})
     plan = over_two_ranks(model.tables)
     served = in_parts(replace(model, plan=plan, deltas=deltas), shards, parts=1)
-    metrics = Metrics([served], parts=1)
+    metrics = Metrics([served], room=CounterRoom(1, COLUMNS_MIN, parts=1))
     metrics.shards.source = shards
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].count_answered(0.001, 100)

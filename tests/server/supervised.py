@@ -32,7 +32,7 @@ from embedserve.config import ServeSettings
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory
-from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.metrics import CounterRoom
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes import applier_supervision, supervisor
@@ -118,7 +118,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers, allowed_host=("*",))
     unix = [(f"{failure}.sock", 0o600, "HTTP")]
     ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()
-    slots = SharedCounters(workers, cells_per_worker(1, COLUMNS_MIN))
+    slots = SharedCounters(workers, CounterRoom(1, COLUMNS_MIN).cells)
 
     def end_startup_server() -> None:
         if Path(f"{failure}.asked").exists():

@@ -70,12 +70,11 @@ class CounterRoom(NamedTuple):
         names = max(len(versions), each * len({one.manifest.model for one in versions}))
         return cls(names, columns_max_of(one.manifest for one in versions), parts)
 
-
-def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:
-    """Returns the cells that one worker needs for a server that starts with ``names`` served names,
-    and as a router with ``parts`` parts."""
-    names += NAMES_SPARE
-    return CELLS + shard_cells(parts, names) + names * (1 + name_cells(columns_max))
+    @property
+    def cells(self) -> int:
+        """Number of cells that one worker needs."""
+        names = self.names + NAMES_SPARE
+        return CELLS + shard_cells(self.parts, names) + names * (1 + name_cells(self.columns_max))
 
 
 class Metrics(Collector):
@@ -94,20 +93,13 @@ class Metrics(Collector):
         models: Iterable[ModelInfo],
         counters: WorkerCounters | None = None,
         tables: str = "mapped",
-        names: int = 0,
-        columns_max: int = 0,
-        parts: int = 0,
+        room: CounterRoom | None = None,
     ) -> None:
-        """
-        Args:
-            names, columns_max: sizes that ``counters`` was allocated for, where they differ from
-                those of ``models``.
-            parts: number of parts that it was allocated for; 0 in a server that is no router.
-        """
+        """``room`` is what ``counters`` were allocated for, if that is not what ``models`` need."""
         models = list(models)
-        names = names or len(models)
-        columns_max = columns_max or columns_max_of(model.manifest for model in models)
-        counters = counters or single_worker_counters(cells_per_worker(names, columns_max, parts))
+        room = room or CounterRoom(len(models), columns_max_of(one.manifest for one in models))
+        counters = counters or single_worker_counters(room.cells)
+        names, self.columns_max = room.names + NAMES_SPARE, room.columns_max
         self._counters = counters
         self._process = ProcessMetrics(counters)
         self.connections = ConnectionMetrics(counters)
@@ -116,9 +108,8 @@ class Metrics(Collector):
         self.tables = tables
         self.protocols = {name: ProtocolMetrics(counters, name) for name in PROTOCOLS}
         self.callers = CallerMetrics(counters)
-        self.shards = ShardMetrics(counters, parts, names + NAMES_SPARE)
-        self.columns_max = columns_max
-        self._names = KeyedTable(counters, names + NAMES_SPARE, name_cells(columns_max))
+        self.shards = ShardMetrics(counters, room.parts, names)
+        self._names = KeyedTable(counters, names, name_cells(self.columns_max))
         self._names.keep(model.served_as for model in models)
         self.models: dict[str, ModelMetrics] = {}
         for model in models:

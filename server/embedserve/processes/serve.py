@@ -42,7 +42,7 @@ from embedserve.config_checks import check_settings, uds_mode
 from embedserve.daemon_threads import is_any_running
 from embedserve.deltas.delta_target import make_shared_state
 from embedserve.file_reloader import named_in_errors
-from embedserve.metrics.metrics import CounterRoom, cells_per_worker
+from embedserve.metrics.metrics import CounterRoom
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.model_loading import make_resident_and_verify
@@ -262,7 +262,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         del opened
         selection = row_selection(settings)
         room = CounterRoom.of(versions.values(), settings)
-        slots = SharedCounters(settings.workers, cells_per_worker(*room))
+        slots = SharedCounters(settings.workers, room.cells)
 
         def find_damage() -> str:
             try:

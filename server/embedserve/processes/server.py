@@ -90,7 +90,7 @@ def build_pipeline(
     version manager makes. A worker counts in its ``counters``, which have ``room``. ``shards``
     are those of a router."""
     room = room or CounterRoom.of(infos, settings)
-    metrics = Metrics(infos, counters, settings.tables, *room)
+    metrics = Metrics(infos, counters, settings.tables, room)
     metrics.shards.source = shards
     access = Authenticator(settings.tokens) if settings.tokens else None
     metrics.callers.callers = access

@@ -8,7 +8,7 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from embedserve.lookup_types import Batch
-from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.metrics import CounterRoom, Metrics
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.request_metrics import VersionMetrics
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
@@ -17,7 +17,7 @@ from embedserve.model_info import ModelInfo
 
 def workers_of(count: int, *models: ModelInfo) -> tuple[SharedCounters, list[Metrics]]:
     """Returns the metrics of ``count`` ready workers that serve ``models``, and their counters."""
-    slots = SharedCounters(count, cells_per_worker(len(models), COLUMNS_MIN))
+    slots = SharedCounters(count, CounterRoom(len(models), COLUMNS_MIN).cells)
     for worker in range(count):
         slots.set_ready(worker, True)
     return slots, [Metrics(models, WorkerCounters(slots, worker)) for worker in range(count)]

@@ -20,7 +20,7 @@ from server.raw_http import http_client
 from embedserve.config import ServeSettings
 from embedserve.metrics.families import FAMILIES
 from embedserve.metrics.metrics import CounterRoom, Metrics
-from embedserve.metrics.model_metrics import NAMES_SPARE
+from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve_store import StoreError
 
 PREFIX = "embedserve_"
@@ -130,7 +130,10 @@ def test_every_sample_has_the_labels_of_its_family() -> None:
     """Guards against missing label names: prometheus_client drops the values of such labels."""
     shards = FakeParts(joined={("shop", 7): [2]})
     shop = in_parts(model_info(), shards, parts=1)
-    metrics = Metrics([shop, replace(ruled_info(), served_name="ruled@canary")], parts=1)
+    metrics = Metrics(
+        [shop, replace(ruled_info(), served_name="ruled@canary")],
+        room=CounterRoom(2, COLUMNS_MIN, 1),
+    )
     metrics.shards.source = shards
     metrics.protocols["rest"].count_answered(0.02, 100)
     metrics.models["shop"].version.shadow.begin(6)
@@ -188,7 +191,7 @@ def test_shard_reserves_counters_for_all_versions_held() -> None:
     films = [replace(model_info("films"), served_name=f"films@{i}") for i in range(32)]
     settings = ServeSettings("store", part="0/2", versions_held=32)
     room = CounterRoom.of([*shop[:2], films[0]], settings)
-    metrics = Metrics(shop[:2], None, "mapped", *room)
+    metrics = Metrics(shop[:2], room=room)
     for version in (*shop[2:], *films):
         metrics.check_room(version.served_as)
         metrics.add(version)

@@ -13,7 +13,7 @@ from server.metrics.metric_samples import workers_of
 from embedserve.config import ServeSettings
 from embedserve.lookup_types import Batch
 from embedserve.metrics.histogram import SECONDS_BUCKETS
-from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
+from embedserve.metrics.metrics import CounterRoom, Metrics
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.metrics.shard_metrics import (
     NEXT,
@@ -158,7 +158,7 @@ def test_replicas_of_several_versions_are_exported_in_any_order() -> None:
 
 def test_replicas_of_served_and_next_version_are_exported() -> None:
     first = model_info()
-    metrics = Metrics([first], parts=2)
+    metrics = Metrics([first], room=CounterRoom(1, COLUMNS_MIN, parts=2))
     source = metrics.shards.source = FakeParts()
     number = first.version
     source.joined = {(first.name, number): [1, 1], (first.name, number + 1): [1, 0]}
@@ -209,7 +209,7 @@ def test_missing_parts_and_cached_ids_are_counted_by_version() -> None:
 def test_server_that_is_no_router_has_no_shard_cells_or_series() -> None:
     model = model_info()
     assert CounterRoom.of([model], ServeSettings("s")) == CounterRoom(1, COLUMNS_MIN, 0)
-    more = cells_per_worker(1, 10, 3) - cells_per_worker(1, 10)
+    more = CounterRoom(1, 10, 3).cells - CounterRoom(1, 10).cells
     assert more == shard_cells(3, 1 + NAMES_SPARE) > 0
     names = {family.name for family in Metrics([model]).collect() if family.samples}
     assert not [name for name in names if re.search("shard|missing|row_cache", name)]

@@ -13,17 +13,17 @@ from server.metrics.metric_samples import (
     workers_of,
 )
 
-from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.metrics import CounterRoom, Metrics
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 
 
 @pytest.mark.parametrize("columns", [COLUMNS_MIN, 100 * COLUMNS_MIN])
 def test_row_has_cells_for_all_metrics_and_few_more(columns: int) -> None:
-    cells = cells_per_worker(1, columns, parts=3)
-    slot = WorkerCounters(SharedCounters(1, cells), 0)
-    Metrics([model_info()], slot, names=1, columns_max=columns, parts=3)
-    left = cells - slot.taken
+    room = CounterRoom(1, columns, parts=3)
+    slot = WorkerCounters(SharedCounters(1, room.cells), 0)
+    Metrics([model_info()], slot, room=room)
+    left = room.cells - slot.taken
     assert 0 <= left < 1000
     with pytest.raises(ValueError, match=f"count is 1000: the row has {left} more cells"):
         slot.allocate(1000)
@@ -167,11 +167,12 @@ def test_added_and_removed_names_are_summed_over_all_workers() -> None:
 
 def test_counts_are_summed_if_a_worker_starts_with_other_features() -> None:
     """Checks that its version uses the cells of the version before it, whatever features it has."""
-    slots = SharedCounters(2, cells_per_worker(1, 2000))
+    room = CounterRoom(1, 2000)
+    slots = SharedCounters(2, room.cells)
     first = model_info("shop", {f"f{i}": (7, 4) for i in range(2000)})
     for worker, model in enumerate((first, model_info("shop", {"user": (7, 4)}))):
         slots.set_ready(worker, True)
-        metrics = Metrics([model], WorkerCounters(slots, worker), names=1, columns_max=2000)
+        metrics = Metrics([model], WorkerCounters(slots, worker), room=room)
         metrics.models["shop"].version.batch_ids.observe(5.0)
         metrics.flush()
     assert sample_value(families_of(metrics), "embedserve_batch_ids_sum", model="shop") == 10

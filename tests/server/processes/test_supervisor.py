@@ -10,7 +10,7 @@ import httpx
 import pytest
 from server.processes.supervised_server import WAIT_S_MAX, supervised
 
-from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.metrics import CounterRoom
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
@@ -168,7 +168,7 @@ def test_reload_signal_does_not_interrupt_a_rollout() -> None:
     """Covers signal handlers, which run between any two instructions, even in the middle of a
     rollout."""
     coordinator = InterruptedCoordinator()
-    counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
+    counters = SharedCounters(1, CounterRoom(1, COLUMNS_MIN).cells)
     Supervisor(wait_for_signal, counters, 1, 0, coordinator).run()
     assert coordinator.was_at_work == [False]
 
@@ -211,7 +211,7 @@ def test_last_message_of_a_worker_that_has_ended_does_not_end_the_server() -> No
     def on_ready() -> None:
         coordinator.is_ready = True
 
-    counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
+    counters = SharedCounters(1, CounterRoom(1, COLUMNS_MIN).cells)
     Supervisor(worker_main, counters, 1, 0, coordinator, on_ready=on_ready).run()
     assert coordinator.ended == ["ended with exit code 0"]
     os.close(coordinator.read)

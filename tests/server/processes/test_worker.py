@@ -16,7 +16,7 @@ from server.pipelines import make_pipeline
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
-from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.metrics import CounterRoom
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.channel import SupervisorChannel
@@ -73,7 +73,7 @@ def made(
     channel: socket.socket, executor: ThreadPoolExecutor, ports: Ports
 ) -> tuple[VersionManager, Coroutine[Any, Any, None]]:
     """Returns the version manager of a worker, and its coroutine."""
-    counters = WorkerCounters(SharedCounters(1, cells_per_worker(1, COLUMNS_MIN)), 0)
+    counters = WorkerCounters(SharedCounters(1, CounterRoom(1, COLUMNS_MIN).cells), 0)
     pipeline = make_pipeline(FakeEngine(), executor=executor, counters=counters)
     manager = VersionManager(pipeline, {}, executor, 1, None, None)  # type: ignore[arg-type]
     settings = ServeSettings(store="", workers=2, follow="none")
@@ -151,7 +151,7 @@ def test_lack_of_memory_in_a_worker_is_reported() -> None:
     def take() -> NoReturn:
         raise MemoryError
 
-    counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
+    counters = SharedCounters(1, CounterRoom(1, COLUMNS_MIN).cells)
     ours, supervisors = socket.socketpair()
     with ours, supervisors:
         fakes: Any = SimpleNamespace(take=take)
