@@ -19,7 +19,7 @@ from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagColl
 
 from embedserve.engine.device_upload import RowCopy, copy_all
 from embedserve.engine.gpu_spare_rows import GpuSpareRows
-from embedserve.engine.kernel_rows import KernelTables, Rows
+from embedserve.engine.kernel_rows import KernelTables, Rows, place_shards
 from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import row_pitch
@@ -48,24 +48,13 @@ def attach_weights(
     mapped = as_tensor(version.tables.data)
     copied_bytes = 0
     for kernel, config in sharded.tbes_configs().items():
-        if has_column_shards(config):
-            rows, offsets = _copied_columns(mapped, config, version)
+        rows, offsets = _cpu_rows(mapped, config, version)
+        kernel.weights_host, kernel.host_size = rows, rows.numel()
+        place_shards(kernel, offsets)
+        if rows is not mapped:
             copied_bytes += rows.numel()
-            _point(kernel, rows, offsets)
-        else:
-            offsets = [start for start, _, _ in byte_ranges(config, version)]
-            _point(kernel, mapped, offsets)
     if copied_bytes:
         logger.info("%s: copied %d bytes of column_wise shards", version.path, copied_bytes)
-
-
-def _point(kernel: Any, rows: torch.Tensor, offsets: list[int]) -> None:
-    """Points a CPU ``kernel`` at ``rows`` (uint8), with its shards at these byte ``offsets``."""
-    kernel.weights_host = rows
-    kernel.host_size = rows.numel()
-    kernel.weights_physical_offsets = offsets
-    kernel.initialize_logical_weights_placements_and_offsets()
-    kernel.weight_initialized = True
 
 
 def share_rows(
@@ -77,9 +66,7 @@ def share_rows(
         device = kernel.current_device
         kernel.weights_host, kernel.host_size = twin.weights_host.to(device), twin.host_size
         kernel.weights_dev, kernel.dev_size = twin.weights_dev.to(device), twin.dev_size
-        kernel.weights_physical_offsets = twin.weights_physical_offsets
-        kernel.initialize_logical_weights_placements_and_offsets()
-        kernel.weight_initialized = True
+        place_shards(kernel, twin.weights_physical_offsets)
 
 
 def cpu_rows(version: ModelVersion, kernels: Sequence[KernelTables]) -> list[Rows]:
@@ -87,11 +74,19 @@ def cpu_rows(version: ModelVersion, kernels: Sequence[KernelTables]) -> list[Row
     are copied, as in attach_weights."""
     mapped, rows = as_tensor(version.tables.data), []
     for kernel in kernels:
-        data, offsets = mapped, [start for start, _, _ in byte_ranges(kernel.config, version)]
-        if has_column_shards(kernel.config):
-            data, offsets = _copied_columns(mapped, kernel.config, version)
+        data, offsets = _cpu_rows(mapped, kernel.config, version)
         rows.append((data, torch.tensor([offsets[shard] for shard in kernel.shards])))
     return rows
+
+
+def _cpu_rows(
+    mapped: torch.Tensor, config: Any, version: ModelVersion
+) -> tuple[torch.Tensor, list[int]]:
+    """Returns the rows that a CPU kernel reads (uint8), and the byte offset of each shard in
+    them."""
+    if has_column_shards(config):
+        return _copied_columns(mapped, config, version)
+    return mapped, [start for start, _, _ in byte_ranges(config, version)]
 
 
 def as_tensor(data: np.ndarray) -> torch.Tensor:

@@ -20,6 +20,7 @@ from embedserve.deltas.row_groups import RowGroup
 from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.gpu_pages import GpuPages
 from embedserve.engine.gpus import WORK_BYTES
+from embedserve.engine.kernel_rows import place_shards
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import row_pitch
@@ -83,9 +84,7 @@ class GpuSpareRows:
             ends.append(address + offset + size)
         data = pages.tensor(address, total)
         kernel.weights_dev, kernel.dev_size = data, total
-        kernel.weights_physical_offsets = offsets
-        kernel.initialize_logical_weights_placements_and_offsets()
-        kernel.weight_initialized = True
+        place_shards(kernel, offsets)
         for (table, group), offset, attached in zip(tables, offsets, ends, strict=True):
             pitch, count = pitch_of(table), group.count
             start = offset + group.first_row * pitch

@@ -41,6 +41,13 @@ def rows_of(kernel: Any) -> Rows:
     return rows, kernel.weights_offsets
 
 
+def place_shards(kernel: Any, offsets: list[int]) -> None:
+    """Sets the byte offset of each table shard in the rows that ``kernel`` has."""
+    kernel.weights_physical_offsets = offsets
+    kernel.initialize_logical_weights_placements_and_offsets()
+    kernel.weight_initialized = True
+
+
 def reattach_weights(kernels: Sequence[Any], rows: Sequence[Rows]) -> None:
     for kernel, (data, offsets) in zip(kernels, rows, strict=True):
         setattr(kernel, "weights_host" if kernel.host_size else "weights_dev", data)
