@@ -8,19 +8,22 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
-from server.fake_models import ruled_info, unpooled_info
-from server.live import make_pipeline
-from server.pending_requests import submit_to
+from server.fake_models import info_of, ruled_info, unpooled_info
+from server.live import IN_THREAD, make_pipeline
+from server.pending_requests import submit, submit_to
 from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
+from embedserve.batching.batcher import Batcher
 from embedserve.batching.join import adapt_to_model, join
-from embedserve.batching.shadow import Shadow, compare
+from embedserve.batching.shadow import Shadow, ShadowExecutor, compare
 from embedserve.batching.split import in_request_order
 from embedserve.lookup_types import LookupRequest
+from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.metrics.shadow_metrics import Differences
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
+from embedserve_store.format.table_spec import TableSpec
 
 BAGS: list[Bags] = [
     {"user": [[1, 2], []], "movie": [[3], [4, 4]], "tag": [[0], [1]]},
@@ -111,9 +114,9 @@ def test_unrequested_features_count_as_empty() -> None:
 def test_requests_that_the_shadow_rejects_are_counted_and_the_rest_compared() -> None:
     served = FakeEngine(model_info("shop", {"user": (7, 4)}), seed=3)
     ours = FakeEngine(model_info("shop", {"user": (5, 4)}), seed=3)
-    found = differences(served, ours, [{"user": [[1], [6]]}, {"user": [[2]]}, {"user": [[5]]}])
+    found = differences(served, ours, [{"user": [[1, 2], [6]]}, {"user": [[2]]}, {"user": [[5]]}])
     assert found.refused == 2
-    assert found.sums[0].tolist() == [1]
+    assert found.sums[[0, 2]].tolist() == [[1], [0]]
     nothing = differences(served, ours, [{"user": [[6]]}])
     assert (nothing.refused, nothing.sums[0].tolist()) == (1, [0])
 
@@ -133,11 +136,33 @@ def test_vectors_of_an_unpooled_model_are_compared_one_by_one() -> None:
     assert (differences(one, other, bags).sums[2] > 0).tolist() == [bool(n) for n in expected]
 
 
+def unpooled_users(rows: int) -> ModelInfo:
+    table = TableSpec("t_user", rows, 4, ("user",), "none", "float32")
+    return info_of("shop", [table], {})
+
+
+def test_requests_that_an_unpooled_shadow_rejects_are_counted_and_the_rest_compared() -> None:
+    served, ours = (FakeEngine(unpooled_users(rows)) for rows in (7, 5))
+    bags: list[Bags] = [{"user": [[1, 2], []]}, {"user": [[6]]}, {"user": [[3], [4, 0]]}]
+    found = differences(served, ours, bags)
+    assert found.refused == 1
+    assert found.sums[[0, 2]].tolist() == [[5], [0]]
+
+
+def test_zero_vector_differs_from_another_by_a_whole_distance() -> None:
+    served, ours = FakeEngine(seed=3), FakeEngine(seed=3)
+    ours.tables["t_user"][1] = 0
+    for one, other in ((served, ours), (ours, served)):
+        found = differences(one, other, [{"user": [[1]]}])
+        assert found.sums[[0, 1, 4], 0].tolist() == [1, 1, 0]
+
+
 def test_versions_without_comparable_keys_are_not_compared() -> None:
     served = FakeEngine(model_info("shop", {"user": (7, 4)}))
     for ours in (
         FakeEngine(model_info("shop", {"person": (7, 4)})),
         FakeEngine(model_info("shop", {"user": (7, 5)})),
+        FakeEngine(unpooled_users(7)),
     ):
         with pytest.raises(
             ValueError,
@@ -149,13 +174,23 @@ def test_versions_without_comparable_keys_are_not_compared() -> None:
 def test_unknown_ids_are_counted_for_both_versions() -> None:
     model = ruled_info()
     served, ours = FakeEngine(model), FakeEngine(version(model, 8))
-    requests = [adapt_to_model(make_request({"day": [[1]]}), model)]
+    requests = [adapt_to_model(make_request({"day": [[1]], "user": [[7, 0, 8]]}), model)]
     counts = np.zeros((1, len(model.features)), np.int64)
     counts[0, model.features.index("day")] = 3
     values = lookup_values(requests, served)
     found = compare(requests, values, counts, served.model, ours, ours.model)
     assert found.served_unknown_ids.tolist() == counts[0].tolist()
-    assert found.unknown_ids.sum() == 0
+    unknown = dict(zip(model.features, found.unknown_ids.tolist(), strict=True))
+    assert unknown == dict.fromkeys(model.features, 0) | {"user": 2}
+
+
+def test_unknown_ids_of_a_feature_that_the_shadow_lacks_are_not_counted() -> None:
+    served = FakeEngine(model_info("shop", {"movie": (11, 3), "user": (7, 4)}))
+    ours = FakeEngine(model_info("shop", {"user": (7, 4), "tag": (5, 2)}))
+    requests = [adapt_to_model(make_request({"user": [[1]]}), served.model)]
+    values = lookup_values(requests, served)
+    found = compare(requests, values, np.array([[3, 2]]), served.model, ours, ours.model)
+    assert found.served_unknown_ids.tolist() == [2, 0]
 
 
 @pytest.fixture
@@ -202,6 +237,22 @@ async def test_batches_are_compared_only_while_a_shadow_share_is_set(
     pipeline.models.set_shadow("shop@canary", 0.0)
     await send_request(pipeline)
     assert batch_count(pipeline) == 3
+
+
+async def test_batch_of_several_threads_is_compared_as_a_whole() -> None:
+    engine = FakeEngine()
+    metrics = ModelMetrics(engine.model)
+    with ThreadPoolExecutor(2) as executor:
+        batcher = Batcher(engine, engine.model, IN_THREAD, metrics, executor, threads=2)
+        runner = batcher.runner
+        runner.shadow = runner.shadow_of(engine.model, 100.0, ShadowExecutor())
+        await submit(batcher, engine.request({"user": [[1], [2], [3]]}))
+    shadow = metrics.version.shadow
+    await until(lambda: shadow.batches()["compared"])
+    assert sorted(lookup.batch_size for lookup in engine.lookups) == [1, 2, 3]
+    vectors, _, squared, *_ = shadow.per_key()
+    assert vectors.tolist() == [3, 0, 0]
+    assert squared.tolist() == [0, 0, 0]
 
 
 def test_only_a_share_of_the_batches_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
