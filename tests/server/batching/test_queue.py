@@ -244,7 +244,7 @@ async def test_batch_end_is_notified_if_the_batch_fails(
 
 
 async def test_batch_end_is_notified_if_all_requests_expired(
-    engine: FakeEngine, make_batcher: MakeBatcher
+    engine: FakeEngine, make_batcher: MakeBatcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     batcher = make_batcher(Limits())
     has_ended = asyncio.Event()
@@ -253,6 +253,7 @@ async def test_batch_end_is_notified_if_all_requests_expired(
     await asyncio.wait_for(has_ended.wait(), WAIT_S_MAX)
     assert isinstance(late.exception(), DeadlineExceededError)
     assert engine.lookups == []
+    assert not caplog.messages
 
 
 async def test_cancelled_requests_of_a_whole_batch_are_freed(
