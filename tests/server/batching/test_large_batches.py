@@ -12,6 +12,7 @@ import pytest
 from server.batching.batch_limits import IN_THREAD, ONE_BYTES, USER
 from server.batching.test_live_batches import NextRows
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
+from server.fake_models import unpooled_info
 from server.gate import Gate
 from server.pending_requests import submit
 from server.waiting import until
@@ -153,6 +154,17 @@ async def test_features_are_ordered_in_a_thread_and_names_checked_immediately(
     assert threading.main_thread() not in threads
     with pytest.raises(InvalidRequestError, match="no such feature"):
         submit(batcher, make_request({"user": [[1, 2]], "nobody": [[1, 2]]}))
+
+
+async def test_features_of_an_unpooled_request_are_ordered_in_a_thread(
+    executor: ThreadPoolExecutor,
+) -> None:
+    engine = FakeEngine(unpooled_info())
+    bags: Bags = {"last": [[1], []], "item": [[2, 3], [4]]}
+    result = await submit(make_batcher(engine, executor, IN_THREAD), make_request(bags))
+    assert np.array_equal(result.values, engine.expected(bags))
+    assert result.lengths is not None
+    assert result.lengths.tolist() == engine.expected_lengths(bags)
 
 
 async def test_request_cancelled_or_expired_during_the_join_costs_no_lookup(
