@@ -245,18 +245,23 @@ async def test_lone_request_is_accepted_whatever_its_size(
     assert np.array_equal(result.values, engine.expected(bags))
 
 
+@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
 async def test_queue_batches_and_times_are_counted(
-    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics, limits: Limits
 ) -> None:
-    batcher = make_batcher(INLINE)
+    batcher, start_s = make_batcher(limits), time.perf_counter()
+    engine.delay_s = 0.01
     answers = [submit(batcher, engine.request({"user": [[1, 2], [3]]})) for _ in range(4)]
     assert metrics.count_queue() == (4, 8)
     await asyncio.gather(*answers)
     assert metrics.count_queue() == (0, 0)
+    duration_s = time.perf_counter() - start_s
     assert metrics.version.batch_examples.samples()[1] == 8
     assert metrics.version.batch_ids.samples()[1] == 12
     assert metrics.version.wait_seconds.samples()[0][-1] == ("+Inf", 4)
+    assert 0 < metrics.version.wait_seconds.samples()[1] < 4 * duration_s
     assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+    assert engine.delay_s <= metrics.version.lookup_seconds.samples()[1] < duration_s
 
 
 UNPOOLED_ITEM = 2 * 16

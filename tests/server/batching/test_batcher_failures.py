@@ -125,14 +125,19 @@ async def test_invalid_request_does_not_fail_its_batch(
     assert [lookup.batch_size for lookup in engine.lookups] == [4]
 
 
+@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
 async def test_batch_of_only_invalid_requests_costs_no_lookup(
-    engine: FakeEngine, make_batcher: MakeBatcher
+    engine: FakeEngine,
+    make_batcher: MakeBatcher,
+    limits: Limits,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    batcher = make_batcher(INLINE)
+    batcher = make_batcher(limits)
     answers = [submit(batcher, engine.request({"tag": [[-1]]})) for _ in range(3)]
     outcomes = await asyncio.gather(*answers, return_exceptions=True)
     assert all(isinstance(outcome, InvalidRequestError) for outcome in outcomes)
     assert engine.lookups == []
+    assert not caplog.messages
 
 
 class FailingToRound(FakeEngine):
