@@ -92,11 +92,18 @@ async def test_each_batch_is_looked_up_in_its_own_view(
         assert not rows.views
 
 
+@pytest.mark.parametrize("waits_for_device", [False, True])
 @pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
 @pytest.mark.parametrize("fails", ["rows", "lookup"])
 async def test_view_ends_if_its_lookup_fails(
-    engine: FakeEngine, rows: NextRows, limits: Limits, fails: str, executor: ThreadPoolExecutor
+    engine: FakeEngine,
+    rows: NextRows,
+    limits: Limits,
+    fails: str,
+    waits_for_device: bool,
+    executor: ThreadPoolExecutor,
 ) -> None:
+    engine.waits_for_device = waits_for_device
     batcher = batcher_of(engine, limits, executor)
     if fails == "rows":
         rows.failure = StoreError("more than 100 deltas")
