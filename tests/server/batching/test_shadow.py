@@ -18,6 +18,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.shadow import Shadow, ShadowExecutor, compare
 from embedserve.batching.split import in_request_order
+from embedserve.config import Limits
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.metrics.shadow_metrics import Differences
@@ -326,6 +327,35 @@ async def test_comparison_without_a_thread_fails_and_the_next_succeeds(
     assert vectors[0] == 2  # the ten of the failed one are not compared later
     (logged,) = caplog.messages
     assert logged.startswith("shop@canary cannot be compared with version 7")
+
+
+async def test_shadow_compares_with_the_version_that_is_activated_later(
+    pipeline: RequestPipeline, executor: ThreadPoolExecutor
+) -> None:
+    pipeline.models.set_shadow("shop@canary", 100.0)
+    await send_request(pipeline)
+    await until_batch_count(pipeline, 1)
+    engine = FakeEngine(version(model_info(), 9), seed=7)
+    metrics = ModelMetrics(engine.model)
+    pipeline.models.activate("shop", Batcher(engine, engine.model, Limits(), metrics, executor))
+    assert (await submit_to(pipeline.models, make_request({"user": [[1]]}))).model.version == 9
+    shadow = pipeline.metrics.models["shop@canary"].version.shadow
+    await until(lambda: shadow.batches()["compared"])
+    assert shadow.against == 9
+
+
+async def test_removed_version_has_no_share_and_is_no_shadow_when_it_returns(
+    pipeline: RequestPipeline,
+) -> None:
+    models = pipeline.models
+    canary = models.model("shop@canary")
+    models.set_shadow("shop@canary", 100.0)
+    models.set_share("shop@canary", 100.0)
+    models.activate("shop@canary", models.remove("shop@canary"))
+    status = models.status(canary)
+    assert (status["share"], status["shadow"]) == (0.0, 0.0)
+    await send_request(pipeline)
+    assert batch_count(pipeline) == 0
 
 
 async def test_counts_restart_at_zero_for_another_served_version(
