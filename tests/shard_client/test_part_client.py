@@ -180,18 +180,20 @@ def test_late_replica_counts_before_a_lost_one() -> None:
 # Counts
 
 
-def test_calls_and_bytes_are_counted() -> None:
+def test_calls_their_latencies_and_bytes_are_counted() -> None:
     bench = Bench("a")
     bench.look_up()
     bench.look_up()
     stats = bench.part.stats
     assert stats.in_flight == 2
+    bench.time.advance(0.002)
     bench.calls[0].answer()
     bench.calls[0].answer()
     bench.look_up(message=b"m" * 100)
     bench.calls[0].answer()
     assert stats.in_flight == 0
     assert (stats.bytes_sent, stats.bytes_received) == (102, 3)
+    assert stats.total_s == pytest.approx(0.004)
     assert bench.outcomes["ok"] == 3
 
 

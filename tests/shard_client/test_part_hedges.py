@@ -99,6 +99,23 @@ def test_hung_replica_is_used_if_it_is_the_only_one() -> None:
     assert [call.connection for call in bench.calls] == [hung, hung]
 
 
+def test_hung_call_is_repeated_once_without_a_budget() -> None:
+    bench = Bench("abc", PartOptions(hedge_share=0))
+    bench.add_latencies(0.001)
+    while bench.part.retries.try_take():
+        pass
+    bench.look_up()
+    (hung,) = bench.calls
+    bench.time.advance(0.06)
+    (repeated,) = [call for call in bench.calls if call is not hung]
+    for _ in range(20):
+        repeated.connection.last_received_s = bench.time.now_s  # it answers other calls
+        bench.time.advance(0.01)
+    assert bench.part.stats.attempts == 2
+    repeated.answer()
+    assert hung.is_cancelled
+
+
 def test_repeated_calls_of_silent_replicas_stay_within_a_budget() -> None:
     bench = Bench("ab", PartOptions(hedge_share=0))
     bench.add_latencies(0.001)
