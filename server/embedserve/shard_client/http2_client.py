@@ -187,8 +187,7 @@ class Http2Client:
     def cancel(self, stream: ClientStream) -> None:
         """Ends a call without a reply, and resets its stream unless there were many resets."""
         stream.on_reply = None
-        if self._pending.pop(stream, None) is not None:
-            return
+        self._pending.pop(stream, None)
         if stream.id in self.streams and self._resets.try_take():
             self._reset(stream, ErrorCode.CANCEL)
             self.open_pending()
