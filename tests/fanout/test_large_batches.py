@@ -227,6 +227,21 @@ async def test_waiting_batch_expires_at_its_deadline(
     assert begun == [8, 2]
 
 
+async def test_batch_that_began_does_not_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 10)
+    monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
+    budget = ValuesBudget()
+    events: list[str] = []
+    later_expired = asyncio.Event()
+    budget.begin(8, partial(events.append, "8 began"), monotonic() + 60, never)
+    begin, expire = (partial(events.append, f"9 {what}") for what in ("began", "expired"))
+    budget.begin(9, begin, monotonic() + 0.01, expire)
+    budget.begin(10, never, monotonic() + 0.02, later_expired.set)
+    budget.end(8)
+    await asyncio.wait_for(later_expired.wait(), 60)
+    assert events == ["8 began", "9 began"]
+
+
 def never() -> None:
     raise AssertionError
 
