@@ -37,6 +37,7 @@ from embedserve.wire.http2.frames import (
     CONTINUATION,
     END_HEADERS,
     END_STREAM,
+    HAS_PRIORITY,
     PADDED,
     WINDOW_AT_START,
     ErrorCode,
@@ -60,6 +61,15 @@ def test_call_is_two_frames_and_its_reply_the_message() -> None:
     peer.send(response_frames(1, b"reply"))
     assert peer.replies == {0: Reply(0, "", b"reply")}
     assert peer.client.in_flight == 0
+
+
+def test_header_blocks_need_no_dynamic_table() -> None:
+    """Checks the first block, too: it must confirm a table size of 0 (RFC 7541, section 4.2)."""
+    peer = ShardPeer()
+    peer.decoder.max_allowed_table_size = 0
+    for _ in range(2):
+        peer.call(b"x")
+        assert (b":path", b"/") in headers_of(peer, peer.take_frames()[0])
 
 
 @pytest.mark.parametrize("timeout_s", [1e-7, 0.0012, 0.0499, 0.5, 3.0, 1e6])
@@ -132,16 +142,13 @@ def test_interim_headers_are_ignored() -> None:
     assert peer.replies[0].payload == b"m"
 
 
-def test_header_block_may_be_continued_and_padded() -> None:
+def test_header_block_may_be_continued_and_padded_with_a_priority() -> None:
     peer = ShardPeer()
     peer.call(b"x")
     block = encode(RESPONSE_HEADERS)
-    first = (
-        frames.frame_header(len(block[:9]) + 4, frames.HEADERS, PADDED, 1)
-        + b"\3"
-        + block[:9]
-        + b"\0" * 3
-    )
+    payload = b"\3" + b"\0\0\0\0\x10" + block[:9] + b"\0" * 3
+    flags = PADDED | HAS_PRIORITY
+    first = frames.frame_header(len(payload), frames.HEADERS, flags, 1) + payload
     rest = frames.frame_header(len(block) - 9, CONTINUATION, END_HEADERS, 1) + block[9:]
     body = framed(b"m")
     sent = peer.send(first, rest, data(1, b"\2" + body + b"\0\0", PADDED), trailers(1))
@@ -208,8 +215,18 @@ def test_requests_wait_for_flow_control_windows() -> None:
     body = b"".join(one.data for one in only([first, *more, *rest], DataFrame))
     assert body == framed(message)
     assert "END_STREAM" in rest[-1].flags
-    peer.send(response_frames(1, b"m"))
+    assert peer.send(response_frames(1, b"m")) == []
     assert peer.replies[0].payload == b"m"
+
+
+def test_lowered_window_may_become_negative() -> None:
+    peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 10))
+    peer.call(b"x" * 100)
+    peer.take_frames()
+    peer.send(frames.settings((frames.SETTINGS_INITIAL_WINDOW_SIZE, 4)))
+    assert peer.send(frames.window_update(1, 6)) == []
+    (sent,) = only(peer.send(frames.window_update(1, 3)), DataFrame)
+    assert len(sent.data) == 3
 
 
 def test_requests_share_the_connection_window_in_order() -> None:
@@ -222,11 +239,26 @@ def test_requests_share_the_connection_window_in_order() -> None:
     assert [one.stream_id for one in only(sent, DataFrame)] == [1, 3]
 
 
-def test_large_request_is_split_into_frames() -> None:
-    peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 1 << 20))
+def test_small_requests_share_the_connection_window() -> None:
+    peer = ShardPeer()
+    for _ in range(5):
+        peer.call(b"x" * 16_000)
+    assert sum(len(one.data) for one in only(peer.take_frames(), DataFrame)) == WINDOW_AT_START
+
+
+@pytest.mark.parametrize("frame_bytes", [16384, 20_000])
+def test_large_request_is_split_into_frames(frame_bytes: int) -> None:
+    peer = ShardPeer(
+        (frames.SETTINGS_INITIAL_WINDOW_SIZE, 1 << 20),
+        (frames.SETTINGS_MAX_FRAME_SIZE, frame_bytes),
+    )
     peer.call(b"a" * 40_000)
-    sizes = [len(one.data) for one in only(peer.take_frames(), DataFrame)]
-    assert sizes == [16384, 16384, 40_005 - 2 * 16384]
+    sent = only(peer.take_frames(), DataFrame)
+    assert [(len(one.data), "END_STREAM" in one.flags) for one in sent] == [
+        (frame_bytes, False),
+        (frame_bytes, False),
+        (40_005 - 2 * frame_bytes, True),
+    ]
 
 
 def test_calls_beyond_the_stream_limit_wait() -> None:
@@ -247,13 +279,30 @@ def test_calls_beyond_the_stream_limit_wait() -> None:
     }
 
 
+def test_raised_stream_limit_opens_waiting_calls() -> None:
+    peer = ShardPeer((frames.SETTINGS_MAX_CONCURRENT_STREAMS, 1))
+    for _ in range(3):
+        peer.call(b"x")
+    peer.take_frames()
+    sent = peer.send(frames.settings((frames.SETTINGS_MAX_CONCURRENT_STREAMS, 2)))
+    assert [one.stream_id for one in only(sent, HeadersFrame)] == [3]
+
+
 def test_calls_wait_while_the_transport_is_paused() -> None:
-    peer = ShardPeer()
+    peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 10))
+    peer.call(b"x" * 10)
+    peer.take_frames()
     peer.client.pause()
-    peer.call(b"x")
-    assert peer.take_frames() == []
+    peer.call(b"y")
+    assert peer.send(frames.window_update(1, 1000)) == []
+    assert only(peer.send(frames.settings()), HeadersFrame) == []
     peer.client.resume()
-    assert len(peer.take_frames()) == 2
+    sent = peer.take_frames()
+    assert [(type(one).__name__, one.stream_id) for one in sent] == [
+        ("DataFrame", 1),
+        ("HeadersFrame", 3),
+        ("DataFrame", 3),
+    ]
 
 
 def test_cancelled_call_has_no_reply() -> None:
@@ -294,6 +343,32 @@ def test_response_before_the_end_of_the_request_resets_its_stream() -> None:
     assert [type(one) for one in sent] == [RstStreamFrame]
     assert peer.replies[0].status == RESOURCE_EXHAUSTED
     assert peer.send(frames.window_update(1, 1000)) == []
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        b"",
+        frames.rst_stream(3, ErrorCode.CANCEL),
+        frames.window_update(3, 0),
+        frames.goaway(1, ErrorCode.NO_ERROR),
+        trailers(3, [*RESPONSE_HEADERS, (b"grpc-status", b"8")]),
+    ],
+    ids=["cancelled", "reset", "stream error", "GOAWAY", "answered"],
+)
+def test_ended_call_sends_no_more_of_its_request(end: bytes) -> None:
+    peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 1 << 20))
+    peer.call(b"a" * 100_000)
+    call = peer.call(b"b" * 100_000)
+    peer.take_frames()
+    if end:
+        peer.send(end)
+    else:
+        call.cancel()
+        peer.take_frames()
+    sent = only(peer.send(frames.window_update(0, 1 << 20)), DataFrame)
+    assert {one.stream_id for one in sent} == {1}
+    assert "END_STREAM" in sent[-1].flags
 
 
 def test_connection_window_is_replenished() -> None:

@@ -153,10 +153,50 @@ def test_protocol_violations_close_the_connection(name: str) -> None:
     assert len(peer.replies) == peer.calls
 
 
+def test_settings_that_raise_a_window_over_the_limit_close_the_connection() -> None:
+    peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 1 << 20))
+    peer.call(b"x" * 100_000)
+    peer.send(frames.window_update(1, 100_000))
+    peer.send(frames.settings((frames.SETTINGS_INITIAL_WINDOW_SIZE, 2**31 - 1)))
+    assert peer.client.is_closed
+    assert "SETTINGS raise a window" in peer.client.reason
+
+
+def test_data_beyond_the_connection_window_closes_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("embedserve.shard_client.response_frames.CONNECTION_WINDOW", 1000)
+    peer = ShardPeer()
+    peer.call(b"x")
+    peer.send(data(1, bytes(1000)), data(1, b"x"))
+    assert peer.client.is_closed
+    assert "DATA beyond the connection's window" in peer.client.reason
+
+
+def test_cancelled_last_call_closes_a_draining_connection() -> None:
+    peer = ShardPeer()
+    call = peer.call(b"x")
+    peer.client.finish("done")
+    assert not peer.client.is_closed
+    call.cancel()
+    assert peer.client.is_closed
+
+
 def test_stream_error_fails_only_its_call() -> None:
     peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 10))
     peer.call(b"x" * 100)
     peer.call(b"y")
     sent = peer.send(frames.window_update(1, 0), response_frames(3, b"m"))
+    assert [one.stream_id for one in only(sent, RstStreamFrame)] == [1]
+    assert [peer.replies[0].status, peer.replies[1].status] == [INTERNAL, 0]
+
+
+def test_window_update_over_the_limit_fails_only_its_call() -> None:
+    peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 1 << 20))
+    peer.call(b"x" * 100_000)
+    peer.call(b"y")
+    sent = peer.send(
+        frames.window_update(1, 2**31 - 1), frames.window_update(0, 1000), response_frames(3, b"m")
+    )
     assert [one.stream_id for one in only(sent, RstStreamFrame)] == [1]
     assert [peer.replies[0].status, peer.replies[1].status] == [INTERNAL, 0]
