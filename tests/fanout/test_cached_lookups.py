@@ -18,9 +18,11 @@ from torchrec import PoolingType
 from unpooled import unpooled_collection
 
 from embedserve.config import Limits
+from embedserve.errors import EngineError
 from embedserve.fanout import row_fetcher
 from embedserve.fanout.batch_fanout import Finish
 from embedserve.fanout.router_engine import RouterEngine
+from embedserve.fanout.row_fetcher import RowFetcher
 from embedserve.lookup_types import Batch
 from embedserve.shard_client.reply import UNAVAILABLE, Reply, lost
 from embedserve_store import ModelStore, publish
@@ -185,6 +187,35 @@ def test_a_fetch_is_bounded_by_its_bytes(
     cache_rows(engine, shards, (np.arange(9), np.array([9], np.int32), None))
     assert len(fetched) >= 5
     assert max(fetched) == 2
+
+
+def test_fetches_follow_each_other_at_intervals(
+    engine: RouterEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_fetcher, "FETCH_S", 0.05)
+    monkeypatch.setattr(row_fetcher, "FAILED_S", 1.0)
+    now = Mock(return_value=1000.0)
+    monkeypatch.setattr(row_fetcher, "monotonic", now)
+    cache = Mock(candidates=lambda: (np.array([0]), np.array([7])))
+    fetcher = RowFetcher(cache, engine.manifest)
+    row = np.zeros((1, *engine.manifest.length_per_key), np.float32)
+    begun: list[Finish] = []
+
+    def fetches_after(seconds: float) -> int:
+        now.return_value += seconds
+        fetcher.fetch_if_due(lambda _, finish: begun.append(finish))
+        return len(begun)
+
+    assert fetches_after(0) == 1
+    assert fetches_after(60) == 1, "while the first is in flight"
+    begun[-1](row)
+    assert fetches_after(0) == 2
+    begun[-1](row)
+    assert fetches_after(0.04) == 2
+    assert fetches_after(0.02) == 3
+    begun[-1](EngineError("failed"))
+    assert fetches_after(0.9) == 3
+    assert fetches_after(0.2) == 4
 
 
 def test_local_tables_are_not_cached(tmp_path: Path) -> None:
