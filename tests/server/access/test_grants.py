@@ -93,10 +93,11 @@ SECRET = "es_what-nobody-may-see"
         ({"name": "x", "sha256": SHA, "revoked": "no"}, "neither true nor false"),
         ({"name": "first", "sha256": SHA}, "the same name or token as line 1"),
         ({"name": "second", "sha256": "f" * 64}, "the same name or token as line 1"),
+        ({"name": "x", "certificate": "ranker"}, "the same name or token as line 1"),
     ],
 )
 def test_invalid_line_is_named_but_not_quoted(tmp_path: Path, line: Any, message: str) -> None:
-    first = {"name": "first", "sha256": "f" * 64}
+    first = {"name": "first", "sha256": "f" * 64, "certificate": "ranker"}
     with pytest.raises(ValueError, match=r"^\S*/tokens, line 2: ") as raised:
         read_lines(tmp_path, first, line)
     assert message in str(raised.value)
