@@ -29,6 +29,7 @@ def client_address(peer: str = PROXY, **headers: str) -> str:
         ("2001:db8::7", "2001:db8::7"),
         ("[2001:DB8::7]", "2001:db8::7"),
         ("[2001:db8::7]:4711", "2001:db8::7"),
+        ("[2001:db8::77", PROXY),
         ("::ffff:192.0.2.7", "192.0.2.7"),
         ("fe80::1%eth0", "fe80::1"),
         ("192.0.2.7, 10.1.1.1, fd00::9", "192.0.2.7"),
@@ -56,6 +57,7 @@ def test_x_forwarded_for_of_a_trusted_proxy_is_used(value: str, address: str) ->
         ("proto=http;for=192.0.2.7;by=10.0.0.1", "192.0.2.7"),
         ("for=192.0.2.7, for=10.2.2.2;proto=https", "192.0.2.7"),
         ("for=192.0.2.7, proto=https", PROXY),
+        ('for=192.0.2.7, for="";proto=https', PROXY),
         ("for=_hidden, for=10.2.2.2", "10.2.2.2"),
         ("xfor=192.0.2.7", PROXY),
         ('for=192.0.2.7;host="example.com:80" ; by="[fd00::1]";', "192.0.2.7"),
@@ -94,6 +96,12 @@ def test_trusted_proxy_may_be_written_as_a_mapped_address() -> None:
     for trusted in ("::ffff:10.0.0.1", "::ffff:10.0.0.0/104", "::ffff:0:0/96"):
         header = {X_FORWARDED_FOR: b"192.0.2.7"}.get
         assert ClientAddresses([trusted]).find(PROXY, header) == "192.0.2.7", trusted
+
+
+def test_one_ipv6_address_may_be_trusted() -> None:
+    addresses, header = ClientAddresses(["fd00::1"]), {X_FORWARDED_FOR: b"192.0.2.7"}.get
+    assert addresses.find("fd00::1", header) == "192.0.2.7"
+    assert addresses.find("fd00::2", header) == "fd00::2"
 
 
 def test_unix_socket_peer_is_no_trusted_proxy() -> None:

@@ -81,15 +81,16 @@ def test_callers_beyond_the_limit_are_counted_together() -> None:
     assert set(found.values()) == {2}
 
 
-def test_entry_of_a_removed_caller_is_reused_from_zero() -> None:
+def test_entries_of_removed_callers_are_reused_from_zero() -> None:
     metrics, callers = make_metrics(SharedCounters(1), 0)
     for number in range(CALLERS_MAX):
         callers.count_request(f"caller-{number}", "INTERNAL")
     metrics.flush()
-    callers.names -= {"caller-7"}
+    callers.names -= {"caller-7", "caller-9"}
     callers.count_request("new")
+    callers.count_request("newer", times=2)
     found = totals(metrics)
-    assert found["new", "OK"] == 1
+    assert (found["new", "OK"], found["newer", "OK"]) == (1, 2)
     assert ("new", "INTERNAL") not in found
     assert ("caller-7", "INTERNAL") not in found
     assert found["caller-8", "INTERNAL"] == 1

@@ -51,3 +51,12 @@ def test_expired_request_is_replaced(clock: FakeClock) -> None:
     assert kept_ids(slow) == [1, 2]
     clock.now_s += 1
     assert kept_ids(slow) == [2]
+
+
+def test_expired_requests_leave_room_for_faster_ones(clock: FakeClock) -> None:
+    slow = SlowRequests(clock)
+    for one in range(KEPT_MAX):
+        slow.add(9.0, lambda one=one: {"request_id": one})  # type: ignore[misc]
+    clock.now_s += KEPT_S
+    slow.add(1.0, lambda: {"request_id": KEPT_MAX})
+    assert kept_ids(slow) == [KEPT_MAX]
