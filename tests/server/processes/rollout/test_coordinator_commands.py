@@ -139,10 +139,16 @@ def test_requested_poll_is_passed_on_when_the_watcher_ends(workers: Workers) -> 
     assert workers.workers[0].desired.polls_requested == 0
 
 
-def test_reload_requests_a_poll_and_retries_failed_versions(workers: Workers) -> None:
+@pytest.mark.parametrize("is_signal", [False, True])
+def test_reload_requests_a_poll_and_retries_failed_versions(
+    workers: Workers, is_signal: bool
+) -> None:
     workers.report_store(EIGHT)
     workers.load(0, reason="damaged")
-    workers.command(Operation.RELOAD, "")
+    if is_signal:
+        workers.coordinator.reload()
+    else:
+        workers.command(Operation.RELOAD, "")
     assert [one.desired.polls_requested for one in workers.workers.values()] == [1, 1]
     assert workers.failures() == [None, None]
     workers.take_target_changes()

@@ -88,6 +88,20 @@ def test_worker_behind_listens_only_once_it_has_followed(workers: Workers) -> No
     assert workers.served_versions() == [9, 9, 9]
 
 
+def test_replacement_of_a_worker_listens_only_once_it_has_followed(workers: Workers) -> None:
+    """Covers the place of a worker that had caught up, filled by one that starts with the version
+    before."""
+    workers.adopt_failure = "8 was deleted"
+    workers.report_store(EIGHT)
+    workers.load(0, 1)
+    workers.kill(1)
+    workers.start(1)
+    assert workers.served_versions() == [8, 7]
+    assert workers.may_listen() == [True, False]
+    workers.load(1)
+    assert workers.may_listen() == [True, True]
+
+
 def test_rollout_does_not_wait_for_worker_that_is_behind(workers: Workers) -> None:
     workers.fork(2)
     workers.report_store(EIGHT)
@@ -136,6 +150,21 @@ def test_new_workers_prepare_version_after_all_workers_ended(workers: Workers) -
     assert workers.store_watchers() == [0]
     assert (0, 8, TargetPhase.PREPARE) in workers.take_target_changes()
     workers.load(0)
+    assert workers.served_versions() == [8]
+
+
+def test_time_limit_restarts_for_workers_that_replace_all_others(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("embedserve.processes.rollout.coordinator.ROLLOUT_S_MAX", -1.0)
+        workers.report_store(EIGHT)
+        workers.load(0)
+    workers.kill(0, 1)
+    workers.coordinator.advance_rollout()
+    workers.start(0)
+    workers.load(0)
+    assert workers.failures() == [None]
     assert workers.served_versions() == [8]
 
 
