@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from server.gate import Gate
@@ -233,3 +234,12 @@ async def test_stop_during_the_lookup_of_goldens_does_not_wait_for_it(
     checking.cancel()
     assert [thread.daemon for thread in gate.threads] == [True]
     gate.opened.set()
+
+
+def test_read_only_ids_of_requests_cause_no_warning(found: FoundShards) -> None:
+    found.shards.open_all({})
+    torch.set_warn_always(True)  # torch would otherwise warn once in a process
+    try:
+        torch.from_numpy(np.frombuffer(bytes(8), np.int64))
+    finally:
+        torch.set_warn_always(False)

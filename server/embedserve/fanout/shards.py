@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -135,6 +136,7 @@ class Shards:
             OSError, ValueError: the file of addresses cannot be read.
         """
         torch.set_num_threads(1)  # its threads would spin while idle, on cores that others need
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # ids may be views of bodies
         if self._local_bytes:
             # Takes seconds, in which requests would wait if a later version were the first to have
             # local tables.
