@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from brokers import KINDS, WAIT_S_MAX, Broker, running, tls_files
@@ -235,6 +236,30 @@ def test_password_is_not_sent_to_a_nats_broker_without_tls() -> None:
 
     asyncio.run(connect())
     assert received == b""
+
+
+def test_no_task_is_left_of_a_nats_connection_that_is_lost_while_it_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio would log an error when it collects the task."""
+
+    async def lose_connection(url: str) -> None:
+        connection: Any = open_broker(read_broker_url(url))
+        await connection.connect()
+        await connection.subscribe([TOPIC])
+        client = connection._client
+        drain = AsyncMock(side_effect=ConnectionResetError)
+        monkeypatch.setattr(client._transport, "drain", drain)
+        await client._send_command(b"PING\r\n")  # which the close drains
+        await connection.close()
+        drain.assert_awaited()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, left = await asyncio.wait(others, timeout=WAIT_S_MAX / 4)
+            assert not left
+
+    with running(Broker("nats", tmp_path)) as broker:
+        asyncio.run(lose_connection(broker.url))
 
 
 def fail_to_start(self: threading.Thread) -> None:

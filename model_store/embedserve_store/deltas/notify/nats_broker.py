@@ -140,13 +140,15 @@ class NatsBroker:
         return self._again
 
     async def close(self) -> None:
+        if not self._is_connecting:  # nats-py would wait for a TLS handshake that has failed
+            with suppress(Exception):
+                async with asyncio.timeout(CONNECT_S_MAX):
+                    await self._client.close()
+            for subscription in self._client._subs.values():  # left by a close that failed
+                subscription._stop_processing()
         transport: Any = self._client._transport
-        if self._is_connecting and transport is not None:
-            transport.close()  # nats-py would wait for a TLS handshake that has failed
-            return
-        with suppress(Exception):
-            async with asyncio.timeout(CONNECT_S_MAX):
-                await self._client.close()
+        if transport is not None:
+            transport.close()
 
     async def _subscribe(self, topic: Topic) -> None:
         """Subscribes to one message: the broker does not send the rest of a flood."""
