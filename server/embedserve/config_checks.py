@@ -263,21 +263,21 @@ def _check_shared_memory(settings: ServeSettings) -> None:
             f"shared_memory is {prefix!r}, expected a slash and what names begin with, such as "
             "/ranker-, or / for any"
         )
-    said = f"shared_memory is {prefix!r}, but"
+    start = f"shared_memory is {prefix!r}, but"
     names = ["host"] if settings.management_port < 0 else ["host", "management_host"]
     for name in names:
         host = getattr(settings, name)
         if not is_loopback(host):
             raise ValueError(
-                f"{said} {name} is {host!r}, which others than this host reach: use 127.0.0.1"
+                f"{start} {name} is {host!r}, which others than this host reach: use 127.0.0.1"
             )
     if settings.workers > 1:
         raise ValueError(
-            f"{said} workers is {settings.workers}, and a region is registered with one worker "
+            f"{start} workers is {settings.workers}, and a region is registered with one worker "
             "only: use 1"
         )
     if settings.grpc_server == "grpcio":
-        raise ValueError(f"{said} grpc_server is 'grpcio', which has none: use native")
+        raise ValueError(f"{start} grpc_server is 'grpcio', which has none: use native")
 
 
 def check_device(settings: ServeSettings, device_type: str) -> None:

@@ -287,7 +287,7 @@ class BatchRunner:
         self, requests: Sequence[LookupRequest], batch: Batch, value_chunks: Sequence[np.ndarray]
     ) -> list[LookupResult]:
         """Returns the result of each request of ``batch``, with the keys and in the dtype that it
-        asks for; ``value_chunks`` are the values of the batch in request order."""
+        requests; ``value_chunks`` are the values of the batch in request order."""
         results = split(value_chunks, batch, requests, self._model)
         for request, result in zip(requests, results, strict=True):
             if request.output_dtype == "float16":

@@ -41,14 +41,15 @@ def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.n
     return ordered
 
 
-def _rows_of(ids: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
-    """Returns an index of the rows in the engine's result for the ids at positions ``ids``."""
+def _rows_of(positions: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
+    """Returns an index of the rows in the engine's result for the ids at ``positions`` of the
+    batch."""
     if model.keys_are_features:
-        return ids
-    is_one = np.zeros(batch.ids.size, bool)
-    is_one[ids] = True
+        return positions
+    mask = np.zeros(batch.ids.size, bool)
+    mask[positions] = True
     bags = np.arange(batch.lengths.size).reshape(len(model.features), -1)
-    rows: np.ndarray = is_one[bags_to_ids(batch.lengths, bags[model.feature_per_key].reshape(-1))]
+    rows: np.ndarray = mask[bags_to_ids(batch.lengths, bags[model.feature_per_key].reshape(-1))]
     return rows
 
 
@@ -71,7 +72,7 @@ def split(
     requests: Sequence[LookupRequest],
     model: ModelInfo,
 ) -> list[LookupResult]:
-    """Returns the results of ``requests``, with the keys that each asks for, from their values in
+    """Returns the results of ``requests``, with the keys that each requests, from their values in
     request order.
 
     Args:

@@ -93,13 +93,13 @@ def coerce_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
         if is_other and start < end and feature in model.feature_positions:
             found = strings.integers[feature] if are_strings and strings is not None else 0
             if isinstance(found, int):
-                raise _of_wrong_type(request, feature, lengths, start, found)
+                raise _wrong_type_error(request, feature, lengths, start, found)
             integers[feature] = start, found
         start = end
     return _with_integers(request, integers) if integers else request
 
 
-def _of_wrong_type(
+def _wrong_type_error(
     request: LookupRequest, feature: str, lengths: np.ndarray, start: int, position: int
 ) -> InvalidRequestError:
     """Returns the error for the id at ``position`` of a feature.
@@ -178,13 +178,13 @@ def check_ids(
     shown = _shown(request, position, name in request.string_features)
     others = int(wrong.sum()) - 1
     raise InvalidRequestError(
-        f"{field} is {shown}: {_ids_said(model, feature)}"
+        f"{field} is {shown}: {_accepted_ids(model, feature)}"
         + (f" ({others} more are wrong)" if others else ""),
         field,
     )
 
 
-def _ids_said(model: ModelInfo, feature: int) -> str:
+def _accepted_ids(model: ModelInfo, feature: int) -> str:
     """Returns the end of an error message: the ids that ``feature`` accepts."""
     name = model.features[feature]
     rule = model.manifest.rule_per_feature[feature]

@@ -72,8 +72,8 @@ class Codec:
             behind JSON.
         response_headers: function from a result to headers of its response, or gRPC trailers. None
             for formats whose messages have a field for everything.
-        in_regions: function from regions of shared memory to the decoder of requests whose tensors
-            may be located there. None for formats without such tensors.
+        bind_regions: function from regions of shared memory to the decoder of requests whose
+            tensors may be located there. None for formats without such tensors.
     """
 
     content_type: bytes
@@ -87,7 +87,7 @@ class Codec:
     encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_responses.encode_error
     json_bytes: Callable[[ResponseChunks], int] | None = None
     response_headers: Callable[[LookupResult], list[tuple[bytes, bytes]]] | None = None
-    in_regions: Callable[[Regions], Decode] | None = None
+    bind_regions: Callable[[Regions], Decode] | None = None
 
     def bytes_max(self, limits: Limits) -> int:
         """Returns the largest number of bytes that a body may have."""
@@ -177,7 +177,7 @@ class Codecs:
             try_encode_inline=message_responses.try_encode_inline,
             peek_model=infer_messages.peek_model,
             estimate_size=infer_messages.estimate_size,
-            in_regions=partial(_in_regions, message.decode_request),
+            bind_regions=partial(_bind_regions, message.decode_request),
         )
         self.infer_streamed = replace(
             self.infer_message,
@@ -223,9 +223,9 @@ def _infer(decoder: BodyDecoder, json_bytes: int | None = None) -> Codec:
         estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
         encode_error=body_responses.encode_error,
         json_bytes=body_responses.json_bytes_of,
-        in_regions=partial(_in_regions, decode),
+        bind_regions=partial(_bind_regions, decode),
     )
 
 
-def _in_regions(decode: Callable[..., LookupRequest], regions: Regions) -> Decode:
+def _bind_regions(decode: Callable[..., LookupRequest], regions: Regions) -> Decode:
     return partial(decode, regions=regions)

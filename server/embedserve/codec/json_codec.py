@@ -113,8 +113,8 @@ def estimate_size(body: bytes) -> tuple[int, int]:
         return 0, 0
     brackets, commas = _count(body, b"["), _count(body, b",")
     bags = brackets - body.count(b"[[")  # without the bracket around the bags of each feature
-    forms = 2 if b'"weights"' in body else 1
-    return bags // forms, max(commas - brackets, 0) // forms
+    mappings = 2 if b'"weights"' in body else 1
+    return bags // mappings, max(commas - brackets, 0) // mappings
 
 
 def _count(body: bytes, characters: bytes) -> int:

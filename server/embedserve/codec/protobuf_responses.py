@@ -9,15 +9,14 @@ import numpy as np
 from google.protobuf.json_format import ParseDict
 
 from embedserve.codec.model_description import describe
-from embedserve.codec.protobuf_fields import VARINT, number_of, tag_of, varint
+from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, VARINT, number_of, tag_of, varint
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import EncodedResponse, LookupResult, with_size
 from embedserve.model_info import ModelInfo
 from embedserve_proto import embedding_pb2
 
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
-VALUES_TAG = b"\x32"
-"""Tag of EmbedResponse.values: field 6, length-delimited."""
+VALUES_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "values"), LENGTH_DELIMITED)])
 SEQ_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "seq"), VARINT)])
 INLINE_LENGTHS_MAX = 32_768
 """Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
@@ -56,7 +55,7 @@ def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     values = [_little_endian(one) for one in (result.values, *result.extra_chunks)]
     batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
     size = sum(one.nbytes for one in values)
-    yield _sizes(result.model, batch_size, values[0].itemsize) + VALUES_TAG + varint(size)
+    yield _leading_fields(result.model, batch_size, values[0].itemsize) + VALUES_TAG + varint(size)
     for one in values:
         yield one.data
     if result.lengths is not None:
@@ -78,12 +77,13 @@ def _little_endian(values: np.ndarray) -> np.ndarray:
 
 def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
     """Returns all bytes before the values of a pooled response, and caches them with the model."""
-    start = _sizes(model, batch_size, itemsize) + VALUES_TAG + varint(size)
+    start = _leading_fields(model, batch_size, itemsize) + VALUES_TAG + varint(size)
     model.cache_response_prefix((size, itemsize), start)
     return start
 
 
-def _sizes(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
+def _leading_fields(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
+    """Returns the fields before the values, serialized."""
     output_dtype = embedding_pb2.FLOAT16 if itemsize == 2 else embedding_pb2.FLOAT32
     return embedding_pb2.EmbedResponse(
         model=model.name,

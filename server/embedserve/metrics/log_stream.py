@@ -133,18 +133,18 @@ class LogHandler(logging.StreamHandler[TextIO]):
     """Log handler that reports dropped lines. After the first line that gets through again, it logs
     how many were dropped."""
 
-    _told_dropped = 0
+    _reported_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         before = dropped_lines()
         super().emit(record)
-        if self._told_dropped < before == dropped_lines():
-            count = (before - self._told_dropped,)
+        if self._reported_dropped < before == dropped_lines():
+            count = (before - self._reported_dropped,)
             super().emit(
                 logging.LogRecord(__name__, logging.WARNING, __file__, 0, DROPPED, count, None)
             )
             if dropped_lines() == before:
-                self._told_dropped = before
+                self._reported_dropped = before
 
 
 def dropped_lines() -> int:

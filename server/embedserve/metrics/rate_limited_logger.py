@@ -24,7 +24,7 @@ class LineLimit:
     def __init__(self, lines: int) -> None:
         self._lines = lines
         self._end_s: dict[Hashable, float] = {}  # end of the current period of each kind
-        self._wanted: dict[Hashable, int] = {}  # lines of each kind in its current period
+        self._counts: dict[Hashable, int] = {}  # lines of each kind in its current period
 
     def take(self, kind: Hashable) -> int | None:
         """Counts a line of ``kind``; there are few kinds.
@@ -36,11 +36,11 @@ class LineLimit:
         now_s = monotonic()
         left_out = 0
         if now_s >= self._end_s.get(kind, 0.0):
-            left_out = max(0, self._wanted.get(kind, 0) - self._lines)
-            self._wanted[kind] = 0
+            left_out = max(0, self._counts.get(kind, 0) - self._lines)
+            self._counts[kind] = 0
             self._end_s[kind] = now_s + PERIOD_S  # last: from here on other threads only count
-        self._wanted[kind] += 1
-        return None if self._wanted[kind] > self._lines else left_out
+        self._counts[kind] += 1
+        return None if self._counts[kind] > self._lines else left_out
 
 
 class RateLimitedTracebacks(logging.Filter):

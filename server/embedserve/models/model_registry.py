@@ -39,7 +39,7 @@ The estimate for 1 MiB takes less than a millisecond."""
 
 
 class RequestEstimator(Protocol):
-    """Part of a Codec: what it tells of a request body without decoding it.
+    """Part of a Codec: functions that estimate a request body without decoding it.
 
     ``peek_model`` returns the model that the body names, "" if it names none. ``estimate_size``
     returns the approximate numbers of (bags, ids).
@@ -72,7 +72,7 @@ class ModelRegistry:
 
     def __init__(self, default_model: str, limits: Limits) -> None:
         self._batchers: dict[str, Batcher] = {}
-        self._routes = TrafficSplit([], {})
+        self._traffic = TrafficSplit([], {})
         self._shares: dict[str, float] = {}
         self._shadows: dict[str, float] = {}
         self._shadow_executor = ShadowExecutor()
@@ -116,7 +116,7 @@ class ModelRegistry:
 
     def _changed(self, name: str) -> None:
         self._damaged.pop(name, None)
-        self._routes = TrafficSplit(list(self._batchers.values()), self._shares)
+        self._traffic = TrafficSplit(list(self._batchers.values()), self._shares)
         batchers = tuple(self._batchers.values())
         self._only = batchers[0] if len(batchers) == 1 else None
         self._assign_shadows()
@@ -126,7 +126,7 @@ class ModelRegistry:
         """Sets the percentage of requests for ``name``'s model without a version that it serves."""
         if self._shares.get(name, 0.0) != percent:
             self._shares[name] = percent
-            self._routes = TrafficSplit(list(self._batchers.values()), self._shares)
+            self._traffic = TrafficSplit(list(self._batchers.values()), self._shares)
 
     def models(self) -> list[ModelInfo]:
         return [batcher.model for batcher in self._batchers.values()]
@@ -151,7 +151,7 @@ class ModelRegistry:
             batcher.runner.shadow = None
         for name, percent in sorted(self._shadows.items()):
             candidate = self._batchers.get(name)
-            served = None if candidate is None else self._routes.by_name[candidate.model.name]
+            served = None if candidate is None else self._traffic.by_name[candidate.model.name]
             if candidate is None or served is None or candidate is served or not percent:
                 continue
             if served.runner.shadow is None:
@@ -165,7 +165,7 @@ class ModelRegistry:
         next_version = self.pending_versions.get(name)
         return {
             "alias": model.tag,
-            "share": self._routes.share_of(name),
+            "share": self._traffic.share_of(name),
             "shadow": self._shadows.get(name, 0.0),
             "since": self.since[name],
             "next": None if next_version is None else asdict(next_version),
@@ -186,12 +186,12 @@ class ModelRegistry:
             EmbedServeError: the request is rejected immediately, and ``pending`` is not notified.
                 An InvalidRequestError that only the batch reveals goes to ``pending`` instead.
         """
-        routes, name = self._routes, request.model or self.default_model
-        batcher = routes.by_name.get(name)
+        traffic, name = self._traffic, request.model or self.default_model
+        batcher = traffic.by_name.get(name)
         if batcher is None:
             batcher = self._batcher(request.model)  # resolves @VERSION, or else raises
-        elif name in routes.weighted:
-            batcher = routes.choose(name, pending.routing_key)
+        elif name in traffic.weighted:
+            batcher = traffic.choose(name, pending.routing_key)
         model, limits = batcher.model, self.limits
         examples, ids = request.batch_size, request.ids.size
         response_bytes = (
@@ -247,7 +247,7 @@ class ModelRegistry:
         body is read."""
         if self._only is not None:
             return (self._only,)
-        return self._routes.possible.get(name, ())
+        return self._traffic.possible.get(name, ())
 
     def set_callbacks(self, on_batch_done: Callable[[], None], on_room: Callable[[], None]) -> None:
         """Registers callbacks, before the first version is activated.
@@ -301,7 +301,7 @@ class ModelRegistry:
     def _batcher(self, name: str) -> Batcher:
         if name.startswith("@"):  # a version or alias of the default model
             name = (split_name(self.default_model)[0] + name) if self.default_model else ""
-        batcher = self._routes.by_name.get(name or self.default_model)
+        batcher = self._traffic.by_name.get(name or self.default_model)
         if batcher is not None:
             return batcher
         self.check_loaded()
@@ -314,7 +314,7 @@ class ModelRegistry:
                 f"the request names no model and {why}: this server has {served}", "model"
             )
         model, version = split_name(name)
-        if version and (there := self._routes.possible.get(model)):
+        if version and (there := self._traffic.possible.get(model)):
             versions = ", ".join(map(_shown, there))
             shown = version if version.isdecimal() else repr(version)
             raise UnknownModelError(
@@ -329,10 +329,10 @@ class ModelRegistry:
         elif ids > limits.request_ids_max:
             limit, size = "request_ids_max", f"features: the batch has {ids} ids, "
         else:
-            asked = f"{examples} examples has" if model.is_pooled else f"{ids} ids has up to"
+            sizes = f"{examples} examples has" if model.is_pooled else f"{ids} ids has up to"
             nbytes = request.response_bytes(model)
             limit = "request_output_bytes_max"
-            size = f"features: the answer to {asked} {nbytes} bytes, "
+            size = f"features: the answer to {sizes} {nbytes} bytes, "
         raise RequestTooLargeError(size + limits.describe(limit), "features")
 
 

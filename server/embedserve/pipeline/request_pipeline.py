@@ -224,8 +224,8 @@ class RequestContext(PendingRequest):
     def fail(self) -> None:
         """Logs the unexpected exception that is being handled, and rejects the request with an
         internal error."""
-        log, named = self.options.metrics.log, lambda: {"request_id": self.request_id.decode()}
-        log.log(logging.ERROR, "a request failed", with_traceback=True, fields=named)
+        log, fields = self.options.metrics.log, lambda: {"request_id": self.request_id.decode()}
+        log.log(logging.ERROR, "a request failed", with_traceback=True, fields=fields)
         self.reject(EngineError(INTERNAL))
 
     def cancel(self) -> None:
@@ -343,10 +343,10 @@ class RequestPipeline:
         """Returns the decoder for the body, bound to the caller's shared-memory regions. Requests
         from a browser page, which have an Origin header, get no regions."""
         codec, shared = context.options.codec, self.shared_memory
-        if shared is None or codec.in_regions is None:
+        if shared is None or codec.bind_regions is None:
             return codec.decode
         is_page = context.writer.header(ORIGIN_HEADER) is not None
-        return codec.in_regions(NONE if is_page else shared.of(context.owner))
+        return codec.bind_regions(NONE if is_page else shared.of(context.owner))
 
     def reject_if_overloaded(self, context: RequestContext) -> None:
         """Rejects ``context`` before its body arrives if its queue is full.

@@ -162,10 +162,10 @@ def _check_files(settings: ServeSettings) -> None:
 
 def _claimed(settings: ServeSettings) -> Ports:
     management = (settings.management_host, settings.management_port)
-    asked = management if settings.management_port >= 0 else None
+    requested = management if settings.management_port >= 0 else None
     paths = [(settings.http_uds, "HTTP"), (settings.grpc_uds, "gRPC")]
     unix = [(path, uds_mode(settings), protocol) for path, protocol in paths if path]
-    return claim_ports(settings.host, settings.http_port, settings.grpc_port, asked, unix)
+    return claim_ports(settings.host, settings.http_port, settings.grpc_port, requested, unix)
 
 
 def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> None:

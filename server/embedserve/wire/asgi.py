@@ -83,8 +83,8 @@ class AsgiHandler(Handler):
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _reject_size(self, size: str) -> None:
-        said = f"body has {size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
-        self._reject(RequestTooLargeError(said, "body"))
+        problem = f"body has {size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
+        self._reject(RequestTooLargeError(problem, "body"))
 
     def _reject(self, error: EmbedServeError) -> None:
         request = self._request

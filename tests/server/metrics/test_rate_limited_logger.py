@@ -139,7 +139,7 @@ class Interrupted(dict[Hashable, float]):
             interrupt()
 
 
-@pytest.mark.parametrize("name", ["_end_s", "_wanted"])
+@pytest.mark.parametrize("name", ["_end_s", "_counts"])
 def test_two_threads_may_log_the_first_line_of_a_kind(name: str) -> None:
     """Covers the threads of a large batch, which fail together. An error of the log would replace
     theirs, and the batch would never end."""

@@ -215,21 +215,21 @@ def _schema(result: LookupResult) -> TableFields:
             _field(key, LIST, {}, [{**one, NAME: ITEM}])
             for key, one in zip(model.keys, columns, strict=True)
         ]
-    said: Mapping[str, object] = {
+    metadata: Mapping[str, object] = {
         "model": model.name,
         "version": model.version,
         "keys": model.keys,
         "length_per_key": model.length_per_key,
     }
     if result.unknown_ids:
-        said = {**said, "unknown_ids": result.unknown_ids}
+        metadata = {**metadata, "unknown_ids": result.unknown_ids}
     if result.missing_ids:
-        said = {**said, "missing_ids": result.missing_ids}
+        metadata = {**metadata, "missing_ids": result.missing_ids}
     if result.seq is not None:
-        said = {**said, "seq": _SEQ_ROOM}
+        metadata = {**metadata, "seq": _SEQ_ROOM}
     return {
         FIELDS: columns,
-        METADATA: [{KEY: PREFIX + name, VALUE: _text(value)} for name, value in said.items()],
+        METADATA: [{KEY: PREFIX + name, VALUE: _text(value)} for name, value in metadata.items()],
     }
 
 

@@ -330,8 +330,8 @@ def _wrong_value(tensor: InputTensor, data: list[Any]) -> InvalidRequestError:
                 continue
         except (TypeError, OverflowError):
             pass
-        said = "a list" if type(value) is list else repr(value)[:64]
-        return wrong(tensor, f"has {said} at {at}, which is not {tensor.datatype}")
+        shown = "a list" if type(value) is list else repr(value)[:64]
+        return wrong(tensor, f"has {shown} at {at}, which is not {tensor.datatype}")
     raise AssertionError("a value is wrong, but none of them")
 
 

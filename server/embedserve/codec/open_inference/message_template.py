@@ -86,8 +86,8 @@ class MessageTemplate:
         self._named, self._features, self._outputs = named, tuple(features), tuple(outputs)
         self._ids = [_stems(f"{one}.ids", "INT64") for one in features]
         self._lengths = [_stems(f"{one}.lengths", "INT32") for one in features]
-        asked = [_Request.InferRequestedOutputTensor(name=one) for one in outputs]
-        self._tail = _Request(outputs=asked).SerializeToString()
+        requested = [_Request.InferRequestedOutputTensor(name=one) for one in outputs]
+        self._tail = _Request(outputs=requested).SerializeToString()
         self._middles: dict[int, _Middles] = {}
         self._fits: Limits | None = None
         self._output: OutputOptions | None = None  # of a request without an id

@@ -144,9 +144,9 @@ def set_output_dtype(request: LookupRequest, value: object) -> None:
         return
     dtype = OUTPUT_DTYPES.get(value) if isinstance(value, str) else None
     if dtype is None:
-        said = repr(value)[:64]
+        shown = repr(value)[:64]
         raise InvalidRequestError(
-            f"parameters.output_dtype is {said}, expected 'FP32' or 'FP16'",
+            f"parameters.output_dtype is {shown}, expected 'FP32' or 'FP16'",
             "parameters.output_dtype",
         )
     request.output_dtype = dtype
@@ -239,10 +239,10 @@ def tensors_of(
     if options.has_pooled:
         tensors.append(OutputTensor(POOLED, (batch_size, sum(model.length_per_key))))
     if options.has_keys:
-        wanted = set(output.keys) if options.has_pooled else None
+        requested = set(output.keys) if options.has_pooled else None
         start = 0
         for key, dim in zip(model.keys, model.length_per_key, strict=True):
-            if wanted is None or key in wanted:
+            if requested is None or key in requested:
                 tensors.append(OutputTensor(key, (batch_size, dim), slice(start, start + dim)))
             start += dim
     return tensors

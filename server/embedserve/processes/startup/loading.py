@@ -170,16 +170,16 @@ def opened_in_time(
     Raises:
         StoreError: the error of ``open_all``, if ``settings.wait`` is not set.
     """
-    said = ""
+    logged = ""
     while True:
         try:
             return open_all(settings)
         except StoreError as error:
             if not settings.wait:
                 raise
-            if str(error) != said:
-                said = str(error)
-                logger.warning("waiting for what is to be served: %s", said)
+            if str(error) != logged:
+                logged = str(error)
+                logger.warning("waiting for what is to be served: %s", logged)
         time.sleep(REMOTE_POLL_S if is_url(settings.store) else LOCAL_POLL_S)
 
 

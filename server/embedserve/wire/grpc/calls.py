@@ -298,7 +298,7 @@ class BidiCall(Handler):
                 before = deframer.nbytes
                 message = deframer.next_message()
                 if message is None:
-                    self._want_more()
+                    self._expect_more()
                     return
                 self._stream.consumed(min(self._stream.held_bytes, before - deframer.nbytes))
                 if isinstance(message, LargeMessage):
@@ -312,7 +312,7 @@ class BidiCall(Handler):
         self._is_turn_due = False
         self.take_messages()
 
-    def _want_more(self) -> None:
+    def _expect_more(self) -> None:
         if self._has_all:
             self._deframer.check_end()
             return

@@ -136,8 +136,8 @@ class LargeMessage:
             while chunk:
                 nbytes += len(chunk)
                 if nbytes > self._bytes_max:
-                    said = f"over {self._bytes_max} decompressed"
-                    raise _too_large(said, self._bytes_max, self._limit)
+                    size = f"over {self._bytes_max} decompressed"
+                    raise _too_large(size, self._bytes_max, self._limit)
                 chunks.append(chunk)
                 # More may follow even if the tail is empty: zlib holds what found no room.
                 chunk = _decompressed(stream, stream.unconsumed_tail, STEP_BYTES)

@@ -78,9 +78,9 @@ class OpenInferenceMethods:
         return pb.ServerReadyResponse(ready=self._pipeline.models.is_ready).SerializeToString()
 
     def _model_ready(self, quota: CallerQuota | None, message: bytes) -> bytes:
-        asked = read_message(message, pb.ModelReadyRequest)
+        request = read_message(message, pb.ModelReadyRequest)
         try:
-            served(self._pipeline, asked.name, asked.version)
+            served(self._pipeline, request.name, request.version)
         except UnknownModelError:
             return pb.ModelReadyResponse(ready=False).SerializeToString()
         return pb.ModelReadyResponse(ready=self._pipeline.models.is_ready).SerializeToString()
@@ -89,20 +89,20 @@ class OpenInferenceMethods:
         return _written(server_metadata(self._pipeline), pb.ServerMetadataResponse())
 
     def _model(self, quota: CallerQuota | None, message: bytes) -> bytes:
-        asked = read_message(message, pb.ModelMetadataRequest)
-        info = served(self._pipeline, asked.name, asked.version)
+        request = read_message(message, pb.ModelMetadataRequest)
+        info = served(self._pipeline, request.name, request.version)
         encoded = self._metadata.get(info)
         if encoded is None:
             encoded = _written(model_metadata(info, []), pb.ModelMetadataResponse())
             self._metadata[info] = encoded
-        numbers = [info.version] if asked.version else served_versions(self._pipeline, info)
+        numbers = [info.version] if request.version else served_versions(self._pipeline, info)
         # Two encoded messages in sequence are one message with the fields of both.
         versions = pb.ModelMetadataResponse(versions=map(str, numbers))
         return encoded + versions.SerializeToString()
 
     def _configuration(self, quota: CallerQuota | None, message: bytes) -> bytes:
-        asked = read_message(message, pb.ModelConfigRequest)
-        info = served(self._pipeline, asked.name, asked.version)
+        request = read_message(message, pb.ModelConfigRequest)
+        info = served(self._pipeline, request.name, request.version)
         encoded = self._configurations.get(info)
         if encoded is None:
             fields = {"config": configuration(info)}
@@ -111,13 +111,13 @@ class OpenInferenceMethods:
 
     def _statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
         """Answers ModelStatistics for the models that the caller of ``quota`` may use."""
-        asked = read_message(message, pb.ModelStatisticsRequest)
-        fields = {"model_stats": statistics(self._pipeline, asked.name, asked.version, quota)}
+        request = read_message(message, pb.ModelStatisticsRequest)
+        fields = {"model_stats": statistics(self._pipeline, request.name, request.version, quota)}
         return _written(fields, pb.ModelStatisticsResponse())
 
     def _repository(self, quota: CallerQuota | None, message: bytes) -> bytes:
-        asked = read_message(message, pb.RepositoryIndexRequest)
-        models = repository(self._pipeline, only_ready=asked.ready)
+        request = read_message(message, pb.RepositoryIndexRequest)
+        models = repository(self._pipeline, only_ready=request.ready)
         return _written({"models": models}, pb.RepositoryIndexResponse())
 
     def _regions_and_owner(self, quota: CallerQuota | None) -> tuple[RegionRegistry, str]:
@@ -128,9 +128,9 @@ class OpenInferenceMethods:
 
     def _region_status(self, quota: CallerQuota | None, message: bytes) -> bytes:
         shared, owner = self._regions_and_owner(quota)
-        asked = read_message(message, pb.SystemSharedMemoryStatusRequest)
+        request = read_message(message, pb.SystemSharedMemoryStatusRequest)
         fields = pb.SystemSharedMemoryStatusResponse()
-        for one in shared.status(owner, asked.name):
+        for one in shared.status(owner, request.name):
             status = fields.regions[one.name]
             status.name, status.key = one.name, one.key
             status.offset, status.byte_size = one.offset, one.byte_size
@@ -138,14 +138,14 @@ class OpenInferenceMethods:
 
     def _register_region(self, quota: CallerQuota | None, message: bytes) -> bytes:
         shared, owner = self._regions_and_owner(quota)
-        asked = read_message(message, pb.SystemSharedMemoryRegisterRequest)
-        shared.register(owner, asked.name, asked.key, asked.offset, asked.byte_size)
+        request = read_message(message, pb.SystemSharedMemoryRegisterRequest)
+        shared.register(owner, request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse().SerializeToString()
 
     def _unregister_region(self, quota: CallerQuota | None, message: bytes) -> bytes:
         shared, owner = self._regions_and_owner(quota)
-        asked = read_message(message, pb.SystemSharedMemoryUnregisterRequest)
-        shared.unregister(owner, asked.name)
+        request = read_message(message, pb.SystemSharedMemoryUnregisterRequest)
+        shared.unregister(owner, request.name)
         return pb.SystemSharedMemoryUnregisterResponse().SerializeToString()
 
 

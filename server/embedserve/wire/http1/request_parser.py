@@ -16,7 +16,7 @@ BLANKS = b" \t"
 HEAD_BYTES_MAX = 16 << 10
 HEAD_LINES_MAX = 100
 VERSIONS = ("1.0", "1.1")
-URL_BYTES_SAID = 200
+URL_BYTES_SHOWN = 200
 """Bytes of an invalid URL that the error message quotes."""
 HEAD_COPIES = 3
 """Memory of incomplete headers, as a multiple of their bytes: raw lines, parsed headers, and the
@@ -145,7 +145,7 @@ class RequestParser:
         try:
             url = httptools.parse_url(self._url)
         except httptools.HttpParserInvalidURLError:
-            shown = self._url[:URL_BYTES_SAID].decode("latin-1")
+            shown = self._url[:URL_BYTES_SHOWN].decode("latin-1")
             raise InvalidRequestError(f"not a request of HTTP/1.1: its URL is {shown!r}") from None
         path: bytes = url.path or b"/"
         return path if url.query is None else b"%b?%b" % (path, url.query)

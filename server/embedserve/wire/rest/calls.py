@@ -48,8 +48,8 @@ class RestCall(EmbedCallHandler[HttpStream]):
         if pipeline.authenticator is not None and not self.admit(context, pipeline.authenticator):
             return
         size = stream.missing_bytes
-        has_size = size is None or self._check_size(context, size, is_whole=True)
-        if has_size and pipeline.models.has_full_unsized_queue:
+        is_allowed = size is None or self._check_size(context, size, is_whole=True)
+        if is_allowed and pipeline.models.has_full_unsized_queue:
             pipeline.reject_if_overloaded(context)
 
     def receive(self, data: bytes, is_end: bool) -> None:

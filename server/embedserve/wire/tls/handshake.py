@@ -150,8 +150,8 @@ class Handshake(Connection):
         """Rejects a plaintext connection: HTTP/1 gets an error response, others are only closed."""
         self._fail("no_tls", "what came is no TLS")
         if b" HTTP/1." in data.partition(b"\r\n")[0]:
-            said = "this port takes TLS only: use https://"
-            body = encode_error(InvalidRequestError(said))
+            problem = "this port takes TLS only: use https://"
+            body = encode_error(InvalidRequestError(problem))
             self._transport.write(PLAIN_HTTP + b"content-length: %d\r\n\r\n" % len(body) + body)
         LingeringClose(self._transport, self, self._server)
 
