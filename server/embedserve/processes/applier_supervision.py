@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from embedserve.deltas.delta_target import to_bytes
 from embedserve.processes.channel import SupervisorChannel
-from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
+from embedserve.processes.forked import LAST_WORDS_S, Restarts, describe_exit, fork, poll_exit_code
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class ApplierSupervision:
 
     def check(self) -> None:
         """Starts the applier if it is due, and notices its end."""
-        if self.pid and (status := ended(self.pid)) is not None:
-            self._reap(described(status))
+        if self.pid and (status := poll_exit_code(self.pid)) is not None:
+            self._reap(describe_exit(status))
         if not self.pid and self.restarts.at_s <= time.monotonic():
             self._start()
 
@@ -92,7 +92,7 @@ class ApplierSupervision:
 
     def reap(self) -> None:
         """Notices the end of an applier that is not started again."""
-        if self.pid and ended(self.pid) is not None:
+        if self.pid and poll_exit_code(self.pid) is not None:
             self.pid = 0
             self._end_channel()
 

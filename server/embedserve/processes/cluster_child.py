@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import IO
 
 from embedserve.config import Limits, ServeSettings, bracketed
-from embedserve.processes.forked import Restarts, end_with
+from embedserve.processes.forked import Restarts, end_with_parent
 from embedserve.processes.startup.ports import claim_ports
 from embedserve_store.terminal.console import say
 
@@ -88,7 +88,7 @@ class Child:
             stdout=subprocess.DEVNULL if host else None,
             stderr=subprocess.PIPE if self._is_piped else None,
             process_group=0,  # Ctrl-C reaches this process alone, which stops the router first
-            preexec_fn=lambda: end_with(parent),
+            preexec_fn=lambda: end_with_parent(parent),
         )
         if host:
             url = f"http://{bracketed(host)}:{http_port}"

@@ -106,22 +106,23 @@ def _run_child(
         os._exit(status)
 
 
-def ended(pid: int) -> int | None:
-    """Returns the exit code of a child that exited (for a signal its negative number), else
-    None."""
+def poll_exit_code(pid: int) -> int | None:
+    """Returns the exit code of a child that has exited (for a signal its negative number); None
+    while it runs. Does not wait."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
 
-def end_with(parent: int) -> None:
-    """Lets this process get SIGTERM when the one that started it ends. Ends it if that one has
-    ended before."""
+def end_with_parent(parent: int) -> None:
+    """Makes the kernel send this process SIGTERM when ``parent``, which started it, ends. Ends this
+    process if ``parent`` has ended before."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def described(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
+    """Returns how a process ended, as the rest of a sentence about it."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:

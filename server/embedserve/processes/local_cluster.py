@@ -29,7 +29,7 @@ from embedserve.file_reloader import named_in_errors
 from embedserve.model_names import split_name
 from embedserve.processes.cluster_child import HOST, Child, held_ports, report
 from embedserve.processes.cluster_settings import ClusterSettings
-from embedserve.processes.forked import described
+from embedserve.processes.forked import describe_exit
 from embedserve.processes.model_loading import check_names, load_named
 from embedserve.processes.ray_backend.connection import (
     PYTHON,
@@ -62,13 +62,14 @@ class LocalCluster:
     """Starts and watches the children, until SIGTERM or SIGINT."""
 
     def __init__(
-        self, shards: Sequence[Child], router: Child, on_start: Callable[[], None]
+        self, shards: Sequence[Child], router: Child, on_new_address: Callable[[], None]
     ) -> None:
         """
         Args:
-            on_start: called when a shard has another address. Called again if it raises OSError.
+            on_new_address: called when a shard has another address. Called again if it raises
+                OSError.
         """
-        self._shards, self._router, self._on_start = shards, router, on_start
+        self._shards, self._router, self._on_new_address = shards, router, on_new_address
         self._all = [*shards, router]
         self._selector = selectors.DefaultSelector()
         self._stops = 0
@@ -94,7 +95,7 @@ class LocalCluster:
                 self._selector.register(sock, selectors.EVENT_READ, partial(child.receive, sock))
             stack.callback(self._stop_all)
             while not self._stops:
-                self._start_what_is_due(sockets)
+                self._start_due_children(sockets)
                 self._pass_on_addresses()
                 self._step(self._wait_s())
 
@@ -104,7 +105,7 @@ class LocalCluster:
     def _reload(self) -> None:
         self._is_reload_requested = True
 
-    def _start_what_is_due(self, sockets: dict[Child, str]) -> None:
+    def _start_due_children(self, sockets: dict[Child, str]) -> None:
         due: Sequence[Child] = self._shards
         if all(shard.was_ready for shard in self._shards):
             due = self._all
@@ -125,7 +126,7 @@ class LocalCluster:
                     self._has_new_address = True
 
     def _pass_on_addresses(self) -> None:
-        """Calls ``on_start`` if a shard has another address.
+        """Calls ``on_new_address`` if a shard has another address.
 
         Raises:
             OSError: the call failed, and the router was never ready.
@@ -133,7 +134,7 @@ class LocalCluster:
         if not self._has_new_address:
             return
         try:
-            self._on_start()
+            self._on_new_address()
         except OSError as error:
             if not self._router.was_ready:
                 raise
@@ -188,9 +189,9 @@ class LocalCluster:
         if self._stops:
             return
         if code > 0 and not self._router.was_ready:
-            raise ChildFailedError(f"{child.name} {described(code)} before it was ready")
+            raise ChildFailedError(f"{child.name} {describe_exit(code)} before it was ready")
         when = f"in {delay_s:g} s" if delay_s else "now"
-        report(f"{child.name} {described(code)}; it starts again {when}")
+        report(f"{child.name} {describe_exit(code)}; it starts again {when}")
 
     def _stop_all(self) -> None:
         """Ends the router, then the shards that it may call until then."""

@@ -262,7 +262,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         del opened
         selection = row_selection(settings)
         room = CounterRoom.of(versions.values(), settings)
-        slots = SharedCounters(settings.workers, room.cells)
+        shared_counters = SharedCounters(settings.workers, room.cells)
 
         def find_damage() -> str:
             try:
@@ -292,10 +292,10 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
                 delta_versions,
                 ports,
                 start_s,
-                slots,
+                shared_counters,
                 room,
             ),
-            slots,
+            shared_counters,
             settings.drain_s,
             settings.worker_hang_s,
             RolloutCoordinator(served, adopt, delta_versions),
@@ -367,7 +367,7 @@ def _worker_main(
     delta_versions: DeltaVersions,
     ports: Ports,
     start_s: float,
-    slots: SharedCounters,
+    shared_counters: SharedCounters,
     room: CounterRoom,
     index: int,
     channel: socket.socket,
@@ -375,9 +375,10 @@ def _worker_main(
     """Serves as worker ``index``, in its forked process; returns the exit code."""
     from embedserve.processes import worker
 
-    counters = WorkerCounters(slots, index)
+    counters = WorkerCounters(shared_counters, index)
     try:
-        deltas = {one.name: has for one, has in delta_versions.take().items() if not one.is_next}
+        # No variable holds what ``take`` returns: _loaded empties ``deltas`` to free its memory.
+        deltas = {to.name: state for to, state in delta_versions.take().items() if not to.is_next}
         with _loaded(settings, versions, deltas, counters, room) as (pipeline, manager):
             import uvloop
 

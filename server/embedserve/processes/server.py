@@ -92,8 +92,8 @@ def build_pipeline(
     room = room or CounterRoom.of(infos, settings)
     metrics = Metrics(infos, counters, settings.tables, room)
     metrics.shards.source = shards
-    access = Authenticator(settings.tokens) if settings.tokens else None
-    metrics.callers.callers = access
+    authenticator = Authenticator(settings.tokens) if settings.tokens else None
+    metrics.callers.callers = authenticator
     traces = _traces(settings)
     telemetry = RequestTelemetry(
         settings.slow_ms, sends_timing=settings.server_timing, traces=traces
@@ -102,7 +102,7 @@ def build_pipeline(
     prefix = settings.shared_memory
     shared = RegionRegistry(prefix, settings.limits) if prefix else None
     addresses = ClientAddresses(settings.trusted_proxy)
-    return RequestPipeline(served, metrics, access, telemetry, shared, addresses)
+    return RequestPipeline(served, metrics, authenticator, telemetry, shared, addresses)
 
 
 def _traces(settings: ServeSettings) -> OtlpTraces | None:
@@ -222,18 +222,18 @@ def _start_periodic(
     pipeline: RequestPipeline, certificates: Certificates | None
 ) -> list[asyncio.Task[None]]:
     """Starts the periodic tasks: integrity checks of the models, reloads of files, and expiry."""
-    access, shared = pipeline.authenticator, pipeline.shared_memory
+    authenticator, shared = pipeline.authenticator, pipeline.shared_memory
     reloaders: list[FileReloader[Any]] = []
     reloaders += [] if certificates is None else [certificates.reloader]
-    reloaders += [] if access is None else [access.reloader]
+    reloaders += [] if authenticator is None else [authenticator.reloader]
     periodic = [
         asyncio.create_task(repeat(INTEGRITY_CHECK_S, pipeline.models.check_integrity)),
         asyncio.create_task(poll_all(reloaders)),
     ]
-    if access is not None:
-        periodic.append(asyncio.create_task(repeat(EXPIRY_CHECK_S, access.refresh_expiry)))
+    if authenticator is not None:
+        periodic.append(asyncio.create_task(repeat(EXPIRY_CHECK_S, authenticator.refresh_expiry)))
     if shared is not None:
-        may_embed = None if access is None else access.may_embed
+        may_embed = None if authenticator is None else authenticator.may_embed
         periodic.append(
             asyncio.create_task(repeat(EXPIRY_CHECK_S, partial(shared.drop_stale, may_embed)))
         )
@@ -261,14 +261,14 @@ def _wires(
         return [WireServer(pipeline, app, certificates, allowed_hosts=checked)]
     service = GrpcService(pipeline, has_management=False, lists_models=bool(settings.part))
     wire = WireServer(pipeline, health_app(pipeline), certificates, service, allowed_hosts=checked)
-    asks = not is_loopback(settings.management_host)
+    authenticates = not is_loopback(settings.management_host)
     management = WireServer(
         pipeline,
-        management_app(pipeline, admin, labels, authenticates=asks),
-        certificates if asks else None,
-        GrpcService(pipeline, authenticates=asks),
+        management_app(pipeline, admin, labels, authenticates=authenticates),
+        certificates if authenticates else None,
+        GrpcService(pipeline, authenticates=authenticates),
         MANAGEMENT_LIMITS,
-        None if asks else names,
+        None if authenticates else names,
     )
     return [wire, management]
 

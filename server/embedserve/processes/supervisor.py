@@ -19,7 +19,7 @@ from functools import partial
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.applier_supervision import ApplierSupervision
 from embedserve.processes.channel import SupervisorChannel
-from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
+from embedserve.processes.forked import LAST_WORDS_S, Restarts, describe_exit, fork, poll_exit_code
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     Desired,
@@ -111,10 +111,10 @@ class Supervisor:
         coordinator.send, coordinator.end = self._send_to, self._end
         self._find_damage = find_damage
         self._worker_main = worker_main
-        self._slots = shared_counters
+        self._counters = shared_counters
         self._drain_s = drain_s
         self._hang_s = hang_s
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
         self._applier = ApplierSupervision(
@@ -160,7 +160,7 @@ class Supervisor:
         self._check_heartbeats()
         self._coordinator.advance_rollout()
         for worker in self._workers:
-            if worker.pid and (status := ended(worker.pid)) is not None:
+            if worker.pid and (status := poll_exit_code(worker.pid)) is not None:
                 self._reap(worker, status)
             is_due = worker.restarts.at_s <= time.monotonic()
             if not worker.pid and not self._is_stopping and is_due:
@@ -183,13 +183,13 @@ class Supervisor:
         Time in which this process did not run either, as when all are frozen, does not count.
         """
         now_s = time.monotonic()
-        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * POLL_S), now_s
+        passed_s, self._checked_s = min(now_s - self._checked_s, 2 * POLL_S), now_s
         self._applier.check_heartbeat(passed_s, self._hang_s)
         for worker in self._workers:
             if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
                 os.kill(worker.pid, signal.SIGKILL)
                 worker.kill_at_s = None
-            beats = self._slots.beats(worker.index)
+            beats = self._counters.beats(worker.index)
             if beats != worker.beats or not worker.is_listening:
                 worker.beats, worker.silent_s = beats, 0.0
                 continue
@@ -207,8 +207,8 @@ class Supervisor:
             worker.pid,
             worker.silent_s,
         )
-        self._slots.count_hang(worker.index)
-        self._slots.set_ready(worker.index, False)
+        self._counters.count_hang(worker.index)
+        self._counters.set_ready(worker.index, False)
         worker.silent_s = 0.0
         worker.kill_at_s = now_s + LAST_WORDS_S
         os.kill(worker.pid, signal.SIGABRT)  # makes faulthandler write the stacks
@@ -264,7 +264,7 @@ class Supervisor:
             worker.reason = report.reason
             return
         worker.is_listening, worker.listening_s = True, time.monotonic()
-        self._slots.set_ready(worker.index, True)
+        self._counters.set_ready(worker.index, True)
         self._end_startup_server()
         self._send(worker)  # it may accept now
         if self._were_ready:
@@ -293,10 +293,10 @@ class Supervisor:
         pid, worker.pid = worker.pid, 0  # the coordinator may want to end it for its last messages
         while worker.channel is not None:
             self._receive(worker)
-        how = described(status)
+        how = describe_exit(status)
         if status == -signal.SIGBUS and (found := self._find_damage()):
             how += f" ({found})"
-        self._slots.set_ready(worker.index, False)
+        self._counters.set_ready(worker.index, False)
         self._applier.clear_reader(worker.index)
         if not self._is_stopping:
             self._coordinator.on_worker_exit(worker.index, how)
@@ -312,7 +312,7 @@ class Supervisor:
         now_s = time.monotonic()
         well_s = now_s - worker.listening_s if was_ready else 0.0
         delay_s = worker.restarts.schedule(now_s, well_s, was_ready=was_ready)
-        self._slots.count_restart(worker.index)
+        self._counters.count_restart(worker.index)
         logger.error(
             "worker %d (process %d) %s%s: %s",
             worker.index,
@@ -340,7 +340,7 @@ class Supervisor:
             self._wait(min(POLL_S, max(0.01, left_s)))
             self._applier.reap()
             for worker in self._workers:
-                if worker.pid and (status := ended(worker.pid)) is not None:
+                if worker.pid and (status := poll_exit_code(worker.pid)) is not None:
                     self._reap(worker, status)
 
     def _send_to(self, index: int, desired: Desired) -> None:

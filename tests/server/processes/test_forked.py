@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from embedserve.processes.forked import Restarts, described, fork
+from embedserve.processes.forked import Restarts, describe_exit, fork
 
 
 def test_failed_fork_leaves_no_descriptors_and_no_blocked_signals(
@@ -66,7 +66,7 @@ def test_error_of_a_signal_handler_during_a_fork_leaves_no_process(
     ],
 )
 def test_end_of_a_process_is_described_by_exit_code_or_signal(exit_code: int, how: str) -> None:
-    assert described(exit_code) == how
+    assert describe_exit(exit_code) == how
 
 
 def test_restart_delay_grows_to_its_limit_and_stays_there() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from embedserve.config import ServeSettings
 from embedserve.processes import service_manager
 from embedserve.processes.cluster_child import Child
-from embedserve.processes.forked import end_with
+from embedserve.processes.forked import end_with_parent
 from embedserve.processes.local_cluster import ChildFailedError, LocalCluster
 from embedserve.processes.ray_backend.connection import (
     AUTO,
@@ -70,7 +70,7 @@ def following_ray(settings: ServeSettings) -> Iterator[ServeSettings]:
             [*PYTHON, "follow", source.name, str(path)],
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C reaches the router alone, which drains first
-            preexec_fn=lambda: end_with(parent),
+            preexec_fn=lambda: end_with_parent(parent),
         )
         logger.info("waits for the addresses of the shards %r from Ray", source.name)
         try:

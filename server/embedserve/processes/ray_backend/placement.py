@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from embedserve.processes import service_manager
-from embedserve.processes.forked import described
+from embedserve.processes.forked import describe_exit
 from embedserve.processes.ray_backend.connection import connected, has_control_plane
 from embedserve.processes.ray_backend.shard_actor import RayShardActor
 from embedserve.processes.ray_backend.shard_watch import ShardName, ShardWatch
@@ -227,7 +227,7 @@ class Placement:
         """
         for shard, state in self._watch.states.items():
             if state.exit_code is not None:
-                how = described(state.exit_code)
+                how = describe_exit(state.exit_code)
                 raise OSError(f"{shard.label} {how} before it was ready")
         if self._watch.lost:
             [(shard, reason), *_] = self._watch.lost.items()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve.processes.cluster_child import Child
-from embedserve.processes.forked import described
+from embedserve.processes.forked import describe_exit
 from embedserve_store.terminal.console import say
 
 LINGER_S = 5.0
@@ -93,7 +93,7 @@ class ShardActor:
             if self._is_stopping:
                 self._end_child()
             code = self._child.process.wait()
-            say(f"{self._label} {described(code)}")
+            say(f"{self._label} {describe_exit(code)}")
             if self._is_stopping or not self._child.was_ready:
                 self._exit_code = code
                 time.sleep(LINGER_S)

@@ -52,9 +52,9 @@ class DeltaVersions:
 
     def targets(self) -> dict[DeltaTarget, SharedDeltaState]:
         """Returns the versions that the applier is to follow."""
-        found = {self._described(name, state): state for name, state in self.served.items()}
+        found = {self._target_of(name, state): state for name, state in self.served.items()}
         if self._next is not None:
-            version = self._described(self._next_name, self._next)
+            version = self._target_of(self._next_name, self._next)
             found[replace(version, is_next=True, is_switching=self._is_switching)] = self._next
         return found
 
@@ -155,7 +155,7 @@ class DeltaVersions:
             self._at_seqs = {key: seq for key, seq in self._at_seqs.items() if key[0] != name}
             self.on_change()
 
-    def _described(self, name: str, state: SharedDeltaState) -> DeltaTarget:
+    def _target_of(self, name: str, state: SharedDeltaState) -> DeltaTarget:
         path, memory = str(state.live.version.path), state.live.memory
         at_seq = self._at_seqs.get((name, _number(state)))
         return DeltaTarget(name, path, memory.path, memory.generation, at_seq)

@@ -95,7 +95,7 @@ class StoreWatcher:
             is_requested = self._poll_requested.is_set()
             self._poll_requested.clear()
             if is_requested or self._every_s is not None:
-                await _log_fault(self.poll(is_all=is_requested))
+                await _run_and_log_error(self.poll(is_all=is_requested))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poll_requested.wait(), self._every_s)
 
@@ -153,10 +153,10 @@ class StoreWatcher:
         while True:
             await self._polled.wait()
             self._polled.clear()
-            await _log_fault(shard_versions.update())
+            await _run_and_log_error(shard_versions.update())
 
     async def _open(self, name: str, number: int) -> None:
-        await _log_fault(self._open_and_report(name, number))
+        await _run_and_log_error(self._open_and_report(name, number))
         del self._openings[name]
         if self._version_manager.target(name) is None:  # unloaded meanwhile
             self._resolver.forget(name)
@@ -199,7 +199,7 @@ class StoreWatcher:
         return StoreEntry(number, reason=reason[:REASON_CHARACTERS_MAX], is_final=is_final)
 
 
-async def _log_fault(work: Awaitable[None]) -> None:
+async def _run_and_log_error(work: Awaitable[None]) -> None:
     """Runs ``work``, and logs an error that it raises."""
     try:
         await work

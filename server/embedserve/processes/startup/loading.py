@@ -20,7 +20,7 @@ from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
 from embedserve.on_missing import MissingPolicy
-from embedserve.processes.forked import described, end_with, fork
+from embedserve.processes.forked import describe_exit, end_with_parent, fork
 from embedserve.processes.model_loading import check_names, load_named, restore_one
 from embedserve.processes.open_store import open_folder, row_selection, versions_to_hold
 from embedserve_store import ModelStore, ModelVersion, StoreError
@@ -223,7 +223,7 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     finally:
         _, status = os.waitpid(child, 0)
     if not report:
-        how = described(os.waitstatus_to_exitcode(status))
+        how = describe_exit(os.waitstatus_to_exitcode(status))
         raise StoreError(f"{settings.store}: the process that pulls it {how}")
     pulled = json.loads(report)
     for kind in _PULL_ERRORS:
@@ -238,7 +238,7 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
 def _report_pulled(settings: ServeSettings, parent: int, channel: socket.socket) -> int:
     """Writes folder and at_seq of each version to ``channel``, or the error; returns the exit code.
     The process ends when ``parent`` does."""
-    end_with(parent)
+    end_with_parent(parent)
     folders: dict[str, tuple[str, int | None]] = {}
     errors: dict[str, str] = {}
     try:

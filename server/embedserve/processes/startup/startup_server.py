@@ -20,7 +20,7 @@ from functools import partial
 
 from embedserve.config import ServeSettings
 from embedserve.errors import LOADING
-from embedserve.processes.forked import described, ended, fork
+from embedserve.processes.forked import describe_exit, fork, poll_exit_code
 from embedserve.processes.startup.ports import Ports
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def serve_health_while_loading(
         nonlocal is_there
         if is_there:
             is_there = False
-            status = ended(pid)
+            status = poll_exit_code(pid)
             ours.shutdown(socket.SHUT_RDWR)  # not only close: forked workers have this end, too
             ours.close()
             if status is None:
@@ -52,7 +52,7 @@ def serve_health_while_loading(
             elif status != -signal.SIGTERM:  # which may have been for the whole process group
                 logger.error(
                     "health checks failed while the models loaded: the startup server %s",
-                    described(status),
+                    describe_exit(status),
                 )
 
     try:
