@@ -11,17 +11,21 @@ from urllib.parse import SplitResult, urlsplit
 PORTS = {"http": 80, "https": 443}
 UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
 """Unix socket addresses in gRPC's syntax: "unix:path", "unix:/path" or "unix:///path"."""
-OF_UNIX = "http://localhost"
-GRPCS_OWN = re.compile(r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):", re.IGNORECASE)
-OF_SEVERAL = re.compile(r"(dns|ipv4|ipv6):", re.IGNORECASE)
-"""gRPC's own targets that may name several servers."""
+UNIX_BASE_URL = "http://localhost"
+"""Base URL of calls over a Unix socket. Its host is sent as the Host header and is not resolved."""
+GRPC_SCHEMES = re.compile(
+    r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):", re.IGNORECASE
+)
+"""Schemes of gRPC's own targets."""
+MULTI_ADDRESS_SCHEMES = re.compile(r"(dns|ipv4|ipv6):", re.IGNORECASE)
+"""Schemes of gRPC's own targets that may name several servers."""
 
 
 def base_url_of(address: str) -> str:
     """Returns the base URL for httpx, with "http://" if there is no scheme. Raises ValueError for
     other schemes."""
     if unix_path_of(address) is not None:
-        return OF_UNIX
+        return UNIX_BASE_URL
     is_url = "://" in address or address.lower() == "unix:"
     url = address if is_url else f"http://{address}"
     parts = _split("base_url", url, address)
@@ -42,7 +46,7 @@ def unix_path_of(address: str) -> str | None:
 def target_of(address: str) -> tuple[str, bool]:
     """Returns (gRPC target, whether the channel is encrypted). Raises ValueError for a URL with a
     path."""
-    if GRPCS_OWN.match(address):
+    if GRPC_SCHEMES.match(address):
         return address, False
     parts = _split("target", address if "://" in address else f"http://{address}", address)
     if parts.scheme not in PORTS:
@@ -55,7 +59,7 @@ def target_of(address: str) -> tuple[str, bool]:
 
 def names_several(target: str) -> bool:
     """Returns whether a gRPC target may name several servers, over which calls are spread."""
-    return OF_SEVERAL.match(target) is not None
+    return MULTI_ADDRESS_SCHEMES.match(target) is not None
 
 
 def _split(argument: str, url: str, address: str) -> SplitResult:

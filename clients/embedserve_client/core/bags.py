@@ -45,7 +45,7 @@ A torch tensor is accepted in place of an array. Ids are integers or strings.
 
 _INT32_MAX = 2**31 - 1
 _INT64 = np.iinfo(np.int64)
-_FORMS = (
+_FORMATS = (
     "a list of ids, a list of lists, an array [B] or [B, k], a pair (ids, lengths), or a column"
 )
 
@@ -70,7 +70,7 @@ def split(field: str, value: object) -> Bags:
         return _split_pair(field, tuple(array_of(field, part) for part in value))
     if _is_sequence(value):
         return _split_sequence(field, value)
-    raise InvalidRequest(f"{field}: {short(value)} is not {_FORMS}", field=field)
+    raise InvalidRequest(f"{field}: {short(value)} is not {_FORMATS}", field=field)
 
 
 def strings_of(field: str, bags: Bags) -> list[str] | None:

@@ -167,12 +167,12 @@ class Ending:
 
     def _note(self, call: Any) -> None:
         """Stores the status in the done callback, where awaiting it does not block."""
-        code = _at_once(call.code())
+        code = _result_now(call.code())
         if code is not None:
-            self._first = code, _at_once(call.details()), _at_once(call.trailing_metadata())
+            self._first = code, _result_now(call.details()), _result_now(call.trailing_metadata())
 
 
-def _at_once(answer: Coroutine[Any, Any, Any]) -> Any:
+def _result_now(answer: Coroutine[Any, Any, Any]) -> Any:
     """Returns the result of a coroutine that does not have to wait; None if it would wait."""
     try:
         answer.send(None)

@@ -38,8 +38,8 @@ from embedserve_client.shm.regions import Region
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import embedding_pb2_grpc, open_inference_pb2, open_inference_pb2_grpc
 
-_REFUSALS = (InvalidRequest, UnknownModel, Unauthenticated, PermissionDenied, TooLarge)
-_REFUSAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
+_REJECTIONS = (InvalidRequest, UnknownModel, Unauthenticated, PermissionDenied, TooLarge)
+_REJECTION_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 
 class GrpcRequests(Operations):
@@ -153,6 +153,6 @@ def _error(error: Any) -> EmbedServeClientError:
     and failures are returned as they are, because the connection would not help.
     """
     converted = error_of(error)
-    if isinstance(converted, _REFUSALS) or error.code() in _REFUSAL_CODES:
+    if isinstance(converted, _REJECTIONS) or error.code() in _REJECTION_CODES:
         return SharedMemoryRejected(error.details() or "")
     return converted

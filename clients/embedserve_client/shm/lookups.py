@@ -87,7 +87,7 @@ class SharedMemory:
             if result is not None:
                 return result
         elif region is not None:
-            self._regions.give(region)
+            self._regions.give_back(region)
         turn = next(self._turns)
         answer: EmbedResult = await send(lookup.over_the_connection(left_s()))
         self._learn(lookup.model, answer, turn)
@@ -139,7 +139,7 @@ class SharedMemory:
             call = self._calls.infer(region, inputs, outputs, lookup, model, left_s())
             answer: Answer = await send(call)
         except Overloaded:  # the server wrote nothing and will not
-            self._regions.give(region)
+            self._regions.give_back(region)
             raise
         except BaseException as error:
             self._regions.drop(region)
@@ -151,9 +151,11 @@ class SharedMemory:
             output_layout.outputs(batch),
             lookup.dtype,
         ):
-            self._regions.give(region)
+            self._regions.give_back(region)
             return None
-        values = self._regions.lend(region, lookup.start, output_layout.shape(batch), answer.dtype)
+        values = self._regions.lend(
+            region, lookup.vectors_offset, output_layout.shape(batch), answer.dtype
+        )
         lengths = None if output_layout.is_pooled else output_layout.lengths(batch)
         return EmbedResult(
             values,

@@ -98,7 +98,7 @@ class Lookup:
     over_the_connection: Callable[[float | None], Any]
 
     @property
-    def start(self) -> int:
+    def vectors_offset(self) -> int:
         """Byte offset of the vectors, which follow the ids and are aligned to 64 bytes."""
         batch = self.batch
         weights_bytes = 0 if batch.weights is None else 4 * batch.weights.size
@@ -113,7 +113,7 @@ class Lookup:
     def nbytes(self, output_layout: OutputLayout) -> int:
         """Returns the bytes of the ids and of the vectors of a version."""
         rows, width = output_layout.shape(self.batch)
-        return self.start + rows * width * self.dtype.itemsize
+        return self.vectors_offset + rows * width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def write_inputs(batch: RequestBatch, region: Region) -> list[TensorSlice]:
 
 def output_slices(outputs: Iterable[Output], lookup: Lookup) -> list[TensorSlice]:
     """Returns the locations of the outputs: one after another, from the start of the vectors."""
-    tensors, offset = [], lookup.start
+    tensors, offset = [], lookup.vectors_offset
     for name, (rows, width) in outputs:
         nbytes = rows * width * lookup.dtype.itemsize
         tensors.append(TensorSlice(name, offset, nbytes))

@@ -116,10 +116,10 @@ class Regions:
         self._every: dict[str, Region] = {}
         self._free: deque[Region] = deque()
         self._lent: set[str] = set()
-        self._in_the_end = finalize(self, _unlink_all, self._every, self._pid)
+        self._finalizer = finalize(self, _unlink_all, self._every, self._pid)
 
     def take(self, nbytes: int) -> Region | None:
-        """Returns a region of at least ``nbytes`` for exclusive use, until `give`, `lend` or
+        """Returns a region of at least ``nbytes`` for exclusive use, until `give_back`, `lend` or
         `drop`.
 
         Returns None if there is no room for a region, or if the pool is closed. Raises
@@ -138,7 +138,7 @@ class Regions:
                 self._remove(self._free.pop())
             return self._make(nbytes)
 
-    def give(self, region: Region) -> None:
+    def give_back(self, region: Region) -> None:
         """Returns a region to the pool for the next request. Nothing may write to it any more."""
         if region.key in self._every:
             self._free.append(region)
@@ -160,7 +160,7 @@ class Regions:
         if len(self._lent) >= LENT_MAX:
             values = values.copy()
             values.flags.writeable = False
-            self.give(region)
+            self.give_back(region)
         else:
             # Views have this array as their base, and numpy keeps the base alive for them.
             self._lent.add(region.key)
@@ -173,7 +173,7 @@ class Regions:
         with self._lock:
             self._is_closed = True
             self._free.clear()
-            self._in_the_end()
+            self._finalizer()
 
     def _make(self, nbytes: int) -> Region | None:
         """Creates a region whose size is the next power of two, at least REGION_BYTES_MIN. Returns
@@ -205,7 +205,7 @@ class Regions:
         """Returns a lent region to the pool when the last view of its vectors is collected. Takes
         no lock, because the collection may happen inside any other call."""
         self._lent.discard(region.key)
-        self.give(region)
+        self.give_back(region)
 
 
 def _sweep(prefix: str) -> None:

@@ -40,7 +40,7 @@ def test_region_serves_one_request_at_a_time(regions: Regions) -> None:
     first, second = take_region(regions), take_region(regions)
 
     assert first is not second
-    regions.give(first)
+    regions.give_back(first)
     assert take_region(regions) is first
     assert {path.name for path in files()} == {first.name, second.name}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files())
@@ -61,9 +61,9 @@ def test_region_sizes_are_powers_of_two_and_larger_regions_replace_smaller(
     regions: Regions,
 ) -> None:
     small = take_region(regions)
-    regions.give(small)
+    regions.give_back(small)
     large = take_region(regions, 3 * REGION_BYTES_MIN)
-    regions.give(large)
+    regions.give_back(large)
 
     assert (small.nbytes, large.nbytes) == (REGION_BYTES_MIN, 4 * REGION_BYTES_MIN)
     assert [path.name for path in files()] == [large.name]
@@ -102,7 +102,7 @@ def test_dropped_region_is_unlinked_and_never_reused(regions: Regions) -> None:
     regions.drop(region)
 
     assert files() == []
-    regions.give(region)
+    regions.give_back(region)
     assert take_region(regions) is not region
 
 
@@ -132,7 +132,7 @@ def test_garbage_collected_regions_leave_no_files() -> None:
 
 def test_forked_process_gets_its_own_region(regions: Regions) -> None:
     parent_region = take_region(regions)
-    regions.give(parent_region)
+    regions.give_back(parent_region)
 
     child = os.fork()
     if not child:
@@ -177,7 +177,7 @@ def test_threads_never_share_a_region(regions: Regions) -> None:
         region = take_region(regions)
         region.write(0, np.full(1000, number, "<i8"))
         is_own = bool((region.array(0, 1000, np.dtype("<i8")) == number).all())
-        regions.give(region)
+        regions.give_back(region)
         return is_own
 
     with ThreadPoolExecutor(8) as pool:
