@@ -17,8 +17,8 @@ from embedserve_client.errors import EmbedServeClientError, InvalidRequest
 from embedserve_client.grpc.client import GrpcEmbedClient
 from embedserve_client.rest.client import EmbedClient
 
-EXAMPLES = 1024
-IN_FLIGHT = 4
+EXAMPLES, IN_FLIGHT = 1024, 4
+"""Defaults of ``embed_in_batches``."""
 
 
 def embed_in_batches(

@@ -11,8 +11,8 @@ import time
 
 from embedserve_client.errors import EmbedServeClientError, Overloaded, Unavailable
 
-FIRST_PAUSE_S = 0.05
-PAUSE_S_MAX = 2.0
+FIRST_PAUSE_S, PAUSE_S_MAX = 0.05, 2.0
+"""Seconds of the bound of the random part: for the first retry, and for any."""
 RETRY_AFTER_S_MAX = 60.0
 """Seconds of Retry-After up to which a call is retried. A server or proxy that requests more ends
 the call."""

@@ -27,8 +27,8 @@ ErrorOf = Callable[[Any], EmbedServeClientError]
 """Converts a grpc.RpcError."""
 Status: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
 """Code, details and trailing metadata of a call that has ended."""
-RECONNECT_MS = 100
-RECONNECT_MS_MAX = 5000
+RECONNECT_MS, RECONNECT_MS_MAX = 100, 5000
+"""Milliseconds before the first attempt to reconnect, and at most before a later one."""
 KEEPALIVE_MS = 20_000
 """Milliseconds without data, while calls are in flight, after which the server is pinged."""
 KEEPALIVE_MS_MAX = 10_000

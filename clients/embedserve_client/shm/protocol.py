@@ -20,6 +20,7 @@ from embedserve_client.errors import EmbedServeClientError, InvalidRequest, Serv
 from embedserve_client.shm.regions import Region
 
 VECTORS_ALIGNED_BYTES = 64
+"""Alignment of the vectors in a region: a cache line."""
 POOLED = "pooled"
 """Name of the output that holds the vectors of all keys, key after key."""
 OUTPUTS_MAX = 64

@@ -24,6 +24,7 @@ from embedserve_client.errors import InvalidRequest
 
 FOLDER = "/dev/shm"
 REGION_BYTES_MIN = 1 << 20
+"""Bytes of the smallest file, so that requests of different sizes can share one."""
 LENT_MAX = 16
 """Files whose vectors callers may hold at the same time, as views. The vectors of further results
 are copied, which bounds the memory that results can pin in /dev/shm."""

@@ -32,6 +32,7 @@ PROTOBUF_TYPE = b"application/x-protobuf"
 BINARY_TYPE = b"application/octet-stream"
 """Content type of bodies that have binary tensors behind their JSON."""
 BINARY_CODECS_MAX = 512
+"""Codecs cached by the length of their JSON; the cache is cleared when it is full."""
 
 
 class Decode(Protocol):

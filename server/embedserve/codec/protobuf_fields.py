@@ -19,11 +19,12 @@ GROUP_DEPTH_MAX = 100
 UINT64_MAX = 2**64 - 1
 """Largest value of a varint. Higher bits are dropped."""
 TAG_MAX, TAG_BYTES_MAX = 2**32 - 1, 5
+"""Largest tag, 29 bits of number and 3 of wire type, and the bytes of its varint."""
 IN_GROUP, FIRST_TAG = 0, 8
 """Tag that ``fields`` yields within groups, and the smallest valid tag. Below FIRST_TAG the field
 number is 0, which no field has."""
-VARINT_BYTES_MAX = 10
-_VARINT_BITS_MAX = 70
+VARINT_BYTES_MAX, _VARINT_BITS_MAX = 10, 70
+"""Bytes of the longest varint, which has 64 bits, and their bits."""
 _CUT_SHORT = "it ends within a field"
 
 

@@ -65,10 +65,9 @@ NUMBERS = {
 """Names of the numeric fields, by tag."""
 DTYPES: dict[str, np.dtype] = {"ids": INT64, "lengths": INT32, "weights": _FLOAT32}
 _Numbers = Mapping[str, Sequence[memoryview]]
-INLINE_FIELDS_MAX = 4096
-INLINE_PROTOBUF_BYTES_MAX = 64 << 10
-"""Bytes decoded on the event loop's thread, in about a millisecond, not counting numbers given as
-bytes."""
+INLINE_FIELDS_MAX, INLINE_PROTOBUF_BYTES_MAX = 4096, 64 << 10
+"""Fields and bytes of a message that is decoded on the event loop's thread, in about a millisecond.
+Numbers given as bytes are not counted."""
 SMALL_BYTES = 4096
 """Bytes of a message that the protobuf library parses whole. Few enough numbers fit in it that they
 may become Python objects first."""
@@ -180,8 +179,8 @@ class ProtobufDecoder:
         return request
 
     def _cache_prefix(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
-        """Caches the prefix of ``body`` if it is serialized as usual, with ids_bytes right behind
-        its keys.
+        """Caches the prefix of ``body``, unless it exceeds PREFIX_BYTES_MAX, if it is serialized as
+        usual, with ids_bytes right behind its keys.
 
         A prefix that is already cached is not added again: a message with more fields than a plain
         message begins with the same bytes.

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 TEMPLATES_MAX = 16
+"""Templates of one cache. A request without a template is compared with all of them."""
 BYTES_MAX = 4 << 20
 """Bytes that the templates of one cache take together."""
 

@@ -10,6 +10,7 @@ from time import monotonic
 PERIOD_S = 10.0
 """Seconds of a period; each kind of line has its limit per period."""
 SHOWN_CHARACTERS_MAX = 300
+"""Characters of a line's detail, which may quote a caller."""
 TRACEBACKS_MAX = 3
 """Tracebacks logged in PERIOD_S for one type of error from one place in the code."""
 

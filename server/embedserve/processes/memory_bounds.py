@@ -41,6 +41,7 @@ FEATURES = 100
 MANAGEMENT_QUEUES = 4
 """Queues of management requests: on ports and on Unix sockets one for probes and one for others."""
 JSON_BYTES_PER_VALUE = 16
+"""Bytes of a float32 value as JSON, at most, with its comma."""
 FREED_SHARE = 1 / 4
 """Fraction added for freed memory that malloc does not return. Under attack, half of malloc's
 memory was free."""

@@ -52,6 +52,7 @@ from embedserve.shared_memory.region import MemorySlice, Regions
 _DECODER = msgspec.json.Decoder(InferBody)
 _SIZES_DECODER = msgspec.json.Decoder(Sizes)
 COUNTED_INPUTS_MAX = 4096
+"""Inputs of a request up to which its size is estimated."""
 UTF8_BYTES = 64 << 10
 """Bytes that are decoded at a time to check whether JSON is UTF-8."""
 _ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}

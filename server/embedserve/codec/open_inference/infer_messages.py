@@ -70,6 +70,7 @@ the event loop a few hundred microseconds at most."""
 INLINE_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are decoded on the event loop's thread."""
 INLINE_FIELDS_MAX = 4096
+"""Fields of a message that is decoded, or whose size is estimated, on the event loop's thread."""
 
 
 INPUTS_TAG = tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)
@@ -79,6 +80,7 @@ RAW_TAG = tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)
 NAME_TAG = tag_of(number_of(_InputMessage, "name"), LENGTH_DELIMITED)
 SHAPE_TAG = tag_of(number_of(_InputMessage, "shape"), LENGTH_DELIMITED)
 SHAPE_BYTES_MAX = 40
+"""Bytes of a shape that a size is estimated from. A valid shape has one or two numbers."""
 CONTENTS_TAG = tag_of(number_of(_InputMessage, "contents"), LENGTH_DELIMITED)
 _Parsed = tuple[pb.ModelInferRequest, Sequence[bytes | memoryview], Sequence[Contents] | None]
 """(message, its raw_input_contents, the contents of each input if they were extracted from the

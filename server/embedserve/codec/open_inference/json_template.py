@@ -29,7 +29,9 @@ from embedserve.lookup_types import LookupRequest
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer
 TEMPLATE_BYTES_MAX = 8192
+"""Bytes of a JSON that is cached as a template."""
 DIGITS_MAX = 9
+"""Digits of a size in a JSON that a template matches."""
 NUMBERS_PER_FEATURE = 4
 """Numbers in the JSON for each feature, in this order: ids, their bytes, examples, bytes of
 lengths."""

@@ -36,8 +36,8 @@ _Request = pb.ModelInferRequest
 _Input = pb.ModelInferRequest.InferInputTensor
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer
-TEMPLATE_BYTES_MAX = 4096
-TEMPLATE_INPUTS_MAX = 128
+TEMPLATE_BYTES_MAX, TEMPLATE_INPUTS_MAX = 4096, 128
+"""Bytes of a template of messages that is cached, and inputs of a request of any template."""
 BATCH_SIZES_MAX = 32
 """Batch sizes for which a template caches the bytes between its counts of ids. All templates
 together then take a few megabytes at most."""

@@ -29,6 +29,7 @@ OFFSET = "shared_memory_offset"
 INLINE_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are read on the event loop's thread."""
 INLINE_TENSORS_MAX = 128
+"""Tensors that are read on the event loop's thread."""
 _Parameters = Mapping[str, pb.InferParameter]
 LocatedTensor = tuple[InputTensor, MemorySlice]
 """An input in shared memory, which has no data yet, and its location."""

@@ -45,6 +45,7 @@ SECONDS_PER_UNIT = {
     ord("n"): 1e-9,
 }
 TIMEOUT_DIGITS_MAX = 8
+"""Digits of a grpc-timeout, as its specification has it."""
 UNRESERVED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 """Characters of a status message that are not percent-encoded, besides letters and digits: all
 printable ASCII except %."""

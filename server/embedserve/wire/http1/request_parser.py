@@ -13,8 +13,8 @@ from embedserve.wire.rest.headers import HttpVersionError, TransferCodingError, 
 
 BLANKS = b" \t"
 """Optional whitespace around a header value, not part of it (RFC 9110, section 5.5)."""
-HEAD_BYTES_MAX = 16 << 10
-HEAD_LINES_MAX = 100
+HEAD_BYTES_MAX, HEAD_LINES_MAX = 16 << 10, 100
+"""Bytes of a request's URL and headers, or of trailers, and header lines; more are rejected."""
 VERSIONS = ("1.0", "1.1")
 URL_BYTES_SHOWN = 200
 """Bytes of an invalid URL that the error message quotes."""

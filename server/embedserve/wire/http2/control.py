@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection
 
 STREAMS_MAX = 128
+"""Streams that a client may have open on a connection, as the server's SETTINGS announce."""
 HEADER_LIST_BYTES_MAX = 16 << 10
+"""Bytes of a request's decoded headers, plus 32 each, as SETTINGS announce; more are rejected."""
 UPDATES_PER_FRAME = 4
 """WINDOW_UPDATE frames accepted per DATA frame, or other last frame of a response. A reader sends
 two: one for the stream and one for the connection. gRPC's clients send one with each call."""

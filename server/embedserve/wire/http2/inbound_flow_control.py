@@ -25,9 +25,10 @@ from embedserve.wire.http2.frames import (
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 
-STREAM_WINDOW = 128 << 10
-CONNECTION_WINDOW = 1 << 20
+STREAM_WINDOW, CONNECTION_WINDOW = 128 << 10, 1 << 20
+"""Bytes of the usual windows: received on a stream, or on a connection, and not consumed yet."""
 WINDOW_LOW = CONNECTION_WINDOW // 2
+"""Bytes of the connection's window at which it is opened again."""
 NARROW_STREAM_WINDOW = 4 << 10
 """Bytes of the initial stream window after an overload rejection; a small request fits into it."""
 NARROW_S = 1.0

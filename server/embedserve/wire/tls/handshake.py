@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from embedserve.wire.wire_server import WireServer
 
 HANDSHAKE_S_MAX = 10.0
+"""Seconds that a handshake may take."""
 HANDSHAKE_BYTES_MAX = 128 << 10
 """Bytes that a client may send in a handshake; most of them are its certificates."""
 HANDSHAKE_MEMORY_BYTES = 48 << 10
