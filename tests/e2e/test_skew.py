@@ -9,7 +9,7 @@ import pytest
 from running_servers import Running, run_warm_command, running
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from embedserve.commands.planning.access_stats import measured_of
+from embedserve.commands.planning.access_stats import read_access_stats
 from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient
 from embedserve_store import ModelStore, publish
@@ -124,7 +124,7 @@ def test_predicted_balance_equals_the_measured_balance(
             send_requests(later, f"m@{version}")
             published = ModelStore(store).load("m", version)
             client = ServerClient(later.http)
-            measured = measured_of(client, published.manifest, published.plan)
+            measured = read_access_stats(client, published.manifest, published.plan)
             total = sum(measured.read_bytes)
             assert [one / total for one in measured.read_bytes] == pytest.approx(shares, abs=error)
 

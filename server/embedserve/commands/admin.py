@@ -55,15 +55,15 @@ def ask_server(client: ServerClient, action: str, model: str) -> None:
     say(line)
 
 
-def _outcome(said: Any, action: str, model: str) -> str:
+def _outcome(response: Any, action: str, model: str) -> str:
     if action in (HOLD, GO_ON):
-        line = f"{said['model']}: {said['state']} at seq {said['seq']}"
-        if (said["state"] == "held") == (action == HOLD):
+        line = f"{response['model']}: {response['state']} at seq {response['seq']}"
+        if (response["state"] == "held") == (action == HOLD):
             return line
         return f"{line}; the process that applies deltas has not responded yet, see /models"
-    if "version" in said:
-        return f"{said['model']} is now served by version {said['version']}"
-    status = said["status"]
+    if "version" in response:
+        return f"{response['model']} is now served by version {response['version']}"
+    status = response["status"]
     if action == RELOAD:
         return "the server polls its store now, see /models"
     return f"{model}: {status}"

@@ -15,7 +15,7 @@ from embedserve.commands.switch import Command, Group, switch
 
 DEFAULT = "list"
 
-OfVersion = Annotated[
+LineVersion = Annotated[
     str | None,
     typer.Option(help="Number or alias of the version before the deltas. Default: the newest."),
 ]
@@ -52,7 +52,7 @@ def list_deltas(
     store: Store,
     model: Model,
     seq: Annotated[int | None, typer.Argument(help="Show the tables of this delta.")] = None,
-    version: OfVersion = None,
+    version: LineVersion = None,
     last: Annotated[int, typer.Option(help="Number of deltas to list; 0 lists all.", min=0)] = 20,
 ) -> None:
     """List the last deltas, or the tables of one delta. The word list may be left out."""
@@ -62,7 +62,7 @@ def list_deltas(
 
 
 @deltas.command(cls=Command)
-def verify(store: Store, model: Model, version: OfVersion = None, key: PublicKey = None) -> None:
+def verify(store: Store, model: Model, version: LineVersion = None, key: PublicKey = None) -> None:
     """Read every byte of the deltas, and check that each continues the one before it."""
     from embedserve_store.commands.deltas import verify_deltas as run
 
@@ -116,7 +116,7 @@ def undo(
 def compact(
     store: Store,
     model: Model,
-    version: OfVersion = None,
+    version: LineVersion = None,
     seq: Annotated[
         int | None, typer.Option(help="Last delta to include. Default: the last one.", min=1)
     ] = None,

@@ -22,8 +22,8 @@ def own_server(host: str, port: int, has_tls: bool, uds: str) -> ServerClient:
     return ServerClient(f"http{'s' if has_tls else ''}://{host}:{port}", is_own_host=True)
 
 
-def check_health(client: ServerClient, is_ready: bool) -> None:
-    """Returns if the server is live, or ready if ``is_ready``.
+def check_health(client: ServerClient, must_be_ready: bool) -> None:
+    """Returns if the server is live, or ready if ``must_be_ready``.
 
     A server that rejects the connection for want of a client certificate counts as live.
 
@@ -33,7 +33,7 @@ def check_health(client: ServerClient, is_ready: bool) -> None:
         ValueError: the address is invalid.
     """
     try:
-        client.request(READY if is_ready else LIVE, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX)
+        client.request(READY if must_be_ready else LIVE, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX)
     except CertificateRequiredError as error:
-        if is_ready:
-            raise ConnectionError(f"{error}: ask its Unix socket (--http-uds)") from error
+        if must_be_ready:
+            raise ConnectionError(f"{error}: use its Unix socket (--http-uds)") from error

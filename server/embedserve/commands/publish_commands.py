@@ -315,16 +315,18 @@ def plan(
     from embedserve.commands.planning.pod_patch import PodOptions
     from embedserve.commands.running_server import server_at
 
-    asked = None
+    measured_server = None
     if from_metrics is not None:
-        asked = server_at(from_metrics, ca, cert, key, token_file)
+        measured_server = server_at(from_metrics, ca, cert, key, token_file)
     elif ca or cert or key or token_file:
-        raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
+        raise ValueError("--ca, --cert, --key and --token-file need --from-metrics")
     pod = PodOptions(workers, tables, follow, hot_percent / 100, store or "")
     if not kubernetes and pod != PodOptions():
-        raise ValueError(f"{POD_OPTIONS} are of --kubernetes")
+        raise ValueError(f"{POD_OPTIONS} need --kubernetes")
     options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
-    options = replace(options, from_metrics=asked, hosts=hosts, pod=pod if kubernetes else None)
+    options = replace(
+        options, from_metrics=measured_server, hosts=hosts, pod=pod if kubernetes else None
+    )
     if model:
         plan_version(source, model, version, options)
     else:

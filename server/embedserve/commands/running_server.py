@@ -26,10 +26,10 @@ from embedserve_store.terminal.sanitize import sanitize
 PORTS = {"http": 80, "https": 443}
 UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
 """URL of a Unix socket, in the syntax of the Python clients and gRPC."""
-FORMS = "http://localhost:8000, https://host:8000 or unix:/run/embed/http.sock"
+URL_EXAMPLES = "http://localhost:8000, https://host:8000 or unix:/run/embed/http.sock"
 TOKEN_VARIABLE = "EMBEDSERVE_TOKEN"
 TOKEN_BYTES_MAX = 4096
-SAID_MAX = 500
+ERROR_TEXT_MAX = 500
 """Characters of an untrusted server's error message that are shown."""
 Response = tuple[int, bytes]
 """Status and body of a response."""
@@ -76,7 +76,7 @@ class ServerClient:
             OSError: a file of ``ca``, ``cert`` or ``key`` cannot be read; the error names the file.
             ValueError: ``url`` is invalid, or one of these files has other contents.
         """
-        connection, before = self._connection(timeout_s)
+        connection, path_prefix = self._connection(timeout_s)
 
         def send() -> Response:
             headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -84,49 +84,51 @@ class ServerClient:
                 headers["Content-Type"] = "application/json"
             method = "GET" if body is None else "POST"
             try:
-                connection.request(method, before + path, body, headers)
+                connection.request(method, path_prefix + path, body, headers)
                 with connection.getresponse() as response:
-                    said = response.read(bytes_max + 1)
-                    if response.length and len(said) <= bytes_max:
-                        raise http.client.IncompleteRead(said, response.length)
-                    return response.status, said
+                    read = response.read(bytes_max + 1)
+                    if response.length and len(read) <= bytes_max:
+                        raise http.client.IncompleteRead(read, response.length)
+                    return response.status, read
             finally:
                 connection.close()
 
         try:
-            status, said = _within(timeout_s, send)
+            status, content = _within(timeout_s, send)
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (error.reason or ""):
                 message = f"{self.url}: {path}: it requires a client certificate"
                 raise CertificateRequiredError(message) from error
             raise ConnectionError(f"{self.url}: {path}: {_reason(error)}") from error
         if not 200 <= status < 300:
-            raise ConnectionError(f"{self.url}: {path}: answered {_error_text(path, status, said)}")
-        if len(said) > bytes_max:
-            raise ConnectionError(f"{self.url}: {path}: it answers with over {bytes_max} bytes")
-        return said
+            raise ConnectionError(
+                f"{self.url}: {path}: answered {_error_text(path, status, content)}"
+            )
+        if len(content) > bytes_max:
+            raise ConnectionError(f"{self.url}: {path}: the response has over {bytes_max} bytes")
+        return content
 
     def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
         """Returns (unopened connection, path prefix of the URL)."""
         unix = UNIX.fullmatch(self.url)
         split_url = _split_url("http://localhost" if unix else self.url)
-        host, before = str(split_url.hostname), split_url.path.rstrip("/")
+        host, path_prefix = str(split_url.hostname), split_url.path.rstrip("/")
         port = split_url.port or PORTS[split_url.scheme]
         if split_url.scheme == "https":
             context = self._context()
             secure = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
-            return secure, before
+            return secure, path_prefix
         if self.ca or self.cert or self.key:
             raise ValueError(
-                f"url is {self.url!r}, without TLS: --ca, --cert and --key are of https://"
+                f"url is {self.url!r}, without TLS: --ca, --cert and --key need https://"
             )
         if unix:
-            return _UnixConnection(unix[1], timeout_s), before
-        return http.client.HTTPConnection(host, port, timeout=timeout_s), before
+            return _UnixConnection(unix[1], timeout_s), path_prefix
+        return http.client.HTTPConnection(host, port, timeout=timeout_s), path_prefix
 
     def _context(self) -> ssl.SSLContext:
         if self.key and not self.cert:
-            raise ValueError(f"key is {self.key}, but of no certificate: give --cert, too")
+            raise ValueError(f"key is {self.key}, but there is no certificate: give --cert, too")
         for path in (self.ca, self.cert, self.key):
             if path is not None:
                 with path.open("rb"):  # its errors name the path; those of ssl do not
@@ -198,22 +200,22 @@ def _split_url(url: str) -> SplitResult:
         is_address = False
     is_printable = url.isprintable() and " " not in url
     if not is_address or not is_printable or split_url.query or split_url.fragment:
-        raise ValueError(f"url is {url!r}, expected such as {FORMS}")
+        raise ValueError(f"url is {url!r}, expected such as {URL_EXAMPLES}")
     return split_url
 
 
-def _within(timeout_s: float, ask: Callable[[], Response]) -> Response:
-    """Returns or raises the result of ``ask``, run in a thread.
+def _within(timeout_s: float, send: Callable[[], Response]) -> Response:
+    """Returns or raises the result of ``send``, run in a thread.
 
     Raises:
-        TimeoutError: ``ask`` takes longer than ``timeout_s``. Its thread is then abandoned. A
+        TimeoutError: ``send`` takes longer than ``timeout_s``. Its thread is then abandoned. A
             socket timeout would not do, since it covers one wait and restarts with every byte.
     """
     done: queue.SimpleQueue[Response | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            done.put(ask())
+            done.put(send())
         except Exception as error:
             done.put(error)
 
@@ -221,7 +223,7 @@ def _within(timeout_s: float, ask: Callable[[], Response]) -> Response:
     try:
         response = done.get(timeout=timeout_s)
     except queue.Empty:
-        raise TimeoutError(f"the answer is not all there after {timeout_s:g} s") from None
+        raise TimeoutError(f"no complete response after {timeout_s:g} s") from None
     if isinstance(response, Exception):
         raise response
     return response
@@ -237,14 +239,14 @@ def _error_text(path: str, status: int, body: bytes) -> str:
     """Returns the status and the message of an error response, from embedserve or an untrusted
     server."""
     try:
-        said = str(json.loads(body)["error"]["message"])
+        message = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError):
-        said = body.decode(errors="replace")
-    said = f"{status}: {sanitize(said.strip()[:SAID_MAX])}".removesuffix(": ")
+        message = body.decode(errors="replace")
+    text = f"{status}: {sanitize(message.strip()[:ERROR_TEXT_MAX])}".removesuffix(": ")
     if status == 401:
-        return f"{said} (--token-file, or the variable {TOKEN_VARIABLE})"
-    if status == 404 and said.endswith(": Not Found"):
-        said += "; where there is a management port, ask the port of --management-port"
+        return f"{text} (--token-file, or the variable {TOKEN_VARIABLE})"
+    if status == 404 and text.endswith(": Not Found"):
+        text += "; where there is a management port, ask the port of --management-port"
         if path.startswith("/admin/"):
-            said += "; without one, a server accepts this only with --tokens"
-    return said
+            text += "; without one, a server accepts this only with --tokens"
+    return text

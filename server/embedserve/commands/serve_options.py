@@ -57,13 +57,13 @@ def serve_options() -> Iterator[inspect.Parameter]:
         help="TOML file with settings; their keys are the flags with '_' in place of '-'.",
     )
     yield _parameter("config", Path | None, config, None)
-    yield from _options(ServeSettings, _of_serve)
-    yield from _options(Limits, _of_serve, rich_help_panel="Limits")
+    yield from _options(ServeSettings, _serve_arguments)
+    yield from _options(Limits, _serve_arguments, rich_help_panel="Limits")
 
 
-def _of_serve(one: Field[Any]) -> dict[str, Any]:
-    callback = _check_not_empty if one.default == "" else None
-    return {"callback": callback, "envvar": f"EMBEDSERVE_{one.name.upper()}"}
+def _serve_arguments(setting: Field[Any]) -> dict[str, Any]:
+    callback = _check_not_empty if setting.default == "" else None
+    return {"callback": callback, "envvar": f"EMBEDSERVE_{setting.name.upper()}"}
 
 
 def cluster_options() -> Iterator[inspect.Parameter]:
@@ -74,14 +74,18 @@ def cluster_options() -> Iterator[inspect.Parameter]:
 
 
 def _options(
-    settings: type[Any], of_field: Callable[[Field[Any]], dict[str, Any]], **of_all: Any
+    settings: type[Any], arguments: Callable[[Field[Any]], dict[str, Any]], **common: Any
 ) -> Iterator[inspect.Parameter]:
-    """Yields an option for each field of ``settings`` with a help text. ``of_field`` returns more
-    arguments of typer.Option for it, ``of_all`` are those of all."""
+    """Yields an option for each field of ``settings`` with a help text.
+
+    Args:
+        arguments: returns the arguments of typer.Option that one field needs.
+        common: arguments of typer.Option for all fields.
+    """
     kinds = get_type_hints(settings)
     for one in fields(settings):
         if "help" in one.metadata:
-            more = of_field(one) | of_all | {"metavar": "" if kinds[one.name] is bool else None}
+            more = arguments(one) | common | {"metavar": "" if kinds[one.name] is bool else None}
             is_many = kinds[one.name] == tuple[str, ...]
             kind = list[str] | None if is_many else kinds[one.name]
             option = typer.Option(**one.metadata, **more)

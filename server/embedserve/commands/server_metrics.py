@@ -14,7 +14,7 @@ TIMEOUT_S = 10.0
 METRICS_BYTES_MAX = 32 << 20
 """Bytes of a /metrics response. A server with a thousand features and tables sends one or two
 megabytes."""
-SAID_MAX = 200
+ERROR_TEXT_MAX = 200
 """Characters of a parser error that are quoted."""
 OURS = "embedserve_"
 
@@ -41,5 +41,5 @@ def read_samples(
         families = text_string_to_metric_families(text)
         return [sample for family in families for sample in family.samples]
     except (ValueError, LookupError, TypeError) as error:
-        said = sanitize(str(error)[:SAID_MAX])
-        raise ValueError(f"{url}: its metrics are not what Prometheus reads: {said}") from error
+        reason = sanitize(str(error)[:ERROR_TEXT_MAX])
+        raise ValueError(f"{url}: its metrics are not what Prometheus reads: {reason}") from error

@@ -141,7 +141,9 @@ def alias(
     changes = ("--why", why), ("--share", share), ("--shadow", shadow)
     for flag, given in (*changes, ("--at-seq", at_seq is not None)):
         if given and not is_change:
-            raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
+            raise ValueError(
+                f"{flag} belongs to a change: name the version that the alias moves to"
+            )
     if is_change:
         moved_to = None if remove else version
         change_alias(store, model, name, moved_to, why, share, shadow, at_seq, may_be_new=new)

@@ -142,7 +142,7 @@ def test_unreachable_metrics_server_is_reported(two_rank_store: Path, tmp_path: 
     description.write_text("tables: []")
     arguments = ["plan", str(description), "--from-metrics", url]
     result = CliRunner().invoke(app, arguments)
-    assert "--from-metrics is of a published version: name a store and its model" in result.stderr
+    assert "--from-metrics needs a published version: name a store and its model" in result.stderr
 
 
 def test_slow_or_endless_metrics_responses_are_aborted() -> None:
@@ -166,9 +166,9 @@ def test_slow_or_endless_metrics_responses_are_aborted() -> None:
             handler.wfile.write(b"embedserve_workers 1.0\n" * 1000)
 
     for respond, timeout_s, message in (
-        (silent, 0.5, "the answer is not all there after 0.5 s|timed out"),
-        (dripping, 0.5, "the answer is not all there after 0.5 s|timed out"),
-        (endless, 60.0, "it answers with over 1000000 bytes"),
+        (silent, 0.5, "no complete response after 0.5 s|timed out"),
+        (dripping, 0.5, "no complete response after 0.5 s|timed out"),
+        (endless, 60.0, "the response has over 1000000 bytes"),
     ):
         is_over.clear()
         with serve_http(respond) as url:

@@ -356,7 +356,7 @@ def test_cache_includes_estimated_ids_of_unpublished_vocabularies(tmp_path: Path
 def test_pod_options_require_kubernetes(store: Path, option: tuple[str, str]) -> None:
     result = run(store, "shop", *option)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "--workers, --tables, --follow, --hot-percent and --store are of" in result.stderr
+    assert "--workers, --tables, --follow, --hot-percent and --store need" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ async def test_tls_authenticates_server_and_client(
             (): "its certificate is not trusted: ",
             trusting: f"{url}: /metrics: it requires a client certificate",
             (*trusting, "--cert", client, "--key", key): f"cert {client} and key {key} are no pair",
-            (*trusting, "--key", key): "but of no certificate: give --cert, too",
+            (*trusting, "--key", key): "but there is no certificate: give --cert, too",
             ("--ca", key): f"ca {key} holds no certificates",
             ("--ca", tmp_path / "none"): f"{tmp_path / 'none'}: No such file or directory",
         }
@@ -112,7 +112,7 @@ async def test_tls_authenticates_server_and_client(
         status, output = await run_command("shadow", plain)
         assert (status, "this port takes TLS only: use https://" in output) == (1, True)
     status, output = await run_command("shadow", plain, *trusting)
-    assert (status, "without TLS: --ca, --cert and --key are of https://" in output) == (1, True)
+    assert (status, "without TLS: --ca, --cert and --key need https://" in output) == (1, True)
 
 
 async def test_token_is_read_from_a_file_or_a_variable(
@@ -181,7 +181,7 @@ def test_a_redirect_is_not_followed() -> None:
         (page("half", Content_Length="9"), "IncompleteRead"),
         (page("\x1b[2J" * 1000, 500), r"answered 500: \\x1b\[2J"),
         (page("[" * 100_000, 500), r"answered 500: \[\["),
-        (page("x" * (BYTES_MAX + 1)), f"it answers with over {BYTES_MAX} bytes"),
+        (page("x" * (BYTES_MAX + 1)), f"the response has over {BYTES_MAX} bytes"),
         (lambda handler: handler.wfile.write(b"220 smtp\r\n\r\n"), "220 smtp"),
     ],
 )
@@ -197,4 +197,4 @@ def test_unexpected_response_is_reported_as_one_printable_line(
 def test_connection_options_require_from_metrics() -> None:
     done = CliRunner().invoke(app, ["plan", "store", "shop", "--ca", "root.pem"])
     assert done.exit_code == 1
-    assert "--ca, --cert, --key and --token-file are of --from-metrics" in done.output
+    assert "--ca, --cert, --key and --token-file need --from-metrics" in done.output

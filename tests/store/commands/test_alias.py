@@ -53,7 +53,7 @@ def test_alias_is_accepted_in_place_of_a_version(own_store: Path) -> None:
         (("shop", "stable", ""), "shop: '' is no version and no alias, aliases are none"),
         (("shop", "1", "1"), "alias name '1': use up to 64 letters"),
         (("shop", "stable", "--remove"), "shop: no alias 'stable' to remove"),
-        (("shop", "stable", "--why", "x"), "--why is of a change: say the version"),
+        (("shop", "stable", "--why", "x"), "--why belongs to a change: name the version"),
         (("shop", "stable", "1", "--remove"), "--remove takes no version, found '1'"),
         (("shoes",), "there is no model 'shoes'; models are shop"),
     ],
@@ -137,7 +137,7 @@ def test_alias_shows_its_delta(two_versions: Path) -> None:
         "(embedserve deltas)\n"
     )
     assert error_of(*stable, "--at-seq", "0") == (
-        "embedserve: --at-seq is of a change: say the version that the alias moves to\n"
+        "embedserve: --at-seq belongs to a change: name the version that the alias moves to\n"
     )
 
 

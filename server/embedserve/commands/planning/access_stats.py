@@ -53,7 +53,7 @@ class AccessStats:
         return len(self.table_bytes)
 
 
-def measured_of(client: ServerClient, manifest: Manifest, stored: Plan) -> AccessStats:
+def read_access_stats(client: ServerClient, manifest: Manifest, stored: Plan) -> AccessStats:
     """Returns what the server has read of a version whose plan is ``stored``, summed over all names
     that it is served by.
 
@@ -75,7 +75,7 @@ def measured_of(client: ServerClient, manifest: Manifest, stored: Plan) -> Acces
     if not sum(by_table.values()):
         raise StoreError(
             f"{url}: no row of {manifest.model} version {manifest.version} was read since it began "
-            "to count: ask it for something first"
+            "to count: send it a request first"
         )
     nbytes, lookups, read_bytes = (
         _per_rank(counts[name], url, name) for name in (TABLE_BYTES, RANK_LOOKUPS, RANK_BYTES)

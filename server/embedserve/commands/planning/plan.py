@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedserve.commands.installation import check_engine
-from embedserve.commands.planning.access_stats import measured_of
+from embedserve.commands.planning.access_stats import read_access_stats
 from embedserve.commands.planning.plan_from_metrics import propose, show_balance
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
 from embedserve.commands.planning.shard_manifests import shard_manifests
@@ -76,7 +76,7 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
         OSError: the output cannot be written.
     """
     if options.from_metrics is not None:
-        raise ValueError("--from-metrics is of a published version: name a store and its model")
+        raise ValueError("--from-metrics needs a published version: name a store and its model")
     if description.is_dir():
         names = ", ".join(ModelStore(description).models()) or "none"
         raise StoreError(f"{description}: is a store, name one of its models: {names}")
@@ -145,7 +145,7 @@ def _plan_from_metrics(
     manifest: Manifest, stored: Plan, options: PlanOptions, rows: PodRows
 ) -> None:
     assert options.from_metrics is not None
-    measured = measured_of(options.from_metrics, manifest, stored)
+    measured = read_access_stats(options.from_metrics, manifest, stored)
     tables = manifest.tables
     sharding = parse_sharding(options.sharding) if options.sharding is not None else None
     if isinstance(sharding, Plan):
