@@ -49,7 +49,7 @@ class _File:
     def entries(self) -> Iterator[_Entry]:
         return _ENTRIES[self.path.suffix](self.path)
 
-    def refuse(self, problem: str, number: int | None = None) -> NoReturn:
+    def reject(self, problem: str, number: int | None = None) -> NoReturn:
         """Raises InvalidModelError; the message names line or entry ``number`` if given."""
         counted = "entry" if self.path.suffix in (".npy", ".json") else "line"
         where = "" if number is None else f"{counted} {number}: "
@@ -73,7 +73,7 @@ def read_vocabulary(
     """
     file = _File(path, id_type, num_embeddings, table)
     if path.suffix != ".npy" and path.suffix not in _ENTRIES:
-        file.refuse("expected .npy, .txt, .csv or .json")
+        file.reject("expected .npy, .txt, .csv or .json")
     try:
         with reading(f"table {table!r}: {path}"):
             return _read_npy(file) if path.suffix == ".npy" else _read_entries(file)
@@ -94,19 +94,19 @@ def _read_npy(file: _File) -> tuple[_Ids, _Ids]:
     # open_memmap rejects arrays of objects, which would be pickled.
     ids = np.asarray(np.lib.format.open_memmap(file.path, mode="r"))
     if file.id_type != "int64":
-        file.refuse("holds no strings: write them as .txt, .csv or .json")
+        file.reject("holds no strings: write them as .txt, .csv or .json")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        file.refuse(f"holds {ids.dtype} {list(ids.shape)}, expected int64 [ids]")
+        file.reject(f"holds {ids.dtype} {list(ids.shape)}, expected int64 [ids]")
     if len(ids) > file.num_embeddings:
-        file.refuse(f"holds {len(ids)} ids, the table has {file.num_embeddings} rows")
+        file.reject(f"holds {len(ids)} ids, the table has {file.num_embeddings} rows")
     if ids.dtype == np.uint64 and ids.size and ids.max() > _INT64.max:
         position = int(ids.argmax())
-        file.refuse(f"{ids[position]} is outside int64", position)
+        file.reject(f"{ids[position]} is outside int64", position)
     ids = ids.astype(np.int64, copy=False)
     duplicate = find_duplicate(ids)
     if duplicate:
         first, second = sorted(duplicate)
-        file.refuse(f"id {ids[first]} is there twice, first as entry {first}", second)
+        file.reject(f"id {ids[first]} is there twice, first as entry {first}", second)
     return ids, np.arange(len(ids))
 
 
@@ -132,7 +132,7 @@ def _ids(block: list[_Entry], file: _File) -> _Ids:
         return np.array([_integer(one, number, file, hint) for number, one, _ in block], np.int64)
     for number, one, _ in block:
         if not isinstance(one, str):
-            file.refuse(f"{_quote(one)} is not a string", number)
+            file.reject(f"{_quote(one)} is not a string", number)
     return hash_strings([one for _, one, _ in block])
 
 
@@ -149,9 +149,9 @@ def _integer(value: Any, number: int, file: _File, hint: str = "") -> int:
         result = value
     if not is_integer:
         hint = hint if isinstance(value, str) else ""
-        file.refuse(f"{_quote(value)} is not an integer{hint}", number)
+        file.reject(f"{_quote(value)} is not an integer{hint}", number)
     if not _INT64.min <= result <= _INT64.max:
-        file.refuse(f"{_quote(value)} is outside int64", number)
+        file.reject(f"{_quote(value)} is outside int64", number)
     return int(result)
 
 
@@ -160,13 +160,13 @@ def _rows(block: list[_Entry], count: int, file: _File) -> _Ids:
     limit = file.num_embeddings
     if block[0][2] is _NEXT:
         if count + len(block) > limit:
-            file.refuse(f"more ids than the table's {limit} rows", block[limit - count][0])
+            file.reject(f"more ids than the table's {limit} rows", block[limit - count][0])
         return np.arange(count, count + len(block))
     rows = np.array([_integer(row, number, file) for number, _, row in block], np.int64)
     outside = (rows < 0) | (rows >= limit)
     if outside.any():
         number, _, row = block[int(outside.argmax())]
-        file.refuse(f"row {row} is not one of the table's 0 to {limit - 1}", number)
+        file.reject(f"row {row} is not one of the table's 0 to {limit - 1}", number)
     return rows
 
 
@@ -178,11 +178,11 @@ def _refuse_duplicate(file: _File, first: int, second: int) -> NoReturn:
     number, one, _ = next(islice(file.entries(), first, None))
     other_number, other, _ = next(islice(file.entries(), second, None))
     if file.id_type == "string" and one != other:
-        file.refuse(
+        file.reject(
             f"{_quote(other)} has the 64-bit hash of {_quote(one)} at {number}: rename one",
             other_number,
         )
-    file.refuse(f"id {_quote(other)} is there twice, first at {number}", other_number)
+    file.reject(f"id {_quote(other)} is there twice, first at {number}", other_number)
 
 
 def _quote(value: Any) -> str:

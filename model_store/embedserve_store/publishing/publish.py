@@ -141,7 +141,7 @@ def make_content(
     made = make_source(source, tables, prefix, dtype, vocabularies)
     if (is_weighted := options.get("is_weighted")) is not None:
         made = replace(made, is_weighted=is_weighted)
-    sharding = _wanted_sharding(made.tables, options, described)
+    sharding = _requested_sharding(made.tables, options, described)
     _check_model_name(model)
     _check_description(made.tables, model, made.is_weighted)
     for table in made.tables:
@@ -288,7 +288,7 @@ def check_options(
     check_writable(Path(store) / model)
 
 
-def _wanted_sharding(
+def _requested_sharding(
     tables: Sequence[TableSpec], options: PublishOptions, described: Description | None
 ) -> Choice | Plan:
     from embedserve_store.plans.planner_request import default_sharding

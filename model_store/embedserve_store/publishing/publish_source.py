@@ -16,10 +16,10 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.version_writer import TableSource
 from embedserve_store.sources import live
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
+from embedserve_store.sources.description import Description
 
 if TYPE_CHECKING:
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
-from embedserve_store.sources.description import Description
 
 Choice = str | Mapping[str, str]
 """A name for all tables, or a mapping from table to name."""

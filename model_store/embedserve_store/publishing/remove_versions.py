@@ -45,7 +45,7 @@ def remove_version(
     def record() -> None:
         record_event(store, "delete", model, (version,), who=who)
 
-    _remove(store, model, version, record, takes_rest=True)
+    _remove(store, model, version, record, with_leftovers=True)
 
 
 def _remove(
@@ -54,19 +54,20 @@ def _remove(
     version: int,
     on_gone: Callable[[], None],
     *,
-    takes_rest: bool = False,
+    with_leftovers: bool = False,
 ) -> None:
     """Removes a version, and calls ``on_gone`` once readers do not see it any more.
 
     Args:
-        takes_rest: whether files without a manifest behind a URL count as a version, too.
+        with_leftovers: whether to remove files without a manifest, too, which an interrupted
+            removal behind a URL has left.
     """
     models = ModelStore(store)
     versions = models.versions(model)
     where, path = f"{models.where}/{model}", f"{model}/{version}"
     remote = RemoteFolder(models.where) if models.is_remote else None
-    may_be_rest = takes_rest and remote is not None and version < max(versions, default=0)
-    if version not in versions and not (may_be_rest and remote and remote.sizes(path)):
+    may_be_left = with_leftovers and version < max(versions, default=0)
+    if version not in versions and not (may_be_left and remote and remote.sizes(path)):
         raise missing_version(where, version, versions)
     if version == versions[-1]:
         raise StoreError(f"{where}: version {version} is the newest, which stays")
