@@ -110,12 +110,7 @@ class HostPlan:
             raise StoreError(f"{what} ascending row numbers")
 
 
-def plan_hosts(
-    tables: Sequence[TableSpec],
-    plan: Plan,
-    parts: int,
-    groups: Sequence[Sequence[TableSpec]] | None = None,
-) -> HostPlan:
+def plan_hosts(tables: Sequence[TableSpec], plan: Plan, parts: int) -> HostPlan:
     """Divides ``tables`` into ``parts`` parts of about the same number of bytes.
 
     A table is cut into even ranges of rows over all parts, or stays whole. It stays whole if the
@@ -124,19 +119,15 @@ def plan_hosts(
     have the fewest bytes, and of several such parts to the one with the fewest bytes. Tables that
     share features count as one table: they are cut alike, or are whole on one part.
 
-    Args:
-        groups: groups of tables that share features. Default: those of ``table_groups``.
-
     Raises:
         InvalidModelError: ``parts`` is below 1, or a part would have no rows.
     """
     if parts < 1:
         raise InvalidModelError(f"hosts is {parts}, expected 1 or more")
-    groups = table_groups(tables) if groups is None else groups
     small_bytes = SMALL_SHARE * sum(table.nbytes for table in tables) / parts
-    whole: list[Sequence[TableSpec]] = []
+    whole: list[tuple[TableSpec, ...]] = []
     bounds: dict[str, tuple[int, ...]] = {}
-    for group in groups:
+    for group in table_groups(tables):
         if _stays_whole(group, plan, parts, small_bytes):
             whole.append(group)
             continue

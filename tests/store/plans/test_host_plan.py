@@ -74,7 +74,7 @@ def test_parts_cover_every_table_once(model: tuple[tuple[TableSpec, ...], Plan, 
         return
     hosts.check(tables, "here")
     assert HostPlan.from_json(json.loads(json.dumps(hosts.to_json())), "here") == hosts
-    assert hosts == plan_hosts(tables, plan, parts, table_groups(tables))
+    assert hosts == plan_hosts(tables, plan, parts)
     assert sum(hosts.bytes_per_part(tables)) == sum(table.nbytes for table in tables)
     assert sum(hosts.rows_per_part()) == sum(table.num_embeddings for table in tables)
     for table in tables:
