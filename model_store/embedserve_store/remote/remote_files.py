@@ -76,21 +76,19 @@ class RemoteFolder:
             StoreError: the folder does not exist.
             UnreachableError: the store cannot be reached. This applies to every method here.
         """
-        where, folder = (f"{one}/{path}".rstrip("/") for one in (self.url, self.root))
-        entries = self._call(where, "ls", folder, detail=True)
+        entries = self._call("ls", path, detail=True)
         folders = (entry["name"] for entry in entries if entry["type"] == "directory")
         return [name.rstrip("/").rpartition("/")[2] for name in folders]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Returns the bytes of every file below ``folder``, by its relative path; empty if none."""
-        path = f"{self.root}/{folder}"
-        found = self._call(f"{self.url}/{folder}", "find", path, detail=True)
-        prefix = len(path.lstrip("/")) + 1
+        found = self._call("find", folder, detail=True)
+        prefix = len(f"{self.root}/{folder}/".lstrip("/"))
         return {name.lstrip("/")[prefix:]: entry["size"] for name, entry in found.items()}
 
     def listing_checksum(self, folder: str) -> str:
         """Returns a checksum of the listing of ``folder``, which changes if a file is replaced."""
-        found = self._call(f"{self.url}/{folder}", "find", f"{self.root}/{folder}", detail=True)
+        found = self._call("find", folder, detail=True)
         keys = ("size", *_MODIFIED, *_CHECKSUMS)
         listed = [(name, *(str(one.get(key)) for key in keys)) for name, one in found.items()]
         return hashlib.sha256(repr(sorted(listed)).encode()).hexdigest()
@@ -121,7 +119,7 @@ class RemoteFolder:
         Raises:
             MissingFileError: the file does not exist.
         """
-        info = self._call(f"{self.url}/{name}", "info", f"{self.root}/{name}")
+        info = self._call("info", name)
         found = next((info[key] for key in _MODIFIED if info.get(key)), None)
         if isinstance(found, str):
             found = datetime.fromisoformat(found)
@@ -163,8 +161,7 @@ class RemoteFolder:
                 yield parts.popleft().result()
 
     def _part(self, name: str, start: int, stop: int, max_s: float) -> bytes:
-        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
-        data: bytes = self._call(where, "cat_file", path, max_s=max_s, start=start, end=stop)
+        data: bytes = self._call("cat_file", name, max_s=max_s, start=start, end=stop)
         return data
 
     def upload(self, name: str, blocks: Iterator[bytes]) -> None:
@@ -189,8 +186,7 @@ class RemoteFolder:
         Raises:
             MissingFileError: the file does not exist.
         """
-        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
-        return int(self._call(where, "info", path, read_bytes=read_bytes)["size"])
+        return int(self._call("info", name, read_bytes=read_bytes)["size"])
 
     def has(self, name: str) -> bool:
         """Returns whether a file exists, without listing others."""
@@ -223,14 +219,9 @@ class RemoteFolder:
         """
         bucket, key = self.bucket_and_key(name)
         arguments |= {"Bucket": bucket} | ({} if "Prefix" in arguments else {"Key": key})
-        where = f"{self.url}/{name}"
-        found: dict[str, Any] = self._call(
-            where,
-            "call_s3",
-            operation,
-            max_s=max_s or PART_S_MAX,
-            read_bytes=read_bytes,
-            **arguments,
+        arguments |= {"max_s": max_s or PART_S_MAX, "read_bytes": read_bytes}
+        found: dict[str, Any] = self._call_at(
+            f"{self.url}/{name}", "call_s3", operation, **arguments
         )
         return found
 
@@ -240,22 +231,21 @@ class RemoteFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a small file, replacing an existing one."""
-        self._call(f"{self.url}/{name}", "pipe_file", f"{self.root}/{name}", data)
+        self._call("pipe_file", name, data)
 
     def write_new(self, name: str, data: bytes) -> bool:
         """Writes a small file, which appears whole. Returns False if the file already exists.
 
         If the store has no conditional writes, the later of two concurrent writers wins.
         """
-        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
         # A file that fsspec writes on this host can be seen half-written.
         if self.url.startswith(LOCAL):
-            with translated(where):
+            with translated(f"{self.url}/{name}"):
                 return write_new(Path(self.root) / name, data)
         if self.has(name):
             return False
         try:
-            self._call(where, "pipe_file", path, data, max_s=PART_S_MAX, mode="create")
+            self._call("pipe_file", name, data, max_s=PART_S_MAX, mode="create")
         except UnreachableError:  # s3fs raises no specific error for a condition that was not met
             if self.has(name):
                 return False
@@ -267,10 +257,9 @@ class RemoteFolder:
 
         Creates the file ``name`` twice, and removes it.
         """
-        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
-        self._call(where, "pipe_file", path, b"1", mode="create")
+        self._call("pipe_file", name, b"1", mode="create")
         try:
-            self._call(where, "pipe_file", path, b"2", mode="create")
+            self._call("pipe_file", name, b"2", mode="create")
         except UnreachableError:
             return self.read(name, 1) == b"1"
         finally:
@@ -279,14 +268,19 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         """Removes a file."""
-        self._call(f"{self.url}/{name}", "rm_file", f"{self.root}/{name}")
+        self._call("rm_file", name)
 
     def remove_folder(self, name: str) -> None:
         """Removes an empty folder, if the file system has folders."""
         with contextlib.suppress(NotImplementedError, OSError):
             self._files.rmdir(f"{self.root}/{name}")
 
-    def _call(
+    def _call(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``method`` of the file system with the path of ``name``, as ``_call_at`` does."""
+        where, path = (f"{one}/{name}".rstrip("/") for one in (self.url, self.root))
+        return self._call_at(where, method, path, *args, **kwargs)
+
+    def _call_at(
         self,
         where: str,
         method: str,

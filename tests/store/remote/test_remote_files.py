@@ -43,7 +43,7 @@ def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         use_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         folder = RemoteFolder("s3://bucket/store")
         with pytest.raises(UnreachableError, match=r"store/m: .*: no answer within 2 s$"):
-            folder._call(f"{folder.url}/m", "find", "bucket/store/m", detail=True, max_s=2)
+            folder._call("find", "m", detail=True, max_s=2)
 
 
 def test_interrupt_cancels_the_transfer_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
