@@ -6,13 +6,13 @@ planner.py makes plans and converts them to torchrec's. Never imports torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError, reading
+from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec, row_bytes, stored_columns
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.host_plan import HostPlan
@@ -252,11 +252,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         text = file.read(PLAN_BYTES_MAX + 1)
     if len(text) > PLAN_BYTES_MAX:
         raise StoreError(f"{path}: over {PLAN_BYTES_MAX} bytes, not a plan")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path}: not JSON: {error}") from error
-    return Plan.from_json(data, str(path))
+    return Plan.from_json(parse_json(text, str(path)), str(path))
 
 
 def check_fits(
