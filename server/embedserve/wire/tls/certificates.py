@@ -124,9 +124,9 @@ def _test_pair(context: ssl.SSLContext, certificate: str) -> float:
         client = trusting.wrap_bio(to_client, to_server)
         server = context.wrap_bio(to_server, to_client, server_side=True)
         for _ in range(TRIAL_STEPS_MAX):
-            if _has_shaken(client) and (shown := client.getpeercert()):
+            if advance(client) and (shown := client.getpeercert()):
                 return ssl.cert_time_to_seconds(str(shown["notAfter"]))
-            _has_shaken(server)
+            advance(server)
     except ssl.SSLCertVerificationError as error:
         raise ValueError(f"tls_cert {certificate}: {error.verify_message}") from error
     except ssl.SSLError as error:
@@ -134,7 +134,8 @@ def _test_pair(context: ssl.SSLContext, certificate: str) -> float:
     raise ValueError(f"tls_cert {certificate}: no handshake succeeds with it")
 
 
-def _has_shaken(one: ssl.SSLObject) -> bool:
+def advance(one: ssl.SSLObject) -> bool:
+    """Takes a step of a handshake. Returns whether it is complete, or has to read more."""
     try:
         one.do_handshake()
     except ssl.SSLWantReadError:

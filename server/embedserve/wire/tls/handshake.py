@@ -23,6 +23,7 @@ from embedserve.wire.connections import (
     LingeringClose,
     ProtocolDetector,
 )
+from embedserve.wire.tls.certificates import advance
 from embedserve.wire.tls.transport import TlsTransport
 
 if TYPE_CHECKING:
@@ -109,13 +110,7 @@ class Handshake(Connection):
 
     def _do_handshake(self, one: ssl.SSLObject) -> bool:
         """Runs a step of the handshake in the thread. Returns whether the handshake is complete."""
-        if self._is_over:
-            return False
-        try:
-            one.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        return True
+        return not self._is_over and advance(one)
 
     def _stepped(self, stepped: asyncio.Future[bool]) -> None:
         self._is_stepping = False
