@@ -7,6 +7,7 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pytest
+from grpc_messages import unframed
 from hostile import frames as f
 from hostile.canary_client import embed_request, embedded
 from hostile.conftest import MakePeer
@@ -115,11 +116,8 @@ def test_many_messages_in_few_frames_are_answered_in_order(
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + f.data(1, body))
     response = peer.response(1)
     assert response.grpc_status == 0
-    rest, values = response.body, []
-    while rest:
-        end = 5 + int.from_bytes(rest[1:5], "big")
-        values.append(np.frombuffer(pb.EmbedResponse.FromString(rest[5:end]).values, "<f4"))
-        rest = rest[end:]
+    responses = map(pb.EmbedResponse.FromString, unframed(response.body))
+    values = [np.frombuffer(one.values, "<f4") for one in responses]
     np.testing.assert_array_equal(np.stack(values), rows[np.arange(500) % 500])
 
 

@@ -167,15 +167,3 @@ def assert_outputs(outputs: dict[str, Any], expected: dict[str, np.ndarray]) -> 
         shape, encoded = outputs[name]
         assert tuple(shape) == values.shape
         assert base64.b64decode(encoded) == np.ascontiguousarray(values).tobytes()
-
-
-def unframed(data: bytes) -> list[bytes]:
-    """Returns the messages in the body of a gRPC response, which must be uncompressed."""
-    messages = []
-    while data:
-        size = int.from_bytes(data[1:5], "big")
-        assert data[0] == 0, data[:5]
-        assert len(data) >= 5 + size, (len(data), size)
-        messages.append(data[5 : 5 + size])
-        data = data[5 + size :]
-    return messages

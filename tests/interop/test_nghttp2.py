@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from grpc_messages import unframed
 from interop.lookups import (
     SERVICE,
     Lookup,
@@ -12,7 +13,6 @@ from interop.lookups import (
     large_request,
     large_response,
     lookup,
-    unframed,
 )
 from interop.tools import run_tool
 

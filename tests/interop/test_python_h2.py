@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from grpc_messages import unframed
 from h2.connection import H2Connection
 from h2.events import (
     ConnectionTerminated,
@@ -17,7 +18,7 @@ from h2.events import (
     TrailersReceived,
 )
 from h2.settings import SettingCodes
-from interop.lookups import INVALID, INVALID_FIELD, SERVICE, lookup, unframed
+from interop.lookups import INVALID, INVALID_FIELD, SERVICE, lookup
 from interop.tools import ANSWER_S_MAX
 
 from embedserve_proto import embedding_pb2 as pb

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from grpc_messages import unframed
 from protocols.requests import EncodedRequest, RawResponse
 from server.http2_client import Http2Client
 
@@ -191,16 +192,6 @@ class StreamConnection(GrpcConnection):
 def framed(message: bytes) -> bytes:
     """Returns a message with gRPC's prefix of five bytes."""
     return b"\0" + len(message).to_bytes(4) + message
-
-
-def unframed(data: bytes) -> list[bytes]:
-    """Returns the gRPC messages of a body."""
-    messages = []
-    while data:
-        end = 5 + int.from_bytes(data[1:5])
-        messages.append(data[5:end])
-        data = data[end:]
-    return messages
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 import pyarrow as pa
-from protocols.connections import unframed
+from grpc_messages import unframed
 from protocols.requests import EncodedRequest, RawResponse, Request, Response, Vectors, split_by_key
 from server.arrow_streams import ARROW
 from server.fake_engine import FakeEngine

@@ -2,7 +2,7 @@
 
 from urllib.parse import quote
 
-from protocols.connections import unframed
+from grpc_messages import unframed
 from protocols.formats import Format, Grpc, metadata, rest_headers
 from protocols.requests import EncodedRequest, RawResponse, Request, Response, Vectors
 from server.fake_engine import FakeEngine

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from protocols.connections import unframed
+from grpc_messages import unframed
 from protocols.formats import metadata
 from protocols.inference_formats import INFER, Infer, InferMessage, infer_request, vectors_of_result
 from protocols.requests import EncodedRequest, RawResponse, Request, Vectors

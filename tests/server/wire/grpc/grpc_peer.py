@@ -3,6 +3,7 @@
 from urllib.parse import unquote
 
 import numpy as np
+from grpc_messages import unframed
 from hyperframe.frame import Frame, HeadersFrame
 from server.pipelines import outcomes_of
 from server.waiting import until
@@ -89,13 +90,7 @@ class GrpcPeer(Peer):
 
     def messages(self, stream_id: int) -> list[bytes]:
         """Returns the response messages of the call so far."""
-        body, found = body_of(self.seen, stream_id), []
-        while body:
-            size = int.from_bytes(body[1:5], "big")
-            assert (body[0], len(body) >= 5 + size) == (0, True)
-            found.append(body[5 : 5 + size])
-            body = body[5 + size :]
-        return found
+        return unframed(body_of(self.seen, stream_id))
 
     async def wait_for_end(self, stream_id: int) -> None:
         def has_ended() -> bool:
