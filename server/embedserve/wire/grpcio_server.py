@@ -320,8 +320,7 @@ async def _abort(
     context: grpc.aio.ServicerContext, error: EmbedServeError, headers: ExtraHeaders | None = None
 ) -> NoReturn:
     if headers is None:
-        given = dict(context.invocation_metadata() or ()).get(REQUEST_ID.decode())
-        headers = request_id_header(given.encode() if isinstance(given, str) else given)
+        headers = request_id_header(_header(context.invocation_metadata() or (), REQUEST_ID))
     metadata = _metadata([*error_trailers(error), *headers])
     await context.abort(grpc.StatusCode[error.code], error.message[:500], metadata)
     raise AssertionError("abort raises")
