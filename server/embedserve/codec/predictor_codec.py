@@ -194,15 +194,11 @@ def _extract(message: bytes | memoryview, tags: Mapping[int, str]) -> _Fields:
     try:
         return extract_fields(message, tags, FIELDS_MAX)[0]
     except ValueError as error:
-        raise _malformed(error) from error
+        raise InvalidRequestError(f"body is not a PredictionRequest: {error}", "body") from error
     except TooManyFieldsError as error:
         raise RequestTooLargeError(
             f"body has over {FIELDS_MAX} fields in one message", "body"
         ) from error
-
-
-def _malformed(problem: object) -> InvalidRequestError:
-    return InvalidRequestError(f"body is not a PredictionRequest: {problem}", "body")
 
 
 def _int32(values: Sequence[memoryview]) -> int:

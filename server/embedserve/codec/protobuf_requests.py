@@ -111,7 +111,9 @@ class ProtobufDecoder:
         if is_inline:
             fields_max = min(INLINE_FIELDS_MAX, fields_max)
         try:
-            numbers, rest = _take_numbers(body, fields_max)
+            numbers, rest, _ = extract_fields(body, NUMBERS, fields_max)
+        except ValueError as error:
+            raise _malformed(error) from error
         except TooManyFieldsError as error:
             if is_inline:
                 raise WouldBlockError from error
@@ -216,15 +218,6 @@ class ProtobufDecoder:
                 return None
             return LookupRequest(model or named, features, ids, lengths, None, batch_size)
         return None
-
-
-def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
-    """Returns (the numbers in ``body`` by field, the chunks of the message without them)."""
-    try:
-        numbers, rest, _ = extract_fields(body, NUMBERS, fields_max)
-    except ValueError as error:
-        raise _malformed(error) from error
-    return numbers, rest
 
 
 def _malformed(problem: object) -> InvalidRequestError:

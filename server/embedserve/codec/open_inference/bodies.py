@@ -25,8 +25,8 @@ from embedserve.codec.open_inference.body_structs import (
 from embedserve.codec.open_inference.json_template import JsonTemplateCache
 from embedserve.codec.open_inference.message_template import INLINE_JAGGED_BYTES_MAX
 from embedserve.codec.open_inference.outputs import (
+    MIN_SEQ,
     classification_error,
-    set_min_seq,
     set_output,
     set_output_dtype,
 )
@@ -47,6 +47,7 @@ from embedserve.codec.open_inference.tensors import (
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, WouldBlockError
+from embedserve.request_checks import check_min_seq
 from embedserve.shared_memory.region import MemorySlice, Regions
 
 _DECODER = msgspec.json.Decoder(InferBody)
@@ -121,7 +122,8 @@ class BodyDecoder:
         locations = _locations(parsed.outputs, regions)
         set_output(request, parsed.id, names, are_binary, is_binary, limits, locations)
         set_output_dtype(request, parameters.output_dtype)
-        set_min_seq(request, parameters.min_seq)
+        if parameters.min_seq is not None:
+            request.min_seq = check_min_seq(MIN_SEQ, parameters.min_seq)
         if parsed.id or request.min_seq is not None:  # these differ from request to request
             return request
         if is_inline and len(rest) and _is_plain(parsed, request):

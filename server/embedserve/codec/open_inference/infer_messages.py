@@ -26,8 +26,8 @@ from embedserve.codec.open_inference.message_template import (
     MessageTemplateCache,
 )
 from embedserve.codec.open_inference.outputs import (
+    MIN_SEQ,
     classification_error,
-    set_min_seq,
     set_output,
     set_output_dtype,
     versioned,
@@ -59,6 +59,7 @@ from embedserve.codec.protobuf_fields import (
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, WouldBlockError
+from embedserve.request_checks import check_min_seq
 from embedserve.shared_memory.region import Regions
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -213,7 +214,8 @@ class MessageDecoder:
         if "min_seq" in message.parameters:
             parameter = message.parameters["min_seq"]
             kind = parameter.WhichOneof("parameter_choice")
-            set_min_seq(request, getattr(parameter, kind) if kind else "")
+            value = getattr(parameter, kind) if kind else ""
+            request.min_seq = check_min_seq(MIN_SEQ, value)
         if template is not None and not message.id and request.min_seq is None:
             self.shared_memory_templates.cache_template(body, template, request)
         return request
@@ -273,13 +275,16 @@ def _parse_inline(body: bytes, limits: Limits) -> _Parsed:
     if len(body) <= small_bytes:
         message = _parse(body)
         return message, message.raw_input_contents, None
+    fields_max = min(INLINE_FIELDS_MAX, limits.request_values_max)
     try:
-        raw, rest = _take_raw(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
+        taken, rest, _ = extract_fields(body, {RAW_TAG: "raw"}, fields_max)
+    except ValueError as error:
+        raise _malformed(error) from error
     except TooManyFieldsError as error:
         raise WouldBlockError from error
     if sum(map(len, rest)) > small_bytes:
         raise WouldBlockError
-    message = _parse(b"".join(rest))
+    raw, message = taken.get("raw", []), _parse(b"".join(rest))
     inputs = [one for one in message.inputs if not is_in_shared_memory(one.parameters)]
     texts = zip(raw, inputs, strict=False)
     if sum(len(one) for one, of in texts if of.datatype == BYTES) > INLINE_TEXT_BYTES_MAX:
@@ -325,15 +330,6 @@ def _parse(body: bytes) -> pb.ModelInferRequest:
 
 def _malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not a ModelInferRequest: {problem}", "body")
-
-
-def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Returns (raw_input_contents, the chunks of the message without them)."""
-    try:
-        taken, rest, _ = extract_fields(body, {RAW_TAG: "raw"}, fields_max)
-    except ValueError as error:
-        raise _malformed(error) from error
-    return taken.get("raw", []), rest
 
 
 def _take_inputs(

@@ -17,7 +17,6 @@ from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, LookupResult, OutputOptions
 from embedserve.model_names import qualified_model_name
-from embedserve.request_checks import check_min_seq
 from embedserve.shared_memory.region import MemorySlice
 
 POOLED = "pooled"
@@ -31,6 +30,8 @@ OTHERS_MAX = 64
 """Outputs requested in the less frequent format, JSON or binary, of a request."""
 INLINE_OUTPUT_BYTES_MAX = 1 << 20
 """Bytes of values that are reordered on the event loop's thread, in about a millisecond."""
+MIN_SEQ = "parameters.min_seq"
+"""Parameter of a request with the least seq that its rows may have."""
 SEQ = "seq"
 """Parameter of a response with the seq of its rows."""
 UNKNOWN_IDS = "unknown_ids."
@@ -150,16 +151,6 @@ def set_output_dtype(request: LookupRequest, value: object) -> None:
             "parameters.output_dtype",
         )
     request.output_dtype = dtype
-
-
-def set_min_seq(request: LookupRequest, value: object) -> None:
-    """Sets the min_seq of ``request`` from its parameter `min_seq`; None if absent.
-
-    Raises:
-        InvalidRequestError: the value is not an integer from 0 to SEQ_MAX.
-    """
-    if value is not None:
-        request.min_seq = check_min_seq("parameters.min_seq", value)
 
 
 def versioned(model: str, version: str) -> str:
@@ -298,15 +289,14 @@ def write_to_shared_memory(
 def is_quick(result: LookupResult, options: ResponseOptions) -> bool:
     """Returns whether the values are encoded as bytes in about a millisecond. A write to shared
     memory waits for the kernel's lock of the file, which its owner can hold for seconds."""
-    if options.locations is not None:
+    if options.locations is not None or result.extra_chunks:
         return False
-    if result.extra_chunks or result.lengths is not None:
-        return result.values.nbytes <= INLINE_OUTPUT_BYTES_MAX and not result.extra_chunks
-    return (
-        result.values.nbytes <= INLINE_OUTPUT_BYTES_MAX
-        or not options.has_keys
-        or (not options.has_pooled and len(result.model.keys) == 1)
+    if result.values.nbytes <= INLINE_OUTPUT_BYTES_MAX:
+        return True
+    has_one_output = not options.has_keys or (
+        not options.has_pooled and len(result.model.keys) == 1
     )
+    return result.lengths is None and has_one_output
 
 
 def are_in_order(result: LookupResult, options: ResponseOptions) -> bool:
