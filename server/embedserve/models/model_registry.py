@@ -136,7 +136,7 @@ class ModelRegistry:
         return self._batcher(name).model
 
     def set_shadow(self, name: str, percent: float) -> None:
-        """Makes ``name`` a shadow of the version that serves its model.
+        """Makes the served ``name`` a shadow of the version that serves its model.
 
         ``percent`` of that version's batches are looked up in ``name`` as well and compared.
         """
@@ -150,11 +150,9 @@ class ModelRegistry:
         for batcher in self._batchers.values():
             batcher.runner.shadow = None
         for name, percent in sorted(self._shadows.items()):
-            candidate = self._batchers.get(name)
-            served = None if candidate is None else self._traffic.by_name[candidate.model.name]
-            if candidate is None or served is None or candidate is served or not percent:
-                continue
-            if served.runner.shadow is None:
+            candidate = self._batchers[name]
+            served = self._traffic.by_name[candidate.model.name]
+            if percent and candidate is not served and served.runner.shadow is None:
                 served.runner.shadow = candidate.runner.shadow_of(
                     served.model, percent, self._shadow_executor
                 )

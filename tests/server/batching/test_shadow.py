@@ -279,6 +279,9 @@ async def test_only_the_first_of_two_shadows_by_name_is_compared(
     metrics = pipeline.metrics.models
     await until(lambda: metrics["shop@beta"].version.shadow.batches()["compared"] == 1)
     assert batch_count(pipeline) == 0
+    pipeline.models.set_shadow("shop@beta", 0.0)
+    await send_request(pipeline)
+    await until_batch_count(pipeline, 1)
 
 
 async def test_busy_shadow_delays_no_request_and_skips_batches(
