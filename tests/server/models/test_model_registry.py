@@ -60,12 +60,13 @@ async def test_unknown_model_error_lists_the_served_models(
         models.model("shoes")
 
 
+@pytest.mark.parametrize("name", ["", "@7"])
 async def test_request_must_name_a_model_without_a_default(
-    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, films: FakeEngine, executor: ThreadPoolExecutor, name: str
 ) -> None:
     models = make_pipeline(engine, films, executor=executor, default_model="").models
     with pytest.raises(UnknownModelError, match="names no model and there is no default"):
-        submit_to(models, make_request(USER))
+        submit_to(models, make_request(USER, model=name))
 
 
 async def test_default_model_that_was_unloaded_is_named(
@@ -261,10 +262,13 @@ async def test_full_queue_of_the_only_model_rejects_every_body(
 ) -> None:
     models = make_pipeline(engine, executor=executor, limits=ONE_QUEUED).models
     models.check_queue_for_body("", b"", BODY_NOT_INSPECTED)
+    large_body = bytes(QUICK_BYTES_MAX + 1)  # its size is not estimated
     async with full_queue(models, engine):
         for model in ("", "shop", "nobody"):
             with pytest.raises(OverloadedError):
                 models.check_queue_for_body(model, b"", BODY_NOT_INSPECTED)
+            with pytest.raises(OverloadedError):
+                models.check_queue_for_body(model, large_body, BODY_NOT_INSPECTED, is_quick=True)
             with pytest.raises(OverloadedError):
                 models.check_unsized_queue(model)
 
@@ -345,6 +349,21 @@ async def test_new_version_serves_new_requests_and_old_version_queued_requests(
         assert result.model is engine.model
         assert np.array_equal(result.values, engine.expected(USER))
     await retired.wait()
+
+
+async def test_damage_of_a_version_that_was_replaced_during_its_check_does_not_count(
+    engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor)
+    models = pipeline.models
+    engine.damage = StoreError("tables.safetensors: changed")
+    engine.check = gate.before(engine.check)  # type: ignore[method-assign]
+    check = asyncio.create_task(models.check_integrity())
+    await until(lambda: gate.threads)
+    models.activate("shop", next_batcher(pipeline, FakeEngine(model_info(), seed=9), executor))
+    gate.opened.set()
+    await check
+    models.check_ready()
 
 
 async def test_next_version_starts_with_an_empty_queue_and_no_damage(
