@@ -35,6 +35,10 @@ async def serving_version(models: ModelRegistry, name: str = "", routing_key: by
     return result.model.version
 
 
+def shares_by_tag(models: ModelRegistry) -> dict[str, float]:
+    return {model.tag: models.status(model)["share"] for model in models.models()}
+
+
 @pytest.mark.parametrize(
     ("name", "version"),
     [
@@ -79,11 +83,11 @@ async def test_share_applies_to_requests_without_a_version(models: ModelRegistry
     assert 210 < counts[6] < 390
     assert counts.total() == 1000
     assert {await serving_version(models, "shop@stable") for _ in range(50)} == {7}
-    shares = {model.tag: models.status(model)["share"] for model in models.models()}
-    assert shares == {"stable": 50.0, "canary": 20.0, "old": 30.0}
+    assert shares_by_tag(models) == {"stable": 50.0, "canary": 20.0, "old": 30.0}
     models.set_share("shop@canary", 0.0)
     models.set_share("shop@old", 0.0)
     assert {await serving_version(models) for _ in range(200)} == {7}
+    assert shares_by_tag(models) == {"stable": 100.0, "canary": 0.0, "old": 0.0}
 
 
 async def test_routing_key_is_always_served_by_the_same_version(models: ModelRegistry) -> None:
@@ -102,8 +106,7 @@ async def test_shares_over_100_percent_leave_nothing_for_the_default(models: Mod
     models.set_share("shop@canary", 80.0)
     models.set_share("shop@old", 80.0)
     assert 7 not in {await serving_version(models) for _ in range(300)}
-    shares = {model.tag: models.status(model)["share"] for model in models.models()}
-    assert shares == {"stable": 0.0, "canary": 80.0, "old": 20.0}
+    assert shares_by_tag(models) == {"stable": 0.0, "canary": 80.0, "old": 20.0}
 
 
 async def test_request_is_admitted_if_one_version_has_room(
