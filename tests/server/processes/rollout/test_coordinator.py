@@ -71,6 +71,7 @@ def test_temporary_load_failure_is_retried_at_each_poll_and_logged_once(
         assert workers.take_target_changes() == prepare(0, 1)
         assert workers.failures() == [None, None]
         workers.load(0)
+        workers.report_store(EIGHT)  # it has polled again meanwhile
         reason = f"{replicas} shards were not there"
         workers.load(1, reason=reason, is_final=False)
         assert workers.take_target_changes() == activate(0, 1, version=7)

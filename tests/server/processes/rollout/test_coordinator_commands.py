@@ -29,6 +29,16 @@ def test_load_of_the_served_version_cancels_the_rollout(workers: Workers, waits:
     assert workers.take_target_changes() == prepare(0, 1)
 
 
+def test_first_poll_that_finds_the_loaded_version_continues_its_rollout(workers: Workers) -> None:
+    workers.command(Operation.LOAD, "shop", 8)
+    workers.load(0)
+    workers.take_target_changes()
+    workers.report_store(EIGHT)
+    assert workers.take_target_changes() == []
+    workers.load(1)
+    assert workers.take_target_changes() == activate(0, 1)
+
+
 def test_last_of_several_loads_wins(workers: Workers) -> None:
     for version in (8, 9, 8):
         workers.command(Operation.LOAD, "shop", version)
