@@ -1,12 +1,13 @@
 """Tests of notifications over real brokers; a push succeeds in every state of the broker."""
 
 import asyncio
+import errno
 import logging
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -266,7 +267,22 @@ def fail_to_start(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_push_succeeds_without_a_thread_and_the_next_push_notifies(
+def fail_to_open(self: asyncio.Runner) -> asyncio.Runner:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "fail", "reason"),
+    [
+        (threading.Thread, "start", fail_to_start, "can't start new thread"),
+        (asyncio.Runner, "__enter__", fail_to_open, "[Errno 24] Too many open files"),
+    ],
+)
+def test_push_succeeds_without_a_thread_or_event_loop_and_the_next_push_notifies(
+    where: type,
+    name: str,
+    fail: Callable[[Any], Any],
+    reason: str,
     store: Path,
     broker: Broker,
     monkeypatch: pytest.MonkeyPatch,
@@ -275,14 +291,15 @@ def test_push_succeeds_without_a_thread_and_the_next_push_notifies(
     caplog.set_level(logging.INFO, "embedserve_store")
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
         with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", fail_to_start)
+            patched.setattr(where, name, fail)
             for seq in (1, 2):
                 assert writer.push_rows(tag_row(seq)) == seq
+            wait_until(lambda: "delta-notify" not in [one.name for one in threading.enumerate()])
         assert writer.push_rows(tag_row(3)) == 3
     assert stored_seqs(broker.url) == [3]
     messages = [one.message for one in caplog.records]
     assert [one for one in messages if "notified" in one] == [
-        "servers are not notified of deltas, and find them by polling: can't start new thread",
+        f"servers are not notified of deltas, and find them by polling: {reason}",
         f"servers are notified of deltas again, over {broker.address}",
     ]
 

@@ -45,10 +45,11 @@ class DeltaNotifier:
         self._changed: asyncio.Event | None = None
 
     def notify(self, seq: int) -> None:
-        """Sends ``seq`` off this thread. If no thread can be started, the next call tries again."""
+        """Sends ``seq`` off this thread. If no thread or event loop can be started, the next call
+        tries again."""
         with self._lock:
             self._seq = seq
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._run, name="delta-notify", daemon=True)
                 try:
                     thread.start()
@@ -73,7 +74,11 @@ class DeltaNotifier:
                     self._loop.call_soon_threadsafe(self._changed.set)
 
     def _run(self) -> None:
-        asyncio.run(self._send_all())
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._send_all())
+        except OSError as error:  # no descriptors are left for an event loop
+            self._log_failure(str(error))
 
     async def _send_all(self) -> None:
         changed = asyncio.Event()
