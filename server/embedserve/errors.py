@@ -60,7 +60,7 @@ class EmbedServeError(Exception):
         super().__init__(self.message)
         self.model: ServedVersion | None = None
 
-    def of(self, model: ServedVersion) -> Self:
+    def set_model(self, model: ServedVersion) -> Self:
         """Sets the version that rejects the request, and returns the error."""
         self.model = model
         return self
@@ -74,6 +74,8 @@ class InvalidRequestError(EmbedServeError):
 
 
 class UnknownModelError(EmbedServeError):
+    """The server serves no such model, version or service."""
+
     code = "NOT_FOUND"
     http_status = 404
 
@@ -134,6 +136,8 @@ class RateLimitedError(EmbedServeError):
 
 
 class DeadlineExceededError(EmbedServeError):
+    """The deadline of the request has passed, or its body is late."""
+
     code = "DEADLINE_EXCEEDED"
     http_status = 504
 

@@ -191,7 +191,7 @@ class BatchRunner:
             end_view(view)
             queue.end_batch()
             late = DeadlineExceededError("the deadline passed while its batch was joined")
-            self._fail(valid, late.of(self._model))  # `valid` is empty if no request was valid
+            self._fail(valid, late.set_model(self._model))  # `valid` may be empty
             self._on_ended()
         else:
             self._counts.observe_batch(batch)

@@ -24,6 +24,7 @@ class Source:
     """Queued requests of one source.
 
     Attributes:
+        key: the source, as `PendingRequest.source` returns it.
         pending: requests in order of arrival, as keys: any of them may be withdrawn.
         examples, ids: totals of the requests.
     """

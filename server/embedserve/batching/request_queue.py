@@ -95,7 +95,7 @@ class RequestQueue:
         if self.is_full:
             raise OverloadedError(
                 f"{self._name} is full: it holds {self.examples} examples and {self.ids} ids"
-            ).of(self.model)
+            ).set_model(self.model)
 
     def check_room(self, examples: int, ids: int, source: object) -> None:
         """Raises OverloadedError if the queue has no room for a request from ``source``.
@@ -249,7 +249,7 @@ class RequestQueue:
         """Rejects a request whose deadline passed in the queue; returns False for a filter."""
         waited_ms = (now_s - pending.queued_s) * 1000
         error = DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
-        pending.reject(error.of(self.model))
+        pending.reject(error.set_model(self.model))
         return False
 
 

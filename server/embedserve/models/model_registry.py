@@ -206,7 +206,7 @@ class ModelRegistry:
                 _check_seq(request.min_seq, model)
             batcher.enqueue(request, pending)
         except EmbedServeError as error:
-            error.of(model)
+            error.set_model(model)
             raise
 
     def check_queue_for_body(
@@ -297,6 +297,12 @@ class ModelRegistry:
             raise NotReadyError(self.not_ready)
 
     def _batcher(self, name: str) -> Batcher:
+        """Returns the batcher for a name that a request may use.
+
+        Raises:
+            NotReadyError: no model is loaded yet.
+            UnknownModelError: nothing is served by that name.
+        """
         if name.startswith("@"):  # a version or alias of the default model
             name = (split_name(self.default_model)[0] + name) if self.default_model else ""
         batcher = self._traffic.by_name.get(name or self.default_model)
