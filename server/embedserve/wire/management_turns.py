@@ -19,7 +19,7 @@ Begin = Callable[[], None]
 class ManagementTurns:
     """Queue of complete management requests; a few begin in each event-loop iteration.
 
-    Connections take turns. Each has its requests begun in the order of their arrival. A request
+    Connections take turns. The requests of each begin in the order of their arrival. A request
     that awaits something after its beginning, such as the load of a version, holds up no other.
     """
 
