@@ -12,9 +12,15 @@ from embedserve_store.terminal.stores import opened
 
 
 def history(store: str, model: str, last: int, as_json: bool, cache: Path | None) -> None:
-    """Prints the ``last`` changes, the latest first; as JSON an object in each line."""
+    """Prints the ``last`` changes, the latest first; as JSON an object in each line.
+
+    Raises:
+        StoreError: the store cannot be read, or a folder has no such model.
+    """
     with opened(store, cache) as models:
         events = models.history(model, last)
+        if model and not events:
+            models.versions(model)  # raises if the name is misspelt
     if as_json:
         sys.stdout.writelines(json.dumps(asdict(one)) + "\n" for one in events)
         return

@@ -187,6 +187,10 @@ def demo(
     ] = False,
 ) -> None:
     """Train a small model on real movie ratings and publish it."""
+    from embedserve_store.remote.remote_store import is_url
+
+    if is_url(store):
+        raise ValueError(f"store is {store!r}, expected a folder: copy it to a URL afterwards")
     check_engine()
     from embedserve_store.commands.demo import demo as run
 

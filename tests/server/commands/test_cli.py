@@ -385,3 +385,9 @@ def test_invalid_numbers_are_rejected(flag: str, value: str) -> None:
     result = run("serve", "store", flag, value)
     assert result.exit_code == 2
     assert flag in result.output
+
+
+def test_demo_rejects_a_url_before_it_trains() -> None:
+    result = CliRunner().invoke(app, ["demo", "s3://bucket/store"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("embedserve: store is 's3://bucket/store', expected a folder")

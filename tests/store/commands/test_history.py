@@ -34,3 +34,9 @@ def test_history_shows_the_latest_change_first(
     assert "\x1b" not in out
     code, out, _ = run("history", own_store, "--json", "--last", "1")
     assert (code, json.loads(out)["what"]) == (0, "alias")
+
+
+def test_history_of_an_unknown_model_is_an_error(own_store: Path) -> None:
+    code, out, error = run("history", own_store, "shp")
+    assert (code, out) == (1, "")
+    assert f"{own_store}: there is no model 'shp'; models are shop" in error
