@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from embedserve_store.errors import missing_model
 from embedserve_store.terminal.aligned_columns import grid, plain, show, write
 from embedserve_store.terminal.stores import opened
 
@@ -15,12 +16,12 @@ def history(store: str, model: str, last: int, as_json: bool, cache: Path | None
     """Prints the ``last`` changes, the latest first; as JSON an object in each line.
 
     Raises:
-        StoreError: the store cannot be read, or a folder has no such model.
+        StoreError: the store cannot be read, or has no such model.
     """
     with opened(store, cache) as models:
         events = models.history(model, last)
-        if model and not events:
-            models.versions(model)  # raises if the name is misspelt
+        if model and not events and not models.versions(model):
+            raise missing_model(store, model, models.models())
     if as_json:
         sys.stdout.writelines(json.dumps(asdict(one)) + "\n" for one in events)
         return

@@ -36,7 +36,7 @@ def test_history_shows_the_latest_change_first(
     assert (code, json.loads(out)["what"]) == (0, "alias")
 
 
-def test_history_of_an_unknown_model_is_an_error(own_store: Path) -> None:
-    code, out, error = run("history", own_store, "shp")
-    assert (code, out) == (1, "")
-    assert f"{own_store}: there is no model 'shp'; models are shop" in error
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_history_of_an_unknown_model_is_an_error(own_store: Path, scheme: str) -> None:
+    message = f"embedserve: {scheme}{own_store}: there is no model 'shp'; models are shop"
+    assert run("history", f"{scheme}{own_store}", "shp") == (1, "", f"{message}\n")
