@@ -58,9 +58,9 @@ def serve(**values: Any) -> None:
 def cluster(**values: Any) -> None:
     """Serve models in parts: a router on this host, and shards here or in a Ray cluster.
 
-    Shards on this host use free loopback ports; that is for a try, and to test a store. Without
-    Ray, shards on several hosts are run by themselves, with serve --part and serve --shards. A
-    process that ends is started again. Variables of serve have no effect.
+    Shards on this host use free loopback ports, to try parts or to test a store. On several hosts
+    without Ray, start the shards with serve --part and the router with serve --shards. A process
+    that ends is started again. Variables of serve have no effect.
     """
     check_engine()
     from embedserve.processes.local_cluster import run_cluster
