@@ -57,7 +57,9 @@ def error_of(response: httpx.Response) -> EmbedServeClientError:
         kind = _ERROR_OF_FOREIGN_STATUS.get(response.status_code, ServerError)
         return kind(describe_response(response), retry_after_s=retry_after_s)
     if code == "NOT_FOUND" and message.endswith(": Not Found"):  # a path, not a model
-        return ServerError(f"{message}: is the path of base_url right?")
+        is_listing = message.startswith("GET ")
+        hint = " A management port, if there is one, has the models" if is_listing else ""
+        return ServerError(f"{message}: is the path of base_url right?{hint}")
     if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
         return TooLarge(message, field=at)
     return error_from(code, message, field=at, retry_after_s=retry_after_s)

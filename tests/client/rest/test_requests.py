@@ -109,6 +109,14 @@ def test_unknown_path_is_no_unknown_model() -> None:
     assert str(error) == "POST /x/models/m/embed: Not Found: is the path of base_url right?"
 
 
+def test_missing_list_of_models_may_be_on_the_management_port() -> None:
+    body = {"error": {"code": "NOT_FOUND", "message": "GET /models: Not Found"}}
+    error = error_of(lambda request: httpx.Response(404, json=body))
+
+    assert type(error) is ServerError
+    assert str(error).endswith("right? A management port, if there is one, has the models")
+
+
 @pytest.mark.parametrize(
     ("header", "retry_after_s"), [("3", 3.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), ("-1", None)]
 )
