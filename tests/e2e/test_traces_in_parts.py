@@ -13,7 +13,7 @@ import pytest
 from e2e.parts_cluster import BOTH_PARTS, PARTS, cluster, publish_next, replicas
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from running_servers import Running
-from server.collector import Collector, collecting
+from server.collector import Collector, attributes, collecting
 from waits import wait_until
 
 CALLER = "00f067aa0ba902b7"
@@ -79,13 +79,6 @@ def router_span(collector: Collector, trace: int) -> Span:
     wait_until(lambda: bool(found()))
     (root,) = found()
     return root
-
-
-def attributes(span: Span) -> dict[str, object]:
-    return {
-        one.key.removeprefix("embedserve."): one.value.string_value or one.value.int_value
-        for one in span.attributes
-    }
 
 
 def test_call_spans_link_the_spans_of_router_and_shards(parts: TracedParts) -> None:

@@ -54,6 +54,14 @@ class Collector:
                     handler.wfile.write(bytes(1 << 20))
 
 
+def attributes(span: Span) -> dict[str, object]:
+    """Returns the values of the attributes of ``span`` by name without "embedserve."."""
+    return {
+        one.key.removeprefix("embedserve."): one.value.string_value or one.value.int_value
+        for one in span.attributes
+    }
+
+
 @contextmanager
 def collecting() -> Iterator[Collector]:
     """Runs a collector until the block ends."""

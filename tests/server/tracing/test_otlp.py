@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 import grpc
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from server.collector import Collector, collecting
+from server.collector import Collector, attributes, collecting
 from server.fake_engine import FakeEngine
 from server.live import Live, make_pipeline, serving
 from server.waiting import WAIT_S_MAX, until
@@ -63,13 +63,6 @@ ERROR_BY_FAULT = {
     "is not there": "Connection refused",
     "does not end": "the response exceeds 65536 bytes",
 }
-
-
-def attributes(span: Span) -> dict[str, object]:
-    return {
-        one.key.removeprefix("embedserve."): one.value.string_value or one.value.int_value
-        for one in span.attributes
-    }
 
 
 def record(number: int = 0) -> RequestRecord:
