@@ -152,4 +152,14 @@ def _expected_kind(key: str, value: object) -> str:
     kind = (get_type_hints(ServeSettings) | get_type_hints(Limits))[key]
     words, types = _TOML_KINDS[kind]
     is_right = isinstance(value, types) and (kind is bool or not isinstance(value, bool))
+    if isinstance(value, str) and kind in (int, float):
+        is_right = _is_number(value)
     return "" if is_right else words
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -146,7 +146,7 @@ def test_serve_runs_with_environment_variables_only(
         (b"[server]\nhost = 'x'\n", "'server'"),
         (b"host = \n", "serve.toml"),
         (b"host = '\xff'\n", "serve.toml"),
-        (b"http_port = 'many'\n", "--http-port"),
+        (b"http_port = 'many'\n", "serve.toml: http_port is 'many', expected a number"),
         (b"queue_ids_max = -1\n", "--queue-ids-max"),
         (b"grpc_port = 65536\n", "--grpc-port"),
     ],
