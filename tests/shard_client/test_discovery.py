@@ -45,6 +45,7 @@ def test_address_sources_are_parsed() -> None:
         ("file:", "expected dns:NAME"),
         ("ray:", "expected dns:NAME"),
         ("etcd:x", "file:PATH or ray:NAME"),
+        ("http:dlrm-{part}:8001", "expected dns:NAME"),
         ("dns:dlrm:8001", "lacks {part}"),
         ("dns:dlrm-{part}", "is not HOST:PORT"),
         ("dns:dlrm-{part}:", "has no port from 1 to 65535"),
@@ -64,7 +65,7 @@ def test_invalid_sources_are_named_in_the_error(value: str, reason: str) -> None
 def test_addresses_are_parsed() -> None:
     assert parse_address("h:1") == ("h", 1)
     assert parse_address("[::1]:80") == ("::1", 80)
-    for wrong in ("::1:80", ":80", "h", "[]:1", "h:-1", "h:²"):
+    for wrong in ("::1:80", ":80", "h", "[]:1", "h:-1", "h:²", "h:\u0661", "[::1:80", "::1]:80"):
         with pytest.raises(ValueError, match="'"):
             parse_address(wrong)
 
@@ -151,10 +152,21 @@ async def test_dns_changes_and_failures_are_followed(caplog: pytest.LogCaptureFi
     answers["dlrm-1"] = [("10.0.0.2", 8001)]
     answers["dlrm-0"] = OSError("the name server is gone")
     with caplog.at_level(logging.INFO):
-        for part in range(2):
+        for part in (0, 1) * 2:
             await discovered.poll_part(part)
-    assert found[3:] == [(1, [("10.0.0.2", 8001)])]
-    assert "dlrm-1 is resolved again" in caplog.text
+    assert found[3:] == [(1, [("10.0.0.2", 8001)])] * 2
+    assert caplog.text.count("dlrm-1 is resolved again") == 1
+
+
+async def test_names_are_resolved_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "DNS_S", 3600.0)
+    info = socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 8001)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [info])
+    found: dict[int, list[Address]] = {}
+    running = asyncio.create_task(discover(DNS, 2, found.__setitem__))
+    await until(lambda: len(found) == 2)
+    assert found == {part: [("10.0.0.1", 8001)] for part in range(2)}
+    running.cancel()
 
 
 @pytest.mark.parametrize(

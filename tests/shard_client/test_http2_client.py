@@ -170,6 +170,13 @@ def test_header_block_in_one_byte_frames_is_read_in_linear_time() -> None:
     assert peer.replies[0].payload == b"m"
 
 
+def test_data_frame_may_be_larger_than_a_header_block() -> None:
+    peer = ShardPeer()
+    peer.call(b"x")
+    peer.send(response_frames(1, b"m" * LIMIT, frame_bytes=2 * LIMIT))
+    assert peer.replies[0].payload == b"m" * LIMIT
+
+
 def test_response_over_the_limit_fails_only_its_call() -> None:
     peer = ShardPeer()
     peer.call(b"x")
@@ -211,6 +218,7 @@ def test_requests_wait_for_flow_control_windows() -> None:
     assert isinstance(first, DataFrame)
     assert len(first.data) == 10
     more = peer.send(frames.settings((frames.SETTINGS_INITIAL_WINDOW_SIZE, 15)))
+    assert [len(one.data) for one in only(more, DataFrame)] == [5]
     rest = peer.send(frames.window_update(1, 1000))
     body = b"".join(one.data for one in only([first, *more, *rest], DataFrame))
     assert body == framed(message)

@@ -96,8 +96,18 @@ def test_lost_connection_fails_all_calls() -> None:
 
 def test_pings_are_acknowledged() -> None:
     peer = ShardPeer()
-    sent = peer.send(frames.ping(b"12345678"), frames.ping(b"12345678", frames.ACK))
-    assert [(type(one), one.flags.__contains__("ACK")) for one in sent] == [(PingFrame, True)]
+    (sent,) = peer.send(frames.ping(b"12345678"), frames.ping(b"87654321", frames.ACK))
+    assert isinstance(sent, PingFrame)
+    assert (sent.opaque_data, "ACK" in sent.flags) == (b"12345678", True)
+
+
+def test_acknowledged_settings_and_unknown_frames_are_ignored() -> None:
+    peer = ShardPeer()
+    peer.call(b"x")
+    peer.take_frames()
+    altsvc = frames.frame_header(3, 10, 0, 0) + b"\0\0x"  # RFC 7838
+    assert peer.send(frames.SETTINGS_ACK, altsvc, response_frames(1, b"m")) == []
+    assert peer.replies[0].payload == b"m"
 
 
 def test_client_drains_when_stream_ids_run_out() -> None:
