@@ -46,6 +46,7 @@ CASES = {
     "a slash at the end": Case("/models/", (), 404),
     "a slash after a lookup": Case("/embed/", (), 404),
     "two slashes": Case("//embed", (), 404),
+    "a model below another path": Case("/tables/shop/embed", (), 404),
 }
 
 
