@@ -206,6 +206,8 @@ INVALID_BODIES = [
     ('{"features": {"user": [1]}, "dtype": 1}', "dtype", "features, weights, output_dtype"),
     ('{"features": {"user": [%s]}}' % ("1" * 5000), "body", "has an integer of more than 4300 dig"),
     ('{"features": {"user": [1]}, "version": %s}' % ("1" * 5000), "body", "more than 4300 digits"),
+    ('{"features": {"user": [1]}, "version": 1.5}', "version", "is 1.5, expected a number or an"),
+    ('{"features": {"user": [1]}, "version": [1]}', "version", "is [1], expected a number or an"),
 ]
 
 
