@@ -21,8 +21,10 @@ from shard_client.shard_peer import (
 
 from embedserve.shard_client.reply import (
     INTERNAL,
+    Reply,
     lost,
 )
+from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.frames import (
     PADDED,
@@ -142,6 +144,11 @@ VIOLATIONS = {
     "GOAWAY of 7 bytes": (frames.frame_header(7, 7, 0, 0) + b"\0" * 7, True),
     "CONTINUATION alone": (frames.frame_header(1, 9, 4, 1) + b"\0", True),
     "a frame within a block": (headers(1, RESPONSE_HEADERS, 0) + frames.ping(b"12345678"), True),
+    "a long header block": (
+        headers(1, RESPONSE_HEADERS, 0)
+        + 2 * (frames.frame_header(50_000, 9, 0, 1) + bytes(50_000)),
+        True,
+    ),
     "a bad header block": (frames.frame_header(2, 1, 4, 1) + b"\xff\xff", True),
     "empty padded DATA": (data(1, b"", PADDED), True),
     "empty CONTINUATION": (headers(1, RESPONSE_HEADERS, 0) + frames.frame_header(0, 9, 0, 1), True),
@@ -199,6 +206,19 @@ def test_stream_error_fails_only_its_call() -> None:
     sent = peer.send(frames.window_update(1, 0), response_frames(3, b"m"))
     assert [one.stream_id for one in only(sent, RstStreamFrame)] == [1]
     assert [peer.replies[0].status, peer.replies[1].status] == [INTERNAL, 0]
+
+
+def test_headers_within_data_fail_only_their_call() -> None:
+    peer = ShardPeer()
+    peer.call(b"x")
+    peer.call(b"y")
+    again = headers(1, RESPONSE_HEADERS)
+    sent = peer.send(again, data(1, framed(b"m")), again, response_frames(3, b"n"))
+    assert [one.stream_id for one in only(sent, RstStreamFrame)] == [1]
+    assert peer.replies == {
+        0: Reply(INTERNAL, "the response has headers within its data"),
+        1: Reply(0, "", b"n"),
+    }
 
 
 def test_window_update_over_the_limit_fails_only_its_call() -> None:
