@@ -162,9 +162,10 @@ def _roles(key: str, value: Any) -> tuple[str, Any]:
 def _expires(key: str, value: Any) -> tuple[str, Any]:
     try:
         when = datetime.fromisoformat(value)
-    except (TypeError, ValueError):
+        in_utc = when.replace(tzinfo=when.tzinfo or UTC).astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{key} is not a time like 2027-01-31 or 2027-01-31T12:00:00Z") from None
-    return "expires_s", when.replace(tzinfo=when.tzinfo or UTC).timestamp()
+    return "expires_s", in_utc.timestamp()
 
 
 def _rate(key: str, value: Any) -> tuple[str, Any]:

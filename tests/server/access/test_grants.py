@@ -89,6 +89,10 @@ SECRET = "es_what-nobody-may-see"
         ({"name": "x", "sha256": SHA, "roles": 5}, "roles is not a list"),
         ({"name": "x", "sha256": SHA, "expires": "soon"}, "expires is not a time"),
         ({"name": "x", "sha256": SHA, "expires": 5}, "expires is not a time"),
+        (
+            {"name": "x", "sha256": SHA, "expires": "0001-01-01T00:00:00+01:00"},
+            "expires is not a time",
+        ),
         ({"name": "x", "sha256": SHA, "requests_per_second": 0}, "not a number above 0"),
         ({"name": "x", "sha256": SHA, "requests_per_second": True}, "not a number above 0"),
         ({"name": "x", "sha256": SHA, "requests_per_second": "2"}, "not a number above 0"),
