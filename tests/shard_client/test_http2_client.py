@@ -354,26 +354,24 @@ def test_response_before_the_end_of_the_request_resets_its_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    "end",
+    ("end", "resets"),
     [
-        b"",
-        frames.rst_stream(3, ErrorCode.CANCEL),
-        frames.window_update(3, 0),
-        frames.goaway(1, ErrorCode.NO_ERROR),
-        trailers(3, [*RESPONSE_HEADERS, (b"grpc-status", b"8")]),
+        (b"", 1),
+        (frames.rst_stream(3, ErrorCode.CANCEL), 0),
+        (frames.window_update(3, 0), 1),
+        (frames.goaway(1, ErrorCode.NO_ERROR), 0),
+        (trailers(3, [*RESPONSE_HEADERS, (b"grpc-status", b"8")]), 1),
     ],
     ids=["cancelled", "reset", "stream error", "GOAWAY", "answered"],
 )
-def test_ended_call_sends_no_more_of_its_request(end: bytes) -> None:
+def test_ended_call_sends_no_more_of_its_request(end: bytes, resets: int) -> None:
     peer = ShardPeer((frames.SETTINGS_INITIAL_WINDOW_SIZE, 1 << 20))
     peer.call(b"a" * 100_000)
     call = peer.call(b"b" * 100_000)
     peer.take_frames()
-    if end:
-        peer.send(end)
-    else:
+    if not end:
         call.cancel()
-        peer.take_frames()
+    assert len(only(peer.send(end), RstStreamFrame)) == resets
     sent = only(peer.send(frames.window_update(0, 1 << 20)), DataFrame)
     assert {one.stream_id for one in sent} == {1}
     assert "END_STREAM" in sent[-1].flags
