@@ -1,6 +1,5 @@
 """Tests of the certificate and token files that a router authenticates to its shards with."""
 
-import contextlib
 import ssl
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from certificates import Authority
 from embedserve.config import ServeSettings
 from embedserve.fanout.credentials import follow_credentials
 from embedserve.shard_client.shard_connection import ConnectionOptions
+from embedserve.wire.tls.certificates import advance
 
 
 def settings(**files: Path) -> ServeSettings:
@@ -84,6 +84,5 @@ def test_shards_that_require_alpn_are_offered_http2(tmp_path: Path) -> None:
     tls = router.wrap_bio(to_router, to_shard, server_hostname="localhost")
     of_shard = shard.wrap_bio(to_shard, to_router, server_side=True)
     for one in (tls, of_shard, tls, of_shard):
-        with contextlib.suppress(ssl.SSLWantReadError):
-            one.do_handshake()
+        advance(one)
     assert of_shard.selected_alpn_protocol() == "h2"

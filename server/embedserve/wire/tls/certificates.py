@@ -135,7 +135,7 @@ def _test_pair(context: ssl.SSLContext, certificate: str) -> float:
 
 
 def advance(one: ssl.SSLObject) -> bool:
-    """Takes a step of a handshake. Returns whether it is complete, or has to read more."""
+    """Takes a step of a handshake. Returns whether it is complete; False if it has to read more."""
     try:
         one.do_handshake()
     except ssl.SSLWantReadError:
