@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from embedserve.call_trace import CallTrace
@@ -28,8 +29,7 @@ class WouldBlockError(Exception):
     """Raised where a body would take too long to decode on the event loop's thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
+class OutputOptions(msgspec.Struct, frozen=True):
     """Response options: which keys to return, and format options for the codec.
 
     A request without any has None in place of this object, and gets the full default response.
@@ -62,8 +62,7 @@ class StringIds(Protocol):
         """Returns the string whose hash is ``value``."""
 
 
-@dataclass(slots=True)
-class LookupRequest:
+class LookupRequest(msgspec.Struct):
     """One caller's batch of jagged ids, as decoded by a codec.
 
     Attributes:
@@ -103,8 +102,7 @@ class LookupRequest:
         )
 
 
-@dataclass(slots=True)
-class LookupResult:
+class LookupResult(msgspec.Struct):
     """The vectors of one request.
 
     Attributes:

@@ -10,9 +10,9 @@ an AssertionError.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import LookupRequest, OutputOptions

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 
 from embedserve.codec.open_inference.outputs import (
@@ -92,8 +92,7 @@ _ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
 )
 
 
-@dataclass(slots=True)
-class _Sparse:
+class _Sparse(msgspec.Struct):
     """The fields of a SparseFeatures message, not decoded or checked yet."""
 
     name: str

@@ -1,7 +1,6 @@
 """Tests of decoding EmbedRequest and encoding EmbedResponse, against the generated classes."""
 
 import contextlib
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 from server.fake_engine import FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none

@@ -1,14 +1,15 @@
 """Tests of seq and the counts of missing ids in responses of every format. Without them, responses
 do not change."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from google.protobuf.message import Message
+from msgspec.structs import replace
 from server.arrow_streams import metadata_in, read_table
 from server.codecs import CODECS, encoded
 from server.fake_models import model_info, unpooled_info
@@ -250,7 +251,7 @@ def test_caches_do_not_grow_with_seqs(name: str) -> None:
 @each_format
 def test_cache_of_prefixes_is_bounded_for_responses_of_many_sizes(name: str) -> None:
     codec, format_options, _ = FORMATS[name]
-    model = replace(model_info(), response_prefixes_max=3)
+    model = dataclasses.replace(model_info(), response_prefixes_max=3)
     for size in range(1, 20):
         values = np.ones((size, 9), np.float32)
         encoded(codec, LookupResult(model, values, output=options_of(format_options)))

@@ -8,9 +8,9 @@ each key, in the order of the request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from embedserve.config import Limits
@@ -42,8 +42,7 @@ LOCATIONS_MAX = 64
 """Outputs of a request in shared memory. Their locations stay in memory while the request waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseOptions:
+class ResponseOptions(msgspec.Struct, frozen=True):
     """Requested format of a response.
 
     Attributes:
@@ -189,8 +188,7 @@ def parameters_of(result: LookupResult) -> dict[str, int]:
     return parameters
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(msgspec.Struct, frozen=True):
     """An output: its name, its shape, and the position of its values among those of the result.
 
     Attributes:

@@ -12,10 +12,10 @@ only the names of regions. Their ownership and size are checked for each request
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
+from msgspec.structs import replace
 
 from embedserve.codec.open_inference.message_template import TEMPLATE_INPUTS_MAX
 from embedserve.codec.open_inference.outputs import ResponseOptions

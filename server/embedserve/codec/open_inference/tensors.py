@@ -8,11 +8,11 @@ given as F alone, [batch, k], with negative ids as padding. Errors name the tens
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from embedserve.codec.string_ids import merge_string_ids
@@ -41,8 +41,7 @@ FeatureSizes = tuple[tuple[str, ...], list[int], int]
 """Sizes of features with ids and lengths: (names, count of ids of each, number of examples)."""
 
 
-@dataclass(slots=True)
-class InputTensor:
+class InputTensor(msgspec.Struct):
     """An input of a request; ``data`` is not checked against datatype and shape yet."""
 
     name: str
@@ -54,8 +53,7 @@ class InputTensor:
         return f"input {shortened(self.name)!r} ({self.datatype[:16]} {list(self.shape[:8])})"
 
 
-@dataclass(slots=True)
-class _Feature:
+class _Feature(msgspec.Struct):
     """The tensors given for a feature."""
 
     ids: InputTensor | None = None

@@ -252,13 +252,10 @@ class Http2Connection:
 
     def open(self, stream_id: int, route: ResolvedRoute, body: bytes | None) -> None:
         """Opens a stream. ``body`` is the whole request body, or None if it is still to arrive."""
-        stream = Stream(
-            self, stream_id, self.frame_writer.stream_window, self.flow_control.stream_window
-        )
+        windows = self.frame_writer.stream_window, self.flow_control.stream_window
+        stream = Stream(self, stream_id, *windows, is_received=body is not None)
         if body is None:
             stream.missing_bytes = route.content_length
-        else:
-            stream.is_received = True
         self.streams[stream_id] = stream
         handler = route.make_handler(stream)
         if stream.is_sent:

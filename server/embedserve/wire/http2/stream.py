@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, Headers
@@ -19,59 +21,46 @@ LATE_STREAMS_MAX = 16
 CONTINUE = encode([(b":status", b"100")])
 
 
-class Stream:
+class Stream(msgspec.Struct, eq=False):
     """An open stream. Implements HttpStream.
 
     Attributes:
         id: stream identifier.
-        handler: handler of the request; NULL_HANDLER before the request opens and after it ends.
         send_window: bytes of DATA that the server may send on the stream.
         receive_window: bytes of DATA that the client may send on the stream.
+        is_received: whether the whole request has arrived.
+        handler: handler of the request; NULL_HANDLER before the request opens and after it ends.
+        missing_bytes: declared bytes of the body that have not arrived; None if not declared.
+        held_bytes: bytes of the body that have arrived and are not consumed yet.
         granted_bytes: bytes of the receive window granted by UploadBudget, beyond STREAM_WINDOW.
         has_pending_grant: whether a request to UploadBudget is pending.
         unsent: unsent chunks of the response body, in order; None until a body is queued.
         unsent_bytes: bytes in ``unsent``.
         tail: header block of the trailers. b"": the body ends the stream; None: more body may
             follow.
+        is_sent: whether the response has ended, or the stream was reset.
         blocked_since_s: perf_counter time when flow control blocked the stream; 0: not blocked.
         sent_while_blocked: body bytes sent since ``blocked_since_s``.
     """
 
-    __slots__ = (
-        "blocked_since_s",
-        "connection",
-        "granted_bytes",
-        "handler",
-        "has_pending_grant",
-        "held_bytes",
-        "id",
-        "is_received",
-        "is_sent",
-        "missing_bytes",
-        "receive_window",
-        "send_window",
-        "sent_while_blocked",
-        "tail",
-        "unsent",
-        "unsent_bytes",
-    )
+    connection: Http2Connection
+    id: int
+    send_window: int
+    receive_window: int
+    is_received: bool = False
+    handler: Handler = NULL_HANDLER
+    missing_bytes: int | None = None
+    held_bytes: int = 0
+    granted_bytes: int = 0
+    has_pending_grant: bool = False
+    unsent: deque[memoryview] | None = None
+    unsent_bytes: int = 0
+    tail: bytes | None = None
+    is_sent: bool = False
+    blocked_since_s: float = 0.0
+    sent_while_blocked: int = 0
 
     http_version = "2"
-
-    def __init__(
-        self, connection: Http2Connection, stream_id: int, send_window: int, receive_window: int
-    ) -> None:
-        self.connection = connection
-        self.id = stream_id
-        self.send_window = send_window
-        self.receive_window = receive_window
-        self.handler: Handler = NULL_HANDLER
-        self.is_received = self.is_sent = self.has_pending_grant = False
-        self.held_bytes = self.granted_bytes = self.unsent_bytes = self.sent_while_blocked = 0
-        self.missing_bytes: int | None = None
-        self.unsent: deque[memoryview] | None = None
-        self.tail: bytes | None = None
-        self.blocked_since_s = 0.0
 
     def send_response(
         self, head: bytes, chunks: Sequence[bytes | memoryview], nbytes: int, tail: bytes
