@@ -30,7 +30,7 @@ from embedserve.batching.split import (
     split,
     split_by_examples,
 )
-from embedserve.deltas.rows_reader import BatchView, begin_view, end_view
+from embedserve.deltas.rows_reader import BatchView, end_view
 from embedserve.errors import (
     DeadlineExceededError,
     EmbedServeError,
@@ -97,7 +97,7 @@ class BatchRunner:
         if not taken:
             self.on_batch_done()
             return
-        view = begin_view(self._engine.rows_reader)
+        view = self._begin_view()
         try:
             batch, errors = join_valid([one.request for one in taken], self._model, view)
         except Exception:
@@ -118,6 +118,11 @@ class BatchRunner:
         else:
             queue.begin_batch()
             self._submit(queue, taken, batch)
+
+    def _begin_view(self) -> BatchView | None:
+        """Returns the view for a batch that begins now; None where no row ever changes."""
+        reader = self._engine.rows_reader
+        return None if reader is None else BatchView(reader)
 
     def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
         """Looks ``batch`` up on the calling thread, and ends its view.
@@ -143,7 +148,7 @@ class BatchRunner:
         """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
         features, or some of them, in any order."""
         queue.begin_batch()
-        view = begin_view(self._engine.rows_reader)
+        view = self._begin_view()
         requests = [pending.request for pending in taken]
         loop = asyncio.get_running_loop()
         try:

@@ -247,11 +247,6 @@ class BatchView:
         self.reader.end(self.number)
 
 
-def begin_view(reader: RowsReader | None) -> BatchView | None:
-    """Returns the view for a batch that begins now; None where no row ever changes."""
-    return None if reader is None else BatchView(reader)
-
-
 def end_view(view: BatchView | None) -> None:
     """Ends the use of ``view``; does nothing for None, the view of rows that never change."""
     if view is not None:
