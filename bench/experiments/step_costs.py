@@ -19,8 +19,8 @@ from workloads import workload
 
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.split import split
-from embedserve.codec import json_codec, protobuf_responses
-from embedserve.codec.protobuf_requests import ProtobufDecoder
+from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve_store import ModelStore
 
@@ -91,7 +91,7 @@ def measure() -> dict[str, float]:
     results = joined_and_split(BATCH)
     found["JSON encoded"] = best_us(lambda i: json_codec.try_encode_inline(results[i % BATCH]))
     found["protobuf encoded"] = best_us(
-        lambda i: protobuf_responses.try_encode_inline(results[i % BATCH])
+        lambda i: protobuf_codec.try_encode_inline(results[i % BATCH])
     )
     return found
 

@@ -30,7 +30,7 @@ from server.waiting import until
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.grants import Grant
 from embedserve.batching.pending_request import PendingRequest
-from embedserve.codec import json_codec, protobuf_requests
+from embedserve.codec import json_codec, protobuf_codec
 from embedserve.codec.codec import Codec
 from embedserve.codec.open_inference.message_template import INLINE_JAGGED_BYTES_MAX
 from embedserve.codec.open_inference.tensors import INLINE_TENSOR_BYTES_MAX
@@ -234,7 +234,7 @@ def message(**more: object) -> bytes:
     return pb.EmbedRequest(keys=["user"], **more).SerializeToString()  # type: ignore[arg-type]
 
 
-MANY = protobuf_requests.INLINE_PROTOBUF_BYTES_MAX + 1
+MANY = protobuf_codec.INLINE_PROTOBUF_BYTES_MAX + 1
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import pytest
 from cpu_per_request import WAYS, walk
 
 WALKS_MAX = {
-    "JSON": (14, 50),
-    "protobuf": (16, 50),
-    "gRPC": (18, 50),
-    "infer JSON": (22, 110),
-    "infer binary": (23, 70),
-    "infer gRPC": (23, 75),
-    "predict": (22, 120),
+    "JSON": (13, 50),
+    "protobuf": (13, 50),
+    "gRPC": (14, 50),
+    "infer JSON": (21, 110),
+    "infer binary": (22, 70),
+    "infer gRPC": (21, 75),
+    "predict": (20, 120),
 }
 """Files and calls of one request, at most: a reader has to follow them."""
 

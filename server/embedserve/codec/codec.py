@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from embedserve.codec import json_codec, predictor_codec, protobuf_requests, protobuf_responses
+from embedserve.codec import embed_request_fields, json_codec, predictor_codec, protobuf_codec
 from embedserve.codec.arrow import responses as arrow_responses
 from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.codec.open_inference import (
@@ -22,7 +22,7 @@ from embedserve.codec.open_inference import (
 )
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
-from embedserve.codec.protobuf_requests import ProtobufDecoder
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
@@ -85,7 +85,7 @@ class Codec:
     estimate_size: Callable[[bytes], tuple[int, int]]
     peek_model: Callable[[bytes], str] = lambda body: ""
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
-    encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_responses.encode_error
+    encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_codec.encode_error
     json_bytes: Callable[[ResponseChunks], int] | None = None
     response_headers: Callable[[LookupResult], list[tuple[bytes, bytes]]] | None = None
     bind_regions: Callable[[Regions], Decode] | None = None
@@ -155,10 +155,10 @@ class Codecs:
             content_type=PROTOBUF_TYPE,
             limit="body_bytes_max",
             decode=protobuf.decode_request,
-            encode=protobuf_responses.encode_chunks,
-            try_encode_inline=protobuf_responses.try_encode_inline,
-            peek_model=protobuf_requests.peek_model,
-            estimate_size=protobuf_requests.estimate_size,
+            encode=protobuf_codec.encode_chunks,
+            try_encode_inline=protobuf_codec.try_encode_inline,
+            peek_model=embed_request_fields.peek_model,
+            estimate_size=embed_request_fields.estimate_size,
         )
         self.arrow = Codec(
             content_type=b"application/vnd.apache.arrow.stream",

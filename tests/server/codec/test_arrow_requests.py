@@ -16,7 +16,7 @@ from server.strategies import bags_of_ids, weights_or_none
 
 from embedserve.codec.arrow.columns import SCHEMA_BYTES_MAX
 from embedserve.codec.arrow.requests import ArrowDecoder
-from embedserve.codec.protobuf_requests import ProtobufDecoder
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.codec.template_cache import BYTES_MAX, TEMPLATES_MAX
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup_types import LookupRequest, WouldBlockError

@@ -14,7 +14,7 @@ from server.predictions import prediction_request
 
 from embedserve.codec import predictor_codec
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
-from embedserve.codec.protobuf_requests import ProtobufDecoder
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import LookupRequest

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from server.open_inference import LENGTH_HEADER, InferRequest, Input, jagged
 from server.strategies import bags_of_ids, weights_or_none
 
-from embedserve.codec import json_codec, protobuf_requests
+from embedserve.codec import embed_request_fields, json_codec
+from embedserve.codec.embed_request_fields import INLINE_FIELDS_MAX
 from embedserve.codec.open_inference import bodies, infer_messages
-from embedserve.codec.protobuf_requests import INLINE_FIELDS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -28,7 +28,10 @@ def test_protobuf_estimate_is_exact(ids: list[int], lengths: list[int], is_raw: 
     else:
         message.ids.extend(ids)
         message.lengths.extend(lengths)
-    assert protobuf_requests.estimate_size(message.SerializeToString()) == (len(lengths), len(ids))
+    assert embed_request_fields.estimate_size(message.SerializeToString()) == (
+        len(lengths),
+        len(ids),
+    )
 
 
 @given(
@@ -67,7 +70,7 @@ def test_estimate_of_false_shapes_is_at_most_the_body_size(size: int) -> None:
 @given(st.binary(max_size=200))
 def test_estimate_of_garbage_is_at_most_the_body_size(body: bytes) -> None:
     for estimate_size in (
-        protobuf_requests.estimate_size,
+        embed_request_fields.estimate_size,
         json_codec.estimate_size,
         bodies.estimate_size,
         infer_messages.estimate_size,
@@ -83,7 +86,7 @@ def test_protobuf_estimate_is_zero_beyond_the_field_limit(
 ) -> None:
     body = pb.EmbedRequest(ids=[1], lengths=[1]).SerializeToString()
     body += pb.EmbedRequest(keys=[""] * (INLINE_FIELDS_MAX - 2 + more)).SerializeToString()
-    assert protobuf_requests.estimate_size(body) == sizes
+    assert embed_request_fields.estimate_size(body) == sizes
 
 
 @given(data=st.data(), output_dtype=st.sampled_from(["float32", "float16", None]))

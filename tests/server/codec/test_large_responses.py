@@ -10,7 +10,7 @@ from server.fake_models import unpooled_info
 
 from embedserve.codec.codec import Codec
 from embedserve.codec.json_codec import CHUNK_VALUES, INLINE_VALUES_MAX
-from embedserve.codec.protobuf_responses import INLINE_LENGTHS_MAX
+from embedserve.codec.protobuf_codec import INLINE_LENGTHS_MAX
 from embedserve.lookup_types import LookupResult
 from embedserve_proto import embedding_pb2 as pb
 

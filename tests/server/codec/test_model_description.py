@@ -6,8 +6,7 @@ import pytest
 from server.fake_models import model_info, ruled_info, unpooled_info
 
 from embedserve.api.management import Model, TableResponse
-from embedserve.codec.model_description import describe
-from embedserve.codec.protobuf_responses import model_message
+from embedserve.codec.model_description import describe, model_message
 from embedserve.model_info import ModelInfo
 from embedserve_proto import embedding_pb2
 

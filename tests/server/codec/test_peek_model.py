@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embedserve.codec.embed_request_fields import MODEL_FIELDS_MAX, peek_model
 from embedserve.codec.open_inference import infer_messages
 from embedserve.codec.protobuf_fields import varint
-from embedserve.codec.protobuf_requests import MODEL_FIELDS_MAX, peek_model
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.open_inference_pb2 import ModelInferRequest
 

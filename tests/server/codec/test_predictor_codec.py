@@ -12,7 +12,7 @@ from server.strategies import bags_of_ids, weights_or_none
 
 from embedserve.batching.join import adapt_to_model
 from embedserve.codec import predictor_codec
-from embedserve.codec.protobuf_requests import ProtobufDecoder
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve_proto import embedding_pb2, predictor_pb2
 

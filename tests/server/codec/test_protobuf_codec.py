@@ -13,9 +13,10 @@ from server.fake_engine import FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.codec import protobuf_requests
-from embedserve.codec.protobuf_requests import ProtobufDecoder
-from embedserve.codec.protobuf_responses import encode_error, model_message, try_encode_inline
+from embedserve.codec import protobuf_codec
+from embedserve.codec.embed_request_fields import LENGTHS_TAG
+from embedserve.codec.model_description import model_message
+from embedserve.codec.protobuf_codec import ProtobufDecoder, encode_error, try_encode_inline
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError
@@ -43,9 +44,9 @@ def decoded(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> Lo
     """Returns the decoded request. Checks that decoding a small message whole and field by field
     agree."""
     outcomes: list[LookupRequest | EmbedServeError] = []
-    for small_bytes in (protobuf_requests.SMALL_BYTES, 0):
+    for small_bytes in (protobuf_codec.SMALL_BYTES, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(protobuf_requests, "SMALL_BYTES", small_bytes)
+            patch.setattr(protobuf_codec, "SMALL_BYTES", small_bytes)
             try:
                 outcomes.append(DECODER.decode_request(body, model, limits))
             except EmbedServeError as error:
@@ -333,7 +334,7 @@ def test_message_with_a_cached_prefix_is_read_like_any_other() -> None:
     start = pb.EmbedRequest(keys=keys, ids_bytes=bytes(range(32))).SerializeToString()
     given = [np.array(one, "<i4").tobytes() for one in ([2, 2], [1, 1, 2], [1, 1, 1, 1])]
     ends = [pb.EmbedRequest(lengths_bytes=one).SerializeToString() for one in given]
-    ends.append(bytes([protobuf_requests.LENGTHS_TAG, 0]))
+    ends.append(bytes([LENGTHS_TAG, 0]))
     ends.append(pb.EmbedRequest(string_keys=keys[1:]).SerializeToString())
     for body in [start + one for one in ends]:
         for end in range(len(body), 0, -1):

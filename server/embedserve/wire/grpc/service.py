@@ -9,8 +9,8 @@ from typing import NamedTuple
 from embedserve.access.authenticator import Authenticator, headers_by_name
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.grants import CALLERS, EMBEDDERS
-from embedserve.codec import protobuf_responses
 from embedserve.codec.codec import Codec, Codecs
+from embedserve.codec.model_description import model_message
 from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
 from embedserve.errors import EmbedServeError
 from embedserve.model_info import ModelInfo
@@ -235,7 +235,7 @@ class GrpcService:
 
 
 def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:
-    return protobuf_responses.model_message(model, models.status(model))
+    return model_message(model, models.status(model))
 
 
 def _path(service: str, method: str) -> bytes:

@@ -1,38 +1,61 @@
-"""Decodes EmbedRequest, from gRPC and from POST /embed, to a LookupRequest.
+"""The protobuf codec of gRPC and POST /embed: an EmbedRequest to a LookupRequest, a LookupResult to
+an EmbedResponse.
 
 Callers repeat the same model and keys. A cached prefix of a message, up to the tag of ids_bytes, is
 therefore matched byte for byte. Behind it are only the bytes of two arrays, which are located
-without parsing the message.
+without parsing the message. Fields that all responses of a model share are encoded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import compress, islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from embedserve.codec.embed_request_fields import (
+    DTYPES,
+    IDS_TAG,
+    INLINE_FIELDS_MAX,
+    INT32,
+    INT64,
+    LENGTHS_TAG,
+    NUMBERS,
+    NumericFields,
+    array_of,
+    read_array,
+)
 from embedserve.codec.json_errors import counted
 from embedserve.codec.protobuf_fields import (
-    I32,
     LENGTH_DELIMITED,
     VARINT,
-    VARINT_BYTES_MAX,
     TooManyFieldsError,
-    count_varints,
     extract_fields,
-    fields,
+    number_of,
     read_varint,
-    read_varints,
     tag_of,
+    varint,
 )
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import DEFAULT_LIMITS, Limits
-from embedserve.errors import InvalidRequestError, RequestTooLargeError, shortened
-from embedserve.lookup_types import LookupRequest, OutputOptions, WouldBlockError
+from embedserve.errors import (
+    EmbedServeError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    shortened,
+)
+from embedserve.lookup_types import (
+    EncodedResponse,
+    LookupRequest,
+    LookupResult,
+    OutputOptions,
+    WouldBlockError,
+    with_size,
+)
+from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
 from embedserve.request_checks import (
     check_feature_count,
@@ -42,32 +65,16 @@ from embedserve.request_checks import (
 )
 from embedserve_proto import embedding_pb2
 
-INT64, INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _frombuffer = np.frombuffer
-_FIELDS = {one.name: one.number for one in embedding_pb2.EmbedRequest.DESCRIPTOR.fields}
-MODEL_TAG = tag_of(_FIELDS["model"], LENGTH_DELIMITED)
-IDS_TAG = tag_of(_FIELDS["ids_bytes"], LENGTH_DELIMITED)
-LENGTHS_TAG = tag_of(_FIELDS["lengths_bytes"], LENGTH_DELIMITED)
-MODEL_FIELDS_MAX = 64
+_FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
+VALUES_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "values"), LENGTH_DELIMITED)])
+SEQ_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "seq"), VARINT)])
+INLINE_LENGTHS_MAX = 32_768
+"""Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
 PREFIX_BYTES_MAX = 4096
-NUMBERS = {
-    tag_of(_FIELDS["ids"], LENGTH_DELIMITED): "ids",
-    tag_of(_FIELDS["lengths"], LENGTH_DELIMITED): "lengths",
-    tag_of(_FIELDS["weights"], LENGTH_DELIMITED): "weights",
-    # not packed, each number in a field of its own: parsers accept both
-    tag_of(_FIELDS["ids"], VARINT): "ids",
-    tag_of(_FIELDS["lengths"], VARINT): "lengths",
-    tag_of(_FIELDS["weights"], I32): "weights",
-    IDS_TAG: "ids_bytes",
-    LENGTHS_TAG: "lengths_bytes",
-    tag_of(_FIELDS["weights_bytes"], LENGTH_DELIMITED): "weights_bytes",
-}
-"""Names of the numeric fields, by tag."""
-DTYPES: dict[str, np.dtype] = {"ids": INT64, "lengths": INT32, "weights": _FLOAT32}
-_Numbers = Mapping[str, Sequence[memoryview]]
-INLINE_FIELDS_MAX, INLINE_PROTOBUF_BYTES_MAX = 4096, 64 << 10
-"""Fields and bytes of a message that is decoded on the event loop's thread, in about a millisecond.
-Numbers given as bytes are not counted."""
+INLINE_PROTOBUF_BYTES_MAX = 64 << 10
+"""Bytes of a message that is decoded on the event loop's thread, in about a millisecond. Numbers
+given as bytes are not counted."""
 SMALL_BYTES = 4096
 """Bytes of a message that the protobuf library parses whole. Few enough numbers fit in it that they
 may become Python objects first."""
@@ -142,14 +149,7 @@ class ProtobufDecoder:
             return None
 
         def array(field: str, factor: int, limit: str) -> np.ndarray:
-            numbers, raw = getattr(message, field), getattr(message, f"{field}_bytes")
-            if raw and numbers:
-                raise _both_given(field)
-            if raw:
-                return _array(field, {f"{field}_bytes": (raw,)}, factor, limits, limit)
-            if len(numbers) > factor * getattr(limits, limit):
-                raise _too_many(field, factor * getattr(limits, limit), limits.describe(limit))
-            return np.array(numbers[:], DTYPES[field])
+            return array_of(message, field, factor, limits, limit)
 
         request = _request(message, array, model, limits)
         if message.ids_bytes:
@@ -157,7 +157,12 @@ class ProtobufDecoder:
         return request
 
     def _decode_numbers(
-        self, body: bytes, numbers: _Numbers, rest: Sequence[memoryview], model: str, limits: Limits
+        self,
+        body: bytes,
+        numbers: NumericFields,
+        rest: Sequence[memoryview],
+        model: str,
+        limits: Limits,
     ) -> LookupRequest:
         """Builds the request from ``numbers`` and from ``rest``, the message without its
         numbers."""
@@ -174,7 +179,7 @@ class ProtobufDecoder:
             raise _malformed(error) from error
 
         def array(field: str, factor: int, limit: str) -> np.ndarray:
-            return _array(field, numbers, factor, limits, limit)
+            return read_array(field, numbers, factor, limits, limit)
 
         request = _request(message, array, model, limits)
         self._cache_prefix(body, message.model, request.features)
@@ -202,11 +207,18 @@ class ProtobufDecoder:
             if not body.startswith(prefix):
                 continue
             try:
-                size, start = read_varint(body, len(prefix))
+                position = len(prefix)
+                size, start = body[position], position + 1
+                if size >= 0x80:  # most sizes have two bytes
+                    size, start = size & 0x7F | body[start] << 7, start + 1
+                    if size > 0x3FFF:
+                        size, start = read_varint(body, position)
                 middle = start + size
                 if body[middle] != LENGTHS_TAG:
                     return None
-                size, end = read_varint(body, middle + 1)
+                size, end = body[middle + 1], middle + 2
+                if size >= 0x80:
+                    size, end = read_varint(body, middle + 1)
                 if end + size != len(body):
                     return None
                 ids = _frombuffer(body[start:middle], INT64)
@@ -272,37 +284,6 @@ def _request(
     return request
 
 
-def peek_model(body: bytes) -> str:
-    """Returns the model that an EmbedRequest names, without decoding the rest; "" if it names none.
-
-    Serializers write fields in their order, so that the model comes first. In any other body, the
-    first MODEL_FIELDS_MAX fields are searched.
-    """
-    try:
-        for tag, _, start, end in islice(fields(body), MODEL_FIELDS_MAX):
-            if tag == MODEL_TAG:
-                return body[start:end].decode(errors="replace")
-    except ValueError:
-        pass
-    return ""
-
-
-def estimate_size(body: bytes) -> tuple[int, int]:
-    """Returns (bags, ids) of an EmbedRequest with numeric ids. Returns (0, 0) for an invalid
-    message, and for more than INLINE_FIELDS_MAX fields."""
-    try:
-        numbers, _, _ = extract_fields(body, NUMBERS, INLINE_FIELDS_MAX)
-    except (TooManyFieldsError, ValueError):
-        return 0, 0
-    return _count(numbers, "lengths"), _count(numbers, "ids")
-
-
-def _count(numbers: _Numbers, field: str) -> int:
-    raw_bytes = sum(map(len, numbers.get(f"{field}_bytes", ())))
-    packed = sum(map(count_varints, numbers.get(field, ())))
-    return packed + raw_bytes // DTYPES[field].itemsize
-
-
 def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
     batch_size, rest = divmod(lengths.size, len(features))
     if rest:
@@ -340,53 +321,77 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
     request.string_features = string_keys
 
 
-def _array(field: str, numbers: _Numbers, factor: int, limits: Limits, limit: str) -> np.ndarray:
-    """Returns a field given as numbers, packed or unpacked, or as little-endian bytes in
-    FIELD_bytes.
+def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
+    """Returns (the chunks of an EmbedResponse, their byte count); values are not copied. Returns
+    None where encoding would take long, which it never does for pooled values.
 
-    Raises:
-        InvalidRequestError: the numbers are malformed, or given in both fields.
-        RequestTooLargeError: the field has over ``factor`` times ``limit`` numbers.
+    A protobuf message is the concatenation of its fields. The fields that all responses of a model
+    share are therefore encoded once. Lengths, unknown_ids and missing_ids, which few responses
+    have, follow them, and seq, which changes many times a second.
     """
-    packed = numbers.get(field, ())
-    nbytes = sum(map(len, packed))
-    raw = numbers.get(f"{field}_bytes", (b"",))[-1]
-    dtype, count_max = DTYPES[field], factor * getattr(limits, limit)
-    if len(raw) and nbytes:
-        raise _both_given(field)
-    is_fixed = len(raw) or dtype is _FLOAT32
-    if (len(raw) or nbytes) > count_max * (dtype.itemsize if is_fixed else VARINT_BYTES_MAX):
-        raise _too_many(field, count_max, limits.describe(limit))
-    if len(packed) > 1:
-        _check_chunk_ends(field, packed, dtype.itemsize if is_fixed else 0)
-    if is_fixed:
-        octets = bytes(raw or b"".join(packed))  # a copy, which is aligned
-        if len(octets) % dtype.itemsize:
-            raise InvalidRequestError(
-                f"{field}_bytes has {len(octets)} bytes, not a multiple of {dtype.itemsize}",
-                f"{field}_bytes",
-            )
-        return np.frombuffer(octets, dtype)
-    joined = b"".join(packed)
-    if count_varints(joined) > count_max:
-        raise _too_many(field, count_max, limits.describe(limit))
-    try:
-        return read_varints(joined).astype(dtype, copy=False)
-    except ValueError as error:
-        raise InvalidRequestError(f"{field} is not packed integers: {error}", field) from error
+    values, lengths, model = result.values, result.lengths, result.model
+    is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
+    is_plain = is_plain and not result.unknown_ids and not result.missing_ids
+    if result.extra_chunks or lengths is not None or not is_plain:
+        is_long = lengths is not None and lengths.size > INLINE_LENGTHS_MAX
+        return None if is_long else with_size([*encode_chunks(result)])
+    size = values.nbytes
+    start = model.response_prefix_cache.get((size, values.itemsize))
+    if start is None:
+        start = _start(model, len(values), size, values.itemsize)
+    if result.seq is None:
+        return (start, values.data), len(start) + size
+    end = SEQ_TAG + varint(result.seq)
+    return (start, values.data, end), len(start) + size + len(end)
 
 
-def _check_chunk_ends(field: str, chunks: Sequence[memoryview], itemsize: int) -> None:
-    """Raises InvalidRequestError where a chunk ends within a number, which the next chunk would
-    complete. ``itemsize`` is 0 for varints."""
-    for chunk in chunks:
-        if len(chunk) % itemsize if itemsize else len(chunk) and chunk[-1] >= 0x80:
-            raise InvalidRequestError(f"{field} has a part that ends within a number", field)
+def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
+    """Yields the chunks of any response in order. None of them takes long to encode."""
+    values = [_little_endian(one) for one in (result.values, *result.extra_chunks)]
+    batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
+    size = sum(one.nbytes for one in values)
+    yield _leading_fields(result.model, batch_size, values[0].itemsize) + VALUES_TAG + varint(size)
+    for one in values:
+        yield one.data
+    if result.lengths is not None:
+        lengths = result.lengths.reshape(-1)
+        for start in range(0, lengths.size, INLINE_LENGTHS_MAX):  # parsers join packed fields
+            some = lengths[start : start + INLINE_LENGTHS_MAX].tolist()
+            yield embedding_pb2.EmbedResponse(lengths=some).SerializeToString()
+    if result.unknown_ids:
+        yield embedding_pb2.EmbedResponse(unknown_ids=result.unknown_ids).SerializeToString()
+    if result.missing_ids:
+        yield embedding_pb2.EmbedResponse(missing_ids=result.missing_ids).SerializeToString()
+    if result.seq is not None:
+        yield SEQ_TAG + varint(result.seq)
 
 
-def _both_given(field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
+def _little_endian(values: np.ndarray) -> np.ndarray:
+    return values.astype(values.dtype.newbyteorder("<"), copy=False)
 
 
-def _too_many(field: str, count_max: int, limit: str) -> RequestTooLargeError:
-    return RequestTooLargeError(f"{field} has over {count_max} numbers: {limit}", field)
+def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
+    """Returns all bytes before the values of a pooled response, and caches them with the model."""
+    start = _leading_fields(model, batch_size, itemsize) + VALUES_TAG + varint(size)
+    model.cache_response_prefix((size, itemsize), start)
+    return start
+
+
+def _leading_fields(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
+    """Returns the fields before the values, serialized."""
+    output_dtype = embedding_pb2.FLOAT16 if itemsize == 2 else embedding_pb2.FLOAT32
+    return embedding_pb2.EmbedResponse(
+        model=model.name,
+        version=model.version,
+        keys=model.keys,
+        length_per_key=model.length_per_key,
+        batch_size=batch_size,
+        output_dtype=output_dtype,
+    ).SerializeToString()
+
+
+def encode_error(error: EmbedServeError) -> bytes:
+    """Returns an EmbedResponse with only its error: a stream's response to a failed request."""
+    return embedding_pb2.EmbedResponse(
+        error=embedding_pb2.Error(code=error.code, message=error.message, field=error.field)
+    ).SerializeToString()
