@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -19,6 +18,7 @@ ResponseChunks = Sequence[bytes | memoryview]
 copies."""
 EncodedResponse = tuple[ResponseChunks, int]
 """(chunks of an encoded response, their total bytes)."""
+_NO_COUNTS = np.empty(0, np.int64)
 
 
 def with_size(chunks: ResponseChunks) -> EncodedResponse:
@@ -132,8 +132,7 @@ class LookupResult(msgspec.Struct):
     missing_ids: Mapping[str, int] | None = None
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(msgspec.Struct):
     """The engine's input for several requests, and data for splitting its result.
 
     Attributes:
@@ -142,7 +141,7 @@ class Batch:
         weights: float32 [n], or None if no request has weights.
         sizes: number of examples of each request.
         batch_size: number of examples of all requests, B.
-        ids_per_feature: int64 [F] number of requested ids, including ids without a row. Not set on
+        ids_per_feature: int64 [F] number of requested ids, including ids without a row. Empty for
             a batch that was split off another.
         unknown_counts: int64 [requests, F] number of ids without a row; None if all ids had a row.
         skipped: positions in ``ids`` of skipped ids, for an unpooled model, which returns rows of
@@ -162,7 +161,7 @@ class Batch:
     weights: np.ndarray | None
     sizes: list[int]
     batch_size: int
-    ids_per_feature: np.ndarray = field(init=False)
+    ids_per_feature: np.ndarray = _NO_COUNTS
     unknown_counts: np.ndarray | None = None
     skipped: np.ndarray | None = None
     view: BatchView | None = None

@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
 import numpy as np
+from msgspec.structs import replace
 
 from embedserve.batching.join import adapt_and_join, join_valid
 from embedserve.batching.lookup_engine import FAILED, LookupEngine

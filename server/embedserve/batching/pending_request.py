@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from embedserve.call_trace import CallTrace, SampledTrace
@@ -25,8 +25,7 @@ NO_REQUEST = LookupRequest("", (), np.empty(0, np.int64), np.empty(0, np.int32),
 """Request of a pending request that is not queued: no examples, no ids."""
 
 
-@dataclass(slots=True, eq=False)
-class BatchTicket:
+class BatchTicket(msgspec.Struct, eq=False):
     """The batch that a request joined, shared by its requests. Times are perf_counter seconds.
 
     Attributes:
