@@ -252,8 +252,9 @@ class Http2Connection:
 
     def open(self, stream_id: int, route: ResolvedRoute, body: bytes | None) -> None:
         """Opens a stream. ``body`` is the whole request body, or None if it is still to arrive."""
-        windows = self.frame_writer.stream_window, self.flow_control.stream_window
-        stream = Stream(self, stream_id, *windows, is_received=body is not None)
+        send_window = self.frame_writer.stream_window
+        receive_window = self.flow_control.stream_window
+        stream = Stream(self, stream_id, send_window, receive_window, body is not None)
         if body is None:
             stream.missing_bytes = route.content_length
         self.streams[stream_id] = stream
