@@ -10,6 +10,7 @@ import pytest
 import torch
 from compiled_once import CompiledOnce
 from engine.conftest import Publish
+from pooled import collection
 from reference import (
     assert_same,
     check_concurrent_lookups,
@@ -21,15 +22,17 @@ from reference import (
     stored_rows,
     to_kjt,
 )
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, PoolingType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from writable import writable
 
+from embedserve.batching.split import split_by_examples
 from embedserve.engine.compile import EAGER, SCRIPTED, TRACED
 from embedserve.engine.cuda_limits import check_fits_cuda
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
+from embedserve.lookup_types import Batch
 from embedserve_store import (
     ModelStore,
     ModelVersion,
@@ -84,6 +87,22 @@ def test_float32_equals_embedding_bag(
     assert engine.lookup_kind in (TRACED, SCRIPTED)
     assert engine.plan == version.plan
     check_vectors(engine.lookup, version, source_rows(ebc))
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_chunks_of_single_examples_equal_the_whole_batch(tmp_path: Path, is_eager: bool) -> None:
+    """Splits a batch whose first lengths add up to the ids of its first example, too, so that a
+    kernel which read them in place of the example's own would raise no error."""
+    features = ["a", "b", "c"]
+    source = collection([("t", 9, 4, features, PoolingType.SUM)])
+    publish(source, tmp_path, model="m", sharding="row_wise", world_size=2)
+    engine = restore(ModelStore(tmp_path).load("m"), is_eager=is_eager)
+    lengths = np.array([1, 2, 0, 1, 2, 0], np.int32)  # of a, b and c: two examples each
+    batch = Batch(np.arange(lengths.sum(), dtype=np.int64), lengths, None, [2], 2)
+    chunks = split_by_examples(batch, len(features), 2)
+    assert [chunk.batch_size for chunk in chunks] == [1, 1]
+    values = [engine.lookup(chunk.ids, chunk.lengths) for chunk in chunks]
+    assert np.array_equal(np.concatenate(values), engine.lookup(batch.ids, lengths))
 
 
 @pytest.mark.parametrize("is_eager", [False, True])

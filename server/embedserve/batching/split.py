@@ -209,7 +209,8 @@ def _sub_batch(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.n
     weights = batch.weights
     return Batch(
         ids=np.concatenate([batch.ids[one] for one in slices]),
-        lengths=lengths.reshape(-1),
+        # Copied: kernels of FBGEMM read the lengths of a single example, a column, as contiguous.
+        lengths=lengths.flatten(),
         weights=None if weights is None else np.concatenate([weights[one] for one in slices]),
         sizes=[lengths.shape[1]],
         batch_size=lengths.shape[1],
