@@ -54,8 +54,9 @@ def hash_ids(table: TableSpec, ids: Ids) -> NDArray[np.int64]:
     Raises:
         InvalidModelError: the ids are not those of the table's type.
     """
-    is_string = table.ids.rule == "map" and table.ids.id_type == "string"
-    return hash_strings(_strings(table, ids)) if is_string else _numbers(table, ids)
+    if table.ids.rule == "map" and table.ids.id_type == "string":
+        return hash_strings(_strings(table, ids), f"table {table.name!r}: ids")
+    return _numbers(table, ids)
 
 
 def encode_changes(

@@ -190,6 +190,11 @@ def check_table(table: TableSpec, where: str) -> None:
     table.ids.check(table.num_embeddings, f"{where}: ids")
     if not table.feature_names or not all(table.feature_names):
         raise StoreError(f"{where}: feature_names is {list(table.feature_names)}: name a feature")
+    for feature in table.feature_names:
+        if any("\ud800" <= letter <= "\udfff" for letter in feature):
+            raise StoreError(
+                f"{where}: feature_names: {feature!r} is no text: half of a surrogate pair"
+            )
     if len(set(table.feature_names)) < len(table.feature_names):
         raise StoreError(f"{where}: feature_names {list(table.feature_names)} has one twice")
 

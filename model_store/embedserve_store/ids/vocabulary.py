@@ -133,7 +133,7 @@ def _ids(block: list[_Entry], file: _File) -> _Ids:
     for number, one, _ in block:
         if not isinstance(one, str):
             file.reject(f"{_quote(one)} is not a string", number)
-    return hash_strings([one for _, one, _ in block])
+    return hash_strings([one for _, one, _ in block], f"table {file.table!r}: {file.path}")
 
 
 def _integer(value: Any, number: int, file: _File, hint: str = "") -> int:

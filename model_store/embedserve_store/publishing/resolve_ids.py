@@ -132,7 +132,7 @@ def _as_int64(given: NDArray[Any] | Sequence[Any], table: TableSpec) -> NDArray[
         for one, count in Counter(given).most_common(1):
             if count > 1:
                 raise InvalidModelError(f"{where} {one!r} {count} times")
-        return hash_strings(list(given))
+        return hash_strings(list(given), f"table {table.name!r}: its vocabulary")
     ids = np.asarray(given)
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise InvalidModelError(f"{where} {ids.dtype}, expected int64 (or ids.id_type string)")

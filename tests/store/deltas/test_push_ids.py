@@ -92,6 +92,8 @@ def test_string_ids_are_accepted_and_removals_need_a_vocabulary(store: Path) -> 
                 writer.push_rows({}, removed={name: [3]})
         with pytest.raises(InvalidModelError, match="id 3 is not a string"):
             writer.push_rows({}, removed={"item": [3]})
+        with pytest.raises(InvalidModelError, match=r"table 'item': ids: .* is no text"):
+            writer.push_rows({"item": (["\ud800"], rows("item", 1))})
 
 
 @pytest.mark.parametrize(

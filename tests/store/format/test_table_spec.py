@@ -34,6 +34,7 @@ def test_row_bytes_match_fbgemm(dim: int, dtype: str, sparse: str) -> None:
         ({"pooling": "max"}, "pooling is 'max'"),
         ({"feature_names": ("x", "")}, "name a feature"),
         ({"feature_names": ("x", "x")}, "has one twice"),
+        ({"feature_names": ("x", "\ud800")}, "'\\\\ud800' is no text: half of a surrogate pair"),
     ],
 )
 def test_invalid_tables_are_rejected(change: dict[str, Any], message: str) -> None:

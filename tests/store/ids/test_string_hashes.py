@@ -1,9 +1,11 @@
 """Tests of the hashes of strings, which must never change."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedserve_store.errors import InvalidModelError
 from embedserve_store.ids.string_hashes import hash_strings
 
 
@@ -22,12 +24,13 @@ def test_string_hashes_are_fixed_xxh3_values() -> None:
 
 
 @settings(max_examples=50)
-@given(st.lists(st.text(st.characters(codec=None)), unique=True, max_size=30))
+@given(st.lists(st.text(), unique=True, max_size=30))
 def test_string_hash_is_unique_and_independent_of_the_batch(strings: list[str]) -> None:
     hashes = hash_strings(strings)
     assert len(set(hashes.tolist())) == len(strings)
     assert hashes.tolist() == [int(hash_strings([one])[0]) for one in strings]
 
 
-def test_lone_surrogates_are_hashed() -> None:
-    assert len(set(hash_strings(["\ud800", "\udfff", "?"]).tolist())) == 3
+def test_half_of_a_surrogate_pair_is_rejected() -> None:
+    with pytest.raises(InvalidModelError, match=r"^ids: '\\udfff' is no text: half of a surrogate"):
+        hash_strings(["a", "\udfff", "?"])

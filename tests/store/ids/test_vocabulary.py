@@ -168,6 +168,7 @@ def test_invalid_vocabulary_error_names_line_or_entry(
     [
         ("v.txt", "a\nb\na\n", "line 3: id 'a' is there twice, first at 1"),
         ("v.json", '["a", 7]', "entry 1: 7 is not a string"),
+        ("v.json", '["a", "\\ud800"]', r"v.json: '\\ud800' is no text"),
         ("v.npy", np.arange(3), "holds no strings: write them as .txt, .csv or .json"),
     ],
 )

@@ -118,6 +118,7 @@ def test_default_modulus_is_the_number_of_rows(ebc: EmbeddingBagCollection, tmp_
         ({}, {"item": np.array([2**63], np.uint64)}, "9223372036854775808, which is outside int64"),
         ({"tag": IdRule("map", id_type="string")}, {"tag": ["a", 1]}, "1, which is not a string"),
         ({"tag": IdRule("map", id_type="string")}, {"tag": ["a", "b", "a"]}, "'a' 2 times"),
+        ({"tag": IdRule("map", id_type="string")}, {"tag": ["\ud800"]}, "is no text"),
     ],
 )
 def test_invalid_id_rules_leave_the_store_unchanged(
