@@ -90,13 +90,16 @@ def strings_of(field: str, bags: Bags) -> list[str] | None:
 
 
 def array_of(field: str, value: Any) -> Any:
-    """Returns a tensor as an array, and other values unchanged. Raises InvalidRequest for an array
-    with masked values, whose data would be sent without the mask."""
+    """Returns a tensor or a subclass of an array as a plain array, and other values unchanged.
+    Raises InvalidRequest for an array with masked values, whose data would be sent without the
+    mask."""
     if is_tensor(value):
         return numpy_of(field, value)
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+    if not isinstance(value, np.ndarray):
+        return value
+    if np.ma.is_masked(value):
         raise InvalidRequest(f"{field}: the array has masked values", field=field)
-    return value
+    return np.asarray(value)  # reshape(-1) leaves a matrix two-dimensional
 
 
 def _is_array(part: object) -> bool:

@@ -40,6 +40,7 @@ def weights(value: Any) -> list[float]:
         (np.array([7, 8]), [7, 8], [1, 1]),
         (np.array([[1, 2], [3, 4]]), [1, 2, 3, 4], [2, 2]),
         (np.zeros((2, 0)), [], [0, 0]),
+        (np.array([[1, 2], [3, 4]]).view(np.matrix), [1, 2, 3, 4], [2, 2]),
         (np.array([1, 2, 3, 4]).reshape(2, 2).T, [1, 3, 2, 4], [2, 2]),
         (np.array([300], dtype=">i2"), [300], [1]),
         (np.array([200], dtype=np.uint8), [200], [1]),
