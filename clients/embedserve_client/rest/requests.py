@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from reprlib import repr as short
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -17,7 +18,7 @@ from embedserve_client.core.models import (
 )
 from embedserve_client.core.result import EmbedResult
 from embedserve_client.core.retry_loop import Operation, one_call
-from embedserve_client.errors import EmbedServeClientError
+from embedserve_client.errors import EmbedServeClientError, UnknownModel
 from embedserve_client.operations import Operations
 from embedserve_client.rest.calls import Call, describe_response, error_of
 from embedserve_client.shm.protocol import (
@@ -57,7 +58,10 @@ class RestRequests(Operations):
         return self._get("/models", model_list_from_json)
 
     def model(self, name: str) -> Operation[ModelInfo]:
-        """Returns the operation GET /models/{model}."""
+        """Returns the operation GET /models/{model}. Raises UnknownModel for a name that would make
+        it another path: httpx resolves dots, and servers read %2F as a slash."""
+        if "/" in name or name in ("", ".", ".."):
+            raise UnknownModel(f"model is {short(name)}, which no model is called")
         return self._get(f"/models/{quote(name, safe='')}", model_info_from_json)
 
     def _embed_call(

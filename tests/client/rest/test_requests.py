@@ -169,9 +169,19 @@ def test_paths_keep_the_prefix_and_quote_the_model_name() -> None:
 
     def handler(request: httpx.Request) -> httpx.Response:
         requested_paths.append(request.url.raw_path)
-        return httpx.Response(200, json={"model": "a/b c"})
+        return httpx.Response(200, json={"model": "a?b c"})
 
     with client_of(handler) as client:
-        assert client.model("a/b c").model == "a/b c"
+        assert client.model("a?b c").model == "a?b c"
 
-    assert requested_paths == [b"/prefix/models/a%2Fb%20c"]
+    assert requested_paths == [b"/prefix/models/a%3Fb%20c"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../health", "shop/plan"])
+def test_name_that_would_make_another_path_is_no_model(name: str) -> None:
+    plan = {"model": "shop", "version": 7}
+    with (
+        client_of(lambda request: httpx.Response(200, json=plan)) as client,
+        pytest.raises(UnknownModel, match="which no model is called"),
+    ):
+        client.model(name)
