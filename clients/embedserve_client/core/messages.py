@@ -41,10 +41,12 @@ def request_of(
 ) -> pb.EmbedRequest:
     """Returns the message of a batch. A model of None selects the server's default model.
 
-    Raises InvalidRequest unless output_dtype is "float32" or "float16", output_keys is a list of
-    strings and min_seq an integer from 0 to SEQ_MAX, or None; also for half of a surrogate pair in
-    a name.
+    Raises InvalidRequest unless model is a string or None, output_dtype is "float32" or "float16",
+    output_keys is a list of strings and min_seq an integer from 0 to SEQ_MAX, or None; also for
+    half of a surrogate pair in a name.
     """
+    if not isinstance(model, str | None):
+        raise InvalidRequest(f"model: {short(model)} is no string", field="model")
     try:
         message = pb.EmbedRequest(
             model=model or "",

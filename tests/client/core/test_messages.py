@@ -56,6 +56,13 @@ def test_invalid_output_keys_are_rejected(keys: Any) -> None:
     assert caught.value.field == "output_keys"
 
 
+@pytest.mark.parametrize("model", [3, b"shop", ["shop"]])
+def test_model_that_is_no_string_is_rejected(model: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^model: .* is no string$") as caught:
+        request_of(batch_of({"user": [1]}), model)
+    assert caught.value.field == "model"
+
+
 @pytest.mark.parametrize(
     ("key", "model", "output_key"),
     [("\ud800", "shop", "user"), ("user", "\ud800", "user"), ("user", "shop", "\ud800")],
