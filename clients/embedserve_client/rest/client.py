@@ -12,6 +12,7 @@ from embedserve_client.client import AsyncBaseClient, BaseClient
 from embedserve_client.core.addresses import base_url_of, unix_path_of
 from embedserve_client.core.retries import check_retries
 from embedserve_client.core.security import File, Files, headers_of, tls_context
+from embedserve_client.errors import EmbedServeClientError
 from embedserve_client.rest.calls import Call, httpx_errors
 from embedserve_client.rest.cancel_safe_transport import CancelSafeTransport
 from embedserve_client.rest.requests import RestRequests
@@ -77,8 +78,15 @@ class EmbedClient(BaseClient):
         )
 
     def _send(self, call: Call[T]) -> T:
-        with httpx_errors(self._connections.address):
-            response = self._connections.http().request(**call.arguments())
+        http = self._connections.http()
+        try:
+            with httpx_errors(self._connections.address):
+                response = http.request(**call.arguments())
+        except EmbedServeClientError:
+            raise
+        except BaseException:  # of a signal handler, such as KeyboardInterrupt
+            self._connections.replace(http)
+            raise
         return call.result(response)
 
     def _disconnect(self) -> None:
@@ -156,6 +164,7 @@ class _Connections(Generic[C]):
             make_client, base_url=url, limits=limits, headers=headers_of(token), verify=tls
         )
         self._make_transport: Callable[[], Any] = lambda: None
+        self._is_custom = transport is not None
         is_async = make_client is httpx.AsyncClient
         if transport is not None:
             self._make_transport = _InheritedTransport
@@ -172,6 +181,12 @@ class _Connections(Generic[C]):
             self._http = self._make_client(transport=self._make_transport())
             self._pid = os.getpid()  # last, for threads that do not see it yet
         return self._http
+
+    def replace(self, http: C) -> None:
+        """Opens another client in place of ``http``, whose pool may have lost the connection of an
+        interrupted call for good. Other calls in flight keep theirs."""
+        if self._http is http and not http.is_closed and not self._is_custom:
+            self._http = self._make_client(transport=self._make_transport())
 
 
 class _InheritedTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):

@@ -1,11 +1,15 @@
 """Tests of the REST client alone: the deadline header, Retry-After, kept-alive connections."""
 
 import asyncio
+import gc
 import os
+import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any
 
 import httpx
@@ -95,6 +99,40 @@ async def test_calls_cancelled_at_any_moment_free_their_connection(
                 await asyncio.sleep(0)
             await asyncio.wait(calls)
             assert (await client.embed({"user": [1]}))["user"].tolist() == [[2, 3]]
+
+
+class Interrupt(BaseException):
+    """Exception of a signal handler, as KeyboardInterrupt is."""
+
+
+def call_interrupted(call: Callable[[], object], number: int) -> None:
+    """Raises Interrupt as httpcore calls a function, where signal handlers run, too. An interrupted
+    ``__exit__`` would leave httpcore's own lock locked."""
+    numbers = count(1)
+
+    def profile(frame: Any, event: str, _argument: Any) -> None:
+        is_counted = event == "call" and frame.f_globals["__name__"].startswith("httpcore.")
+        if is_counted and frame.f_code.co_name != "__exit__" and next(numbers) == number:
+            raise Interrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except Interrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+
+
+def test_calls_interrupted_at_any_moment_free_their_connection(rest_url: str) -> None:
+    with (
+        warnings.catch_warnings(action="ignore", category=ResourceWarning),
+        EmbedClient(rest_url, connections_max=1, timeout_s=RESPONSE_S_MAX) as client,
+    ):
+        for number in range(1, 300, 2):
+            call_interrupted(partial(client.embed, {"user": [1]}), number)
+            assert client.embed({"user": [1]})["user"].tolist() == [[2, 3]]
+        gc.collect()  # closes lost connections
 
 
 async def test_call_in_flight_leaves_no_connection_when_its_client_is_closed() -> None:
