@@ -82,7 +82,8 @@ This page lists every metric of a server, for operators.
 `GET /metrics` on the HTTP port returns them in Prometheus' text format. With several workers each
 worker returns the metrics of all. Counters and histograms are sums over all workers, including
 those that have ended. Gauges of waiting requests and of resources are sums over the workers that
-are ready. Counts of another worker are at most half a second old.
+are ready. Counts of another worker are at most half a second old. While workers switch a model to
+another version, one after the other, the counts of its versions are absent.
 
 A counter's name ends in `_total`; a histogram `NAME` is exposed as `NAME_bucket` with the label
 `le`, `NAME_sum` and `NAME_count`.

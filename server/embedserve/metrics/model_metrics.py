@@ -124,7 +124,10 @@ class ModelMetrics:
         yield "embedserve_model_replanned", labels, model.replanned
         if model.deltas is not None:
             yield from delta_samples(labels, model.deltas)
-        yield from self.version.samples()
+        # While workers switch, one after the other, none has the counts of all: a counter would
+        # become smaller, which looks like a restart.
+        if self._version_counters.is_key_common():
+            yield from self.version.samples()
 
 
 def delta_samples(labels: Sequence[str], shared: SharedDeltaState) -> Iterator[Sample]:

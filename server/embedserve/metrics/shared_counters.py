@@ -180,6 +180,13 @@ class KeyedCounters(WorkerCounters):
     def key(self) -> float:
         return float(self._own[0])
 
+    def is_key_common(self) -> bool:
+        """Returns whether all ready workers with the same parent have this worker's key."""
+        is_peer = self._rows[:, READY] != 0
+        for keys, key in self._parent_keys:
+            is_peer = is_peer & (keys == key)
+        return bool((self._every_key[is_peer] == self.key).all())
+
     def claim(self, key: float) -> None:
         """Zeroes the cells unless they have this ``key``, and allocates them again from the front.
         Cells allocated before are detached from shared memory."""
