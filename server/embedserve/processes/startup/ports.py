@@ -154,10 +154,10 @@ def _claim(host: str, port: int, protocol: str, listens: bool) -> socket.socket:
             sock.listen(BACKLOG)
         else:
             _keep_others_away(sock)
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: the host cannot be the name of one
         sock.close()
-        reason = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE:
+        reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
             reason += f"; --{protocol.lower()}-port chooses another"
         raise OSError(
             f"cannot listen on {bracketed(host)}:{port} ({protocol}): {reason}"

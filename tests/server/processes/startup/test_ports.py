@@ -62,6 +62,12 @@ def test_address_of_another_host_is_named_in_the_error() -> None:
         claim_ports("192.0.2.1", 0, 0)
 
 
+@pytest.mark.parametrize("host", ["\udcff", "local\0host"])
+def test_host_that_cannot_be_a_name_is_named_in_the_error(host: str) -> None:
+    with pytest.raises(OSError, match=f"^cannot listen on {host}:0 \\(HTTP\\): .*host ?name"):
+        claim_ports(host, 0, 0)
+
+
 def test_released_grpc_port_can_be_bound() -> None:
     ports = claim_ports("127.0.0.1", 0, 0)
     host, _, number = ports.release_grpc().rpartition(":")
