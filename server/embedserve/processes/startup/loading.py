@@ -27,6 +27,7 @@ from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import (
     NoSuchPartError,
     UnknownAliasError,
+    UnreachableError,
     missing_model,
     needing_memory,
 )
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PULL_ERRORS = (StoreError, OSError, ValueError)
-"""Errors of open_versions that a child process reports to its parent."""
+_PULL_ERRORS = (UnreachableError, StoreError, OSError, ValueError)
+"""Errors of open_versions that a child process reports to its parent; the first that fits."""
 REMOTE_POLL_S = 2.0
 """Seconds between two polls of a remote store that does not have the models yet."""
 LOCAL_POLL_S = 0.25

@@ -118,7 +118,7 @@ from embedserve.config import ServeSettings
 from embedserve.processes.startup.loading import open_versions_to_fork
 
 store = sys.argv[1]
-settings = ServeSettings(f"file://{store}", model=sys.argv[2:3], default_model=sys.argv[3])
+settings = ServeSettings(f"file://{store}", model=sys.argv[2:3])
 try:
     print(open_versions_to_fork(settings))
 except Exception as error:
@@ -127,18 +127,19 @@ except Exception as error:
 
 
 @pytest.mark.parametrize(
-    ("model", "default", "kind"),
+    ("path", "model", "kind"),
     [
-        ("shop@", "", "ValueError model is 'shop@': expected NAME"),
-        ("shop", "", "StoreError "),
+        ("", "shop@", "ValueError model is 'shop@': expected NAME"),
+        ("", "shop", "StoreError "),
+        ("/dev/null/store", "shop", "UnreachableError "),
     ],
 )
 def test_error_of_the_pulling_process_keeps_its_type(
-    tmp_path: object, model: str, default: str, kind: str
+    tmp_path: Path, path: str, model: str, kind: str
 ) -> None:
-    """Checks that an invalid setting fails immediately, while a missing version may be waited
-    for."""
-    done = run_warm_python("-c", PULLED, str(tmp_path), model, default)
+    """Checks that an invalid setting fails immediately, while a missing version may be waited for,
+    and that a store that cannot be reached has its own exit status."""
+    done = run_warm_python("-c", PULLED, str(tmp_path / path), model)
     assert done.stdout.startswith(kind)
     assert done.stderr == ""
 
