@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from server.batching.batch_limits import ONE_BYTES
 from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import Waiting, submit
 from server.waiting import until
@@ -51,6 +52,27 @@ async def test_requests_queued_while_the_device_is_full_form_one_batch(
     for answer in [*running, *waiting]:
         assert np.array_equal((await answer).values, engine.expected(USER))
     assert [lookup.batch_size for lookup in engine.lookups] == [*[1] * BATCHES_PER_REPLICA, 5]
+
+
+async def test_large_requests_wait_until_small_ones_leave_room_on_the_device(
+    engine: FakeEngine,
+) -> None:
+    engine.waits_for_device = True
+    limits, metrics = Limits(inline_bytes_max=ONE_BYTES), ModelMetrics(engine.model)
+    engine.hold()
+    with ThreadPoolExecutor(BATCHES_PER_REPLICA + 1) as executor:
+        try:
+            batcher = Batcher(engine, engine.model, limits, metrics, executor)
+            answers: list[Waiting] = []
+            while len(answers) < BATCHES_PER_REPLICA:
+                answers.append(submit(batcher, engine.request({"user": [[1]]})))
+                await until(lambda: len(engine.lookups) == len(answers))
+            answers.append(submit(batcher, engine.request(USER)))
+            await asyncio.sleep(0.02)
+            assert len(engine.lookups) == BATCHES_PER_REPLICA
+        finally:
+            engine.release()
+        await asyncio.gather(*answers)
 
 
 class OnTwoGpus:

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
+from server.batching.batch_limits import ONE_BYTES
 from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import FutureRequest, Waiting, submit
 from server.waiting import until
@@ -114,6 +115,29 @@ async def test_requests_are_batched_while_the_maximum_of_batches_is_in_flight(
         finish(lookup_values(engine, batch))
     for one in [*running[:-1], *waiting]:
         assert np.array_equal((await one).values, engine.expected(USER))
+
+
+async def test_large_requests_wait_until_batches_of_small_ones_end(
+    engine: FakeEngine, servers: RemoteServers
+) -> None:
+    limits, metrics = Limits(inline_bytes_max=ONE_BYTES), ModelMetrics(engine.model)
+    small = engine.request({"user": [[1]]})
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher(engine, engine.model, limits, metrics, executor)
+        running: list[Waiting] = []
+        while len(running) < servers.batches_max:
+            running.append(submit(batcher, small))
+            await until(lambda: len(servers.begun) == len(running))
+        large = submit(batcher, engine.request(USER))
+        await asyncio.sleep(0.02)
+        assert len(servers.begun) == servers.batches_max
+        while servers.begun:
+            batch, _, finish = servers.begun.pop(0)
+            finish(lookup_values(engine, batch))
+        await until(lambda: servers.begun)
+        [(batch, _, finish)] = servers.begun
+        finish(lookup_values(engine, batch))
+        await asyncio.gather(*running, large)
 
 
 async def test_only_requests_with_failed_examples_are_rejected(
