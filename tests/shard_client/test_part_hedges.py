@@ -56,6 +56,13 @@ def test_no_hedges_with_a_share_of_zero() -> None:
     assert len(bench.calls) == 1
 
 
+def test_call_without_another_replica_is_not_hedged() -> None:
+    bench = Bench("a")
+    bench.look_up()
+    bench.time.advance(0.04)
+    assert (bench.part.stats.attempts, bench.part.stats.hedges) == (1, 0)
+
+
 # Hung replicas
 
 
@@ -97,6 +104,25 @@ def test_hung_replica_is_used_if_it_is_the_only_one() -> None:
     assert 0 not in bench.replies
     bench.look_up()
     assert [call.connection for call in bench.calls] == [hung, hung]
+
+
+def test_slow_call_is_not_repeated_at_a_hung_replica() -> None:
+    bench = Bench("ab")
+    bench.add_latencies(0.001)
+    while bench.part.hedges.try_take():
+        pass
+    bench.look_up()
+    (hung,) = bench.calls
+    bench.time.advance(0.06)
+    (repeated,) = [call for call in bench.calls if call is not hung]
+    repeated.answer()
+    for _ in range(20):
+        bench.part.hedges.earn()
+    bench.look_up()
+    bench.time.advance(0.04)
+    repeated.connection.last_received_s = bench.time.now_s  # it answers other calls
+    bench.time.advance(0.03)
+    assert [call.connection for call in bench.calls] == [repeated.connection]
 
 
 def test_hung_call_is_repeated_once_without_a_budget() -> None:
@@ -159,4 +185,5 @@ def test_slow_replica_that_responds_to_other_calls_is_not_hung() -> None:
         bench.calls[0].answer()
         bench.answer_polls()
     assert bench.part.stats.hung == 0
+    assert [one.pings for one in bench.connections.values()] == [0, 0]
     assert 100 < attempts <= 100 + 20, "within the budget of retries"
