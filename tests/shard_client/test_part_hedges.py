@@ -187,3 +187,30 @@ def test_slow_replica_that_responds_to_other_calls_is_not_hung() -> None:
     assert bench.part.stats.hung == 0
     assert [one.pings for one in bench.connections.values()] == [0, 0]
     assert 100 < attempts <= 100 + 20, "within the budget of retries"
+    assert bench.part.stats.retries == attempts - 100
+
+
+def test_hung_call_is_repeated_once_another_replica_joins() -> None:
+    bench = Bench("a")
+    bench.add_latencies(0.001)
+    bench.look_up()
+    bench.time.advance(0.06)
+    bench.join("a", "b")
+    bench.time.advance(0.06)
+    assert [call.host for call in bench.calls] == ["a", "b"]
+
+
+def test_slow_call_is_repeated_once_the_budget_allows_it() -> None:
+    bench = Bench("ab", PartOptions(hedge_share=0))
+    bench.add_latencies(0.001)
+    while bench.part.retries.try_take():
+        pass
+    bench.look_up()
+    (slow,) = bench.calls
+    for count in (1, 2):
+        bench.time.advance(0.04)
+        slow.connection.last_received_s = bench.time.now_s  # it answers other calls
+        bench.time.advance(0.015)
+        assert len(bench.calls) == count
+        for _ in range(10):
+            bench.part.retries.earn()

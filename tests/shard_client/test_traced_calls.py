@@ -54,15 +54,21 @@ def test_hedge_is_traced_as_its_own_call_and_the_loser_as_cancelled(calls: CallT
     assert {call.replica for call in calls.calls} == {"a:1", "b:1"}
 
 
-def test_call_that_replaces_a_hung_call_is_traced_as_hung(calls: CallTrace) -> None:
+@pytest.mark.parametrize(("is_silent", "reason"), [(True, "hung"), (False, "retry")])
+def test_call_that_replaces_a_hung_or_slow_call_is_traced_with_its_reason(
+    calls: CallTrace, is_silent: bool, reason: str
+) -> None:
     bench = Bench("ab", PartOptions(hedge_share=0))
     bench.add_latencies(0.001)
     bench.look_up(calls=calls)
     (first,) = bench.calls
-    bench.time.advance(0.06)
+    bench.time.advance(0.04)
+    if not is_silent:
+        first.connection.last_received_s = bench.time.now_s
+    bench.time.advance(0.02)
     (second,) = [call for call in bench.calls if call is not first]
     second.answer()
-    assert reasons_and_outcomes(calls) == [("first", "CANCELLED", ""), ("hung", "OK", "")]
+    assert reasons_and_outcomes(calls) == [("first", "CANCELLED", ""), (reason, "OK", "")]
 
 
 def test_failed_call_and_its_retry_are_traced_with_their_errors(calls: CallTrace) -> None:
