@@ -57,6 +57,7 @@ def test_lost_calls_are_retried_without_a_budget_until_no_replica_is_left() -> N
         for _ in range(3):
             bench.look_up()
         for host in "abc":
+            assert len(bench.calls) == 3
             bench.connections[host].lose("killed")
         assert bench.calls == []
         bench.time.advance(10)
@@ -147,6 +148,15 @@ def test_deadline_ends_all_calls_of_a_lookup() -> None:
     bench.look_up(-1)
     bench.time.advance(0.01)
     assert bench.replies[1].status == DEADLINE_EXCEEDED
+
+
+def test_call_that_fails_after_the_deadline_is_not_retried() -> None:
+    bench = Bench("ab")
+    bench.look_up(0.03)
+    bench.time.now_s += 0.03  # the timer is late
+    bench.calls[0].answer(Reply(UNAVAILABLE, "draining"))
+    assert bench.replies[0] == Reply(DEADLINE_EXCEEDED, "part 1 of 4: the deadline has passed")
+    assert bench.calls == []
 
 
 def test_each_call_ends_at_the_call_timeout() -> None:
