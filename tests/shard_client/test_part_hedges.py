@@ -3,6 +3,7 @@
 from shard_client.fake_shards import Bench
 
 from embedserve.shard_client.part_client import PartOptions
+from embedserve.shard_client.recent_latency import SAMPLES_PER_UPDATE
 from embedserve.shard_client.share_budget import BURST
 
 # Hedges
@@ -54,6 +55,19 @@ def test_no_hedges_with_a_share_of_zero() -> None:
     bench.look_up()
     bench.time.advance(0.04)
     assert len(bench.calls) == 1
+
+
+def test_slow_call_that_its_hedge_overtakes_counts_as_slow() -> None:
+    bench = Bench("ab", PartOptions(hedge_share=1))
+    bench.add_latencies(0.002)
+    before_s = bench.part.recent.hedge_s
+    for _ in range(SAMPLES_PER_UPDATE // 2):
+        bench.look_up()
+        (first,) = bench.calls
+        bench.time.advance(0.006)
+        (hedge,) = [call for call in bench.calls if call is not first]
+        hedge.answer()
+    assert bench.part.recent.hedge_s > before_s
 
 
 def test_call_without_another_replica_is_not_hedged() -> None:

@@ -155,9 +155,9 @@ class PartCall:
         "calls",
         "client",
         "deadline_s",
-        "is_over",
         "message",
     )
+    is_over = False  # for the timer queue, where it waits only until on_due
 
     def __init__(
         self,
@@ -171,13 +171,11 @@ class PartCall:
         self.client, self._key, self.message = client, key, message
         self.calls = calls
         self.deadline_s, self._on_done = deadline_s, on_done
-        self.is_over = False
         self._nbytes = sum(map(len, message))
         self._attempts: list[Attempt] = []
         self._tried: list[PartReplica] = []
         self._rejections = 0
         self._reply: Reply | None = None  # to fail with, once nothing is left to try
-        self._start_s = 0.0
 
     def start(self, now_s: float) -> None:
         """Makes the first call. A lookup that fails at once does so from the timer."""
@@ -276,7 +274,6 @@ class PartCall:
             if replica is not None and (reply.is_lost or client.retries.try_take()):
                 client.stats.retries += 1
                 self._call(replica, now_s, HANG_DUE, BY_RETRY)
-                return
         if not self._attempts:
             assert self._reply is not None
             self._finish(self._reply, now_s)
@@ -287,7 +284,6 @@ class PartCall:
     def _finish(self, reply: Reply, now_s: float) -> None:
         """Cancels the other calls, and returns ``reply`` to the caller. A cancelled call that was
         slow counts as a latency: it would have taken at least as long."""
-        self.is_over = True
         client = self.client
         attempts, self._attempts = self._attempts, []
         for attempt in attempts:
