@@ -1,12 +1,13 @@
 """Tests of replica choice, retries, deadlines and counts, with fake shards and a fake clock."""
 
 import random
+import weakref
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_client.fake_shards import OVERLOADED, Bench
+from shard_client.fake_shards import KEY, OVERLOADED, Bench
 
 from embedserve.metrics.shard_metrics import SHARD_OUTCOMES
 from embedserve.shard_client.part_call import outcome_of
@@ -79,18 +80,32 @@ def test_unavailable_is_retried_within_the_budget() -> None:
 
 
 def test_overload_is_retried_once_and_the_longest_retry_after_is_returned() -> None:
+    longer = Reply(RESOURCE_EXHAUSTED, "full", retry_after_s=5)
+    for replies in ((longer, OVERLOADED), (OVERLOADED, longer)):
+        bench = Bench("abc")
+        bench.look_up()
+        for reply in replies:
+            bench.calls[0].answer(reply)
+        assert bench.calls == []
+        assert bench.replies[0] == longer
+
+
+def test_overload_is_returned_rather_than_later_failures() -> None:
     bench = Bench("abc")
-    bench.look_up()
-    bench.calls[0].answer(Reply(RESOURCE_EXHAUSTED, "full", retry_after_s=5))
-    bench.calls[0].answer(OVERLOADED)
-    assert bench.calls == []
-    assert bench.replies[0] == Reply(RESOURCE_EXHAUSTED, "full", retry_after_s=5)
     bench.look_up()
     bench.calls[0].answer(OVERLOADED)
     bench.calls[0].connection.lose()
     assert len(bench.calls) == 1
+    bench.calls[0].answer(Reply(UNAVAILABLE, "draining", retry_after_s=9))
+    assert bench.replies[0] == OVERLOADED
+
+
+def test_latest_failure_is_returned() -> None:
+    bench = Bench("ab")
+    bench.look_up()
     bench.calls[0].answer(Reply(UNAVAILABLE, "draining"))
-    assert bench.replies[1] == OVERLOADED
+    bench.calls[0].answer(Reply(UNAVAILABLE, "loading"))
+    assert bench.replies[0] == Reply(UNAVAILABLE, "loading")
 
 
 def test_overloaded_part_gets_few_more_calls_than_lookups() -> None:
@@ -205,6 +220,21 @@ def test_calls_their_latencies_and_bytes_are_counted() -> None:
     assert (stats.bytes_sent, stats.bytes_received) == (102, 3)
     assert stats.total_s == pytest.approx(0.004)
     assert bench.outcomes["ok"] == 3
+
+
+def test_message_of_an_ended_lookup_is_freed() -> None:
+    """Checks that timers, which keep a lookup for some time, do not keep its message."""
+
+    class Message(list[bytes]):
+        pass
+
+    bench = Bench("a")
+    message = Message([b"m"])
+    bench.part.look_up(KEY, message, bench.time.now_s + 10, lambda reply: None)
+    freed = weakref.ref(message)
+    del message
+    bench.calls[0].answer()
+    assert freed() is None
 
 
 steps = st.lists(

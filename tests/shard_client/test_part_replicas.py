@@ -35,11 +35,17 @@ def test_replica_joins_once_it_lists_the_version(caplog: pytest.LogCaptureFixtur
     assert bench.part.stats.replicas == {KEY: 1, VersionKey("dlrm", 6): 1}
     bench.part.forget(KEY)
     assert bench.part.stats.replicas == {VersionKey("dlrm", 6): 1}
+    bench.look_up()
+    bench.time.advance(0.01)
     connection.lose("reset")
-    assert [record.message for record in caplog.records] == [
-        "part 1 of 4: a:1 joined for dlrm@7",
-        "part 1 of 4: a:1 joined for dlrm@6",
-        "part 1 of 4: a:1 left dlrm@6: reset",
+    assert bench.part.stats.replicas == {VersionKey("dlrm", 6): 0}
+    assert bench.replies[0] == lost(
+        "part 1 of 4 has no replica of dlrm@7: a:1 dlrm@7 is not expected"
+    )
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "part 1 of 4: a:1 joined for dlrm@7"),
+        ("INFO", "part 1 of 4: a:1 joined for dlrm@6"),
+        ("WARNING", "part 1 of 4: a:1 left dlrm@6: reset"),
     ]
 
 
@@ -256,7 +262,7 @@ def test_connection_being_replaced_may_be_lost_removed_or_replaced_again() -> No
     assert bench.part.stats.replicas == {KEY: 0}
 
 
-def test_unchanged_addresses_keep_their_connections() -> None:
+def test_unchanged_addresses_keep_their_connections(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench("ab")
     kept_connection, removed_connection = bench.connections["a"], bench.connections["b"]
     bench.look_up()
@@ -266,7 +272,9 @@ def test_unchanged_addresses_keep_their_connections() -> None:
     assert bench.part.stats.replicas == {KEY: 1}
     bench.calls[0].answer()
     assert bench.replies[0].status == 0
+    caplog.set_level(logging.INFO)
     bench.part.close()
+    assert not caplog.records
     assert kept_connection.is_finished
     assert bench.connections["c"].is_finished
     bench.look_up()
@@ -297,6 +305,6 @@ def test_last_replicas_serve_until_one_of_the_new_addresses_does() -> None:
 
 def test_unavailability_reasons_are_truncated() -> None:
     bench = Bench()
-    bench.part.set_addresses([(f"h{number}", 1) for number in range(9)])
-    text = bench.part.why_unavailable(KEY)
-    assert "h3:1 connecting; 5 more" in text
+    for count, end in ((4, "h3:1 connecting"), (9, "h3:1 connecting; 5 more")):
+        bench.part.set_addresses([(f"h{number}", 1) for number in range(count)])
+        assert bench.part.why_unavailable(KEY).endswith(end)

@@ -189,7 +189,6 @@ class PartClient:
 
     def close(self) -> None:
         """Closes the connections after their calls. Nobody needs to hear that replicas leave."""
-        self._expected.clear()
         self._joined.clear()
         self.set_addresses(())
 
@@ -198,7 +197,7 @@ class PartClient:
         is_known = self._replicas.get(replica.address) is replica
         for key, expected in self._expected.items():
             joined = self._joined.setdefault(key, [])
-            reason = replica.mismatch(key, expected) if is_known else replica.reason
+            reason = replica.mismatch(key, expected)
             if reason and replica in joined:
                 joined.remove(replica)
                 level = logging.WARNING if is_known else logging.INFO
