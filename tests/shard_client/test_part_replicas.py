@@ -265,10 +265,13 @@ def test_connection_being_replaced_may_be_lost_removed_or_replaced_again() -> No
 def test_unchanged_addresses_keep_their_connections(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench("ab")
     kept_connection, removed_connection = bench.connections["a"], bench.connections["b"]
+    bench.time.advance(1)
+    assert removed_connection.lists
     bench.look_up()
     bench.part.set_addresses([("a", 1), ("c", 1)])
     assert bench.connections["a"] is kept_connection
     assert removed_connection.is_finished
+    assert not removed_connection.lists  # it waits only for lookups
     assert bench.part.stats.replicas == {KEY: 1}
     bench.calls[0].answer()
     assert bench.replies[0].status == 0

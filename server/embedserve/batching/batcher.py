@@ -121,8 +121,7 @@ class Batcher:
         else:  # the thread that joins its batch does the rest
             check_names(request, self.model)
         if (
-            queue.is_full
-            or queue.examples + examples > queue.per_source_examples_max
+            queue.examples + examples > queue.per_source_examples_max
             or queue.ids + ids > queue.per_source_ids_max
         ):
             queue.check_room(examples, ids, pending.source)

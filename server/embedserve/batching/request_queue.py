@@ -50,7 +50,7 @@ class RequestQueue:
         is_saturated: whether that number is at its limit, so that the next batch has to wait.
         per_source_examples_max, per_source_ids_max: limits for one source: a caller with a token or
             certificate, over all its connections, or else a connection. While the totals of the
-            queue stay within them, there is room and no further check is needed.
+            queue stay within them, it is not full, and no further check is needed.
     """
 
     def __init__(

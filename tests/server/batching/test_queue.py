@@ -46,6 +46,19 @@ async def test_full_queue_accepts_requests_once_an_eighth_is_free(
     assert np.array_equal((await submit(batcher, engine.request(ONE))).values, engine.expected(ONE))
 
 
+async def test_full_queue_of_small_requests_is_reported(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits(queue_examples_max=4))
+    answers = [submit(batcher, engine.request(ONE)) for _ in range(4)]
+    assert not batcher.has_full_queue
+    with pytest.raises(OverloadedError):
+        submit(batcher, engine.request(ONE))
+    assert batcher.has_full_queue
+    await asyncio.gather(*answers)
+    assert not batcher.has_full_queue
+
+
 async def test_batch_has_a_bounded_number_of_requests(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
