@@ -93,7 +93,10 @@ def test_replica_that_fails_to_list_models_leaves() -> None:
         bench.time.advance(1)
         if bench.connections["b"].lists:
             bench.connections["b"].list(model())
+        if bench.part.stats.replicas == {KEY: 2}:
+            (unanswered,) = bench.connections["a"].lists
     assert bench.part.reasons(KEY) == {("a", 1): "does not answer ListModels"}
+    assert unanswered.is_cancelled
     bench.time.advance(1)
     bench.connections["a"].lists[0].answer(Reply(0, "", b"\xff"))
     assert "malformed response" in bench.part.reasons(KEY)["a", 1]
@@ -115,6 +118,7 @@ def test_lost_connections_are_reopened_with_backoff() -> None:
         delays.append(bench.time.now_s - start_s)
         bench.connections["a"].lose("refused")
     assert 0.05 <= delays[0] <= 0.12
+    assert 0.2 <= delays[2] <= 0.42
     assert 2.5 <= delays[-1] <= 5.02
     bench.time.advance(6)
     bench.connections["a"].ready()
@@ -138,6 +142,37 @@ def test_connection_that_has_lasted_is_reopened_at_once() -> None:
     following.lose("the shard closes the connection")
     bench.time.advance(0.04)
     assert bench.connections["a"] is following  # a shard that keeps closing is not called at once
+
+
+def test_shard_that_has_ended_is_not_called_at_once_again() -> None:
+    bench = Bench("a")
+    bench.time.advance(1)
+    bench.answer_polls()
+    bench.connections["a"].lose("the shard closes the connection")
+    bench.time.advance(0)
+    rejected = bench.connections["a"]
+    rejected.lose("connection refused")
+    bench.time.advance(0.04)
+    assert bench.connections["a"] is rejected
+
+
+def test_replica_may_be_removed_while_it_reconnects() -> None:
+    bench = Bench("a")
+    first = bench.connections["a"]
+    first.lose("reset")
+    bench.time.advance(0.12)
+    bench.part.set_addresses([])
+    assert bench.connections["a"] is not first
+    assert bench.connections["a"].is_finished
+
+
+def test_connection_that_drains_lists_no_more_models() -> None:
+    bench = Bench("a")
+    bench.time.advance(1)
+    draining = bench.connections["a"]
+    assert draining.lists
+    draining.on_end("the shard closes the connection")
+    assert not draining.lists
 
 
 @pytest.mark.parametrize("status", [UNAUTHENTICATED, PERMISSION_DENIED])
@@ -265,6 +300,7 @@ def test_connection_being_replaced_may_be_lost_removed_or_replaced_again() -> No
 def test_unchanged_addresses_keep_their_connections(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench("ab")
     kept_connection, removed_connection = bench.connections["a"], bench.connections["b"]
+    caplog.set_level(logging.INFO)
     bench.time.advance(1)
     assert removed_connection.lists
     bench.look_up()
@@ -275,9 +311,10 @@ def test_unchanged_addresses_keep_their_connections(caplog: pytest.LogCaptureFix
     assert bench.part.stats.replicas == {KEY: 1}
     bench.calls[0].answer()
     assert bench.replies[0].status == 0
-    caplog.set_level(logging.INFO)
     bench.part.close()
-    assert not caplog.records
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "part 1 of 4: b:1 left dlrm@7: its address is gone")
+    ]
     assert kept_connection.is_finished
     assert bench.connections["c"].is_finished
     bench.look_up()

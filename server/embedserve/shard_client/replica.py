@@ -94,7 +94,6 @@ class PartReplica:
         self._listed: bytes | None = None  # the last response of ListModels
         self._served: dict[VersionKey, ListedVersion] = {}
         self._poll_call: ClientStream | None = None
-        self._polls = 0  # that have passed since _poll_call
         self._timer: asyncio.TimerHandle | None = None
         self._start()
 
@@ -136,7 +135,6 @@ class PartReplica:
             self._timer.cancel()
         self._stop_poll()
         connection, self.connection = self.connection or self._connecting, None
-        self._connecting = None
         self.reason = reason
         if connection is not None:
             connection.finish(reason)
@@ -144,7 +142,6 @@ class PartReplica:
     # Connecting
 
     def _start(self) -> None:
-        self._timer = None
         self._connecting = self._connect(self.address, self._on_ready, self._on_end)
 
     def _on_ready(self) -> None:
@@ -172,7 +169,7 @@ class PartReplica:
         assert connection is not None
         self._timer = self._call_later(POLL_S, self._poll)
         if self._poll_call is None:
-            self._polls = 0
+            self._polls = 0  # that have passed since
             timeout_s = POLLS_UNANSWERED_MAX * POLL_S
             self._poll_call = connection.list_models(timeout_s, self._on_models)
             return

@@ -51,12 +51,13 @@ async def test_full_queue_of_small_requests_is_reported(
 ) -> None:
     batcher = make_batcher(Limits(queue_examples_max=4))
     answers = [submit(batcher, engine.request(ONE)) for _ in range(4)]
-    assert not batcher.has_full_queue
+    found = [batcher.has_full_queue]
     with pytest.raises(OverloadedError):
         submit(batcher, engine.request(ONE))
-    assert batcher.has_full_queue
+    found.append(batcher.has_full_queue)
     await asyncio.gather(*answers)
-    assert not batcher.has_full_queue
+    found.append(batcher.has_full_queue)
+    assert found == [False, True, False]
 
 
 async def test_batch_has_a_bounded_number_of_requests(
