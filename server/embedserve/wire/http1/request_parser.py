@@ -69,15 +69,18 @@ class RequestParser:
             EmbedServeError: the request is malformed or too large; nothing more may be fed.
         """
         was_in_head = self.is_in_head
+        rest: bytes | None = None
         try:
             self._llhttp.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._feed_without_upgrade(data[upgrade.args[0] :])
-            return
+            rest = data[upgrade.args[0] :]
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, EmbedServeError):
                 raise error.__context__ from None  # a callback below has rejected it
             raise InvalidRequestError(f"not a request of HTTP/1.1: {error}") from None
+        if rest is not None:  # parsed here, where its errors have no other error as their context
+            self._feed_without_upgrade(rest)
+            return
         if (was_in_head and self.is_in_head) or self._has_only_trailers:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:

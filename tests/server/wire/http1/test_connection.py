@@ -101,6 +101,11 @@ INVALID_REQUESTS = {
     "no Host": (b"GET /health/live HTTP/1.1\r\n\r\n", 400, "there are 0 Host headers"),
     "two Hosts": (get("/health/live", "Host: other"), 400, "there are 2 Host headers"),
     "two Hosts of an embed": (post(BODY, "Host: other"), 400, "there are 2 Host headers"),
+    "two Hosts of an upgrade": (
+        post(BODY, "Host: other", *UPGRADE_LINES),
+        400,
+        "there are 2 Host headers",
+    ),
     "HTTP/2.0": (LIVE.replace(b"/1.1", b"/2.0"), 505, "the request says HTTP/2.0: send HTTP/1.1"),
     "a transfer coding besides chunked": (
         chunked(BODY, "Transfer-Encoding: gzip"),
