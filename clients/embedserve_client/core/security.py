@@ -43,7 +43,12 @@ def tls_context(url: str, ca: File | None, certificate: Files | None) -> ssl.SSL
 
 
 def channel_credentials(ca: File | None, certificate: Files | None) -> Any:
-    """Returns the channel credentials for grpc; arguments as for `tls_context`."""
+    """Returns the channel credentials for grpc; arguments and errors as for `tls_context`.
+
+    grpc would raise no error for invalid files. All calls would fail without the reason, and the
+    system's authorities would be trusted in place of an empty ``ca``.
+    """
+    tls_context("https:", ca, certificate)
     chain, key = (None, None) if certificate is None else map(_read, certificate)
     return grpc.ssl_channel_credentials(None if ca is None else _read(ca), key, chain)
 

@@ -1,13 +1,15 @@
-"""Tests of the CAs that a REST client trusts: the given CAs, otherwise the system's with https://
-and none with http://."""
+"""Tests of the CAs that a REST client trusts, and of invalid files: the given CAs are trusted,
+otherwise the system's with https:// and none with http://."""
 
 import ssl
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import Authority
 
-from embedserve_client.core.security import tls_context
+from embedserve_client.core.security import channel_credentials, tls_context
 
 
 @pytest.mark.parametrize("url", ["http://host:8000", "HTTP://host"])
@@ -34,3 +36,21 @@ def test_given_certificate_authorities_are_trusted(url: str, tmp_path: Path) -> 
     for files in ((none, None), (root, (root, none))):
         with pytest.raises(FileNotFoundError, match=none):
             tls_context(url, *files)
+
+
+@pytest.mark.parametrize("make", [partial(tls_context, "https://host"), channel_credentials])
+def test_invalid_files_are_rejected(make: Any, tmp_path: Path) -> None:
+    authority = Authority()
+    chain, key = authority.sign("caller").write(tmp_path, "caller")
+    _, other_key = authority.sign("other").write(tmp_path, "other")
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    make(chain, (chain, key))
+    for ca, files in (
+        (empty, None),
+        (key, None),
+        (None, (chain, other_key)),
+        (None, (empty, key)),
+    ):
+        with pytest.raises(ssl.SSLError):
+            make(ca, files)
