@@ -79,6 +79,7 @@ class Grpc:
         409: grpc.StatusCode.FAILED_PRECONDITION,
         413: grpc.StatusCode.RESOURCE_EXHAUSTED,
         429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        503: grpc.StatusCode.UNAVAILABLE,
     }
 
     @staticmethod

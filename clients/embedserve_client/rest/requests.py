@@ -161,12 +161,14 @@ def _error(response: httpx.Response) -> EmbedServeClientError:
     status = response.status_code
     if 400 <= status < 500 and status != httpx.codes.TOO_MANY_REQUESTS:
         return SharedMemoryRejected(_message(response))
-    return error_of(response)
+    error = error_of(response)  # by the status, because the body has no code
+    return type(error)(_message(response), retry_after_s=error.retry_after_s)
 
 
 def _message(response: httpx.Response) -> str:
     """Returns the message of an error response in the format of the Open Inference Protocol."""
     try:
-        return str(json.loads(response.content)["error"])
+        message = json.loads(response.content)["error"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return describe_response(response)
+        message = None
+    return message if isinstance(message, str) else describe_response(response)

@@ -255,7 +255,7 @@ def test_region_is_kept_when_the_server_is_overloaded(calls: Calls) -> None:
     error = error_of(next(steps), 429, "the queue is full", **{"Retry-After": "3"})
 
     assert isinstance(error, Overloaded)
-    assert error.retry_after_s == 3.0
+    assert (error.message, error.retry_after_s) == ("the queue is full", 3.0)
     with pytest.raises(Overloaded):
         steps.throw(error)
     assert path(next(lookup(calls))) == "/v2/models/shop/infer"
@@ -290,12 +290,12 @@ def test_lookups_use_embed_if_registration_is_rejected(calls: Calls, status: int
     assert files() == []
 
 
-def test_missing_server_raises_unavailable(calls: Calls) -> None:
+def test_server_that_is_loading_raises_its_own_message(calls: Calls) -> None:
     steps = lookup(calls)
-    next(steps)
+    error = error_of(next(steps), 503, "the models are being loaded")
 
-    with pytest.raises(Unavailable):
-        steps.throw(Unavailable("refused"))
+    with pytest.raises(Unavailable, match=r"^the models are being loaded$"):
+        steps.throw(error)
     assert files() == []
 
 
