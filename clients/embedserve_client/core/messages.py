@@ -156,6 +156,10 @@ class AnswerReader:
             raise ServerError(
                 f"the server answered {len(keys)} keys with {len(length_per_key)} lengths"
             )
+        if len(set(keys)) < len(keys) or min(length_per_key) < 0:
+            raise ServerError(
+                f"the server answered keys {short(keys)} of lengths {short(length_per_key)}"
+            )
         layout = self._layouts[message.model] = Layout(keys, length_per_key)
         return layout
 

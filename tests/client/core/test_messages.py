@@ -217,6 +217,14 @@ def test_unpooled_result_without_ids_is_empty() -> None:
         (response_message([[1], [2]], keys=[]), "0 keys with 1 lengths"),
         (response_message([[1], [2]], length_per_key=[1, 1]), "1 keys with 2 lengths"),
         (pb.EmbedResponse(), "0 keys with 0 lengths"),
+        (
+            response_message([[1, 2]] * 2, keys=["a", "a"], length_per_key=[1, 1]),
+            r"keys \('a', 'a'\) of lengths \(1, 1\)",
+        ),
+        (
+            response_message([[1, 2]] * 2, keys=["a", "b"], length_per_key=[-2, 4]),
+            r"keys \('a', 'b'\) of lengths \(-2, 4\)",
+        ),
     ],
 )
 def test_inconsistent_response_raises_server_error(message: Any, why: str) -> None:
