@@ -23,7 +23,7 @@ MULTI_ADDRESS_SCHEMES = re.compile(r"(dns|ipv4|ipv6):", re.IGNORECASE)
 
 def base_url_of(address: str) -> str:
     """Returns the base URL for httpx, with "http://" if there is no scheme. Raises ValueError for
-    other schemes."""
+    other schemes and for a URL with a query."""
     if unix_path_of(address) is not None:
         return UNIX_BASE_URL
     is_url = "://" in address or address.lower() == "unix:"
@@ -34,7 +34,9 @@ def base_url_of(address: str) -> str:
             f"base_url: {address!r} does not start with http://, https:// or unix:, and is no "
             "HOST:PORT"
         )
-    return url
+    if parts.query:
+        raise ValueError(f"base_url: {address!r} has a query, which the calls would not have")
+    return parts.geturl()  # without a newline, which httpx rejects
 
 
 def unix_path_of(address: str) -> str | None:

@@ -17,7 +17,8 @@ from embedserve_client.core.addresses import base_url_of, names_several, target_
         ("https://host", "https://host", ("host:443", True)),
         ("http://host", "http://host", ("host:80", False)),
         ("localhost", "http://localhost", ("localhost:80", False)),
-        ("HTTP://Host:8000", "HTTP://Host:8000", ("host:8000", False)),
+        ("HTTP://Host:8000", "http://Host:8000", ("host:8000", False)),
+        ("host:8000\n", "http://host:8000", ("host:8000", False)),
         ("[::1]:8000", "http://[::1]:8000", ("[::1]:8000", False)),
         ("http://[::1]:8000", "http://[::1]:8000", ("[::1]:8000", False)),
         ("unix:/run/embed", "http://localhost", ("unix:/run/embed", False)),
@@ -74,7 +75,7 @@ def test_unix_socket_path_is_extracted(address: str, path: str | None) -> None:
     [
         *("ftp://host:8000", "http://", "http://host:port", "", ":8000"),
         *("unix:", "unix://host/run", "unix-abstract:embed"),
-        *("http://shop..example:8000", f"{'a' * 64}:8000"),
+        *("http://shop..example:8000", f"{'a' * 64}:8000", "host:8000?a=b"),
     ],
 )
 def test_invalid_rest_address_is_rejected(address: str) -> None:
