@@ -153,7 +153,10 @@ class _Connections(Generic[C]):
         certificate: Files | None,
     ) -> None:
         """Opens the client. A Unix socket and an async client need a transport of
-        ``make_transport``, but httpx uses proxies of the environment only with its own."""
+        ``make_transport``, but httpx uses proxies of the environment only with its own. Raises
+        ValueError for invalid arguments."""
+        if not isinstance(connections_max, int) or connections_max < 1:
+            raise ValueError(f"connections_max: {connections_max!r} is no integer from 1")
         limits = httpx.Limits(
             max_connections=connections_max, max_keepalive_connections=connections_max
         )

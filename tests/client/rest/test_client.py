@@ -68,6 +68,13 @@ def test_calls_share_one_connection(rest_url: str) -> None:
     assert transport.opened == 1
 
 
+@pytest.mark.parametrize("make", [EmbedClient, AsyncEmbedClient])
+@pytest.mark.parametrize("connections_max", [0, -1, None, 1.5])
+def test_client_without_connections_is_rejected(make: Any, connections_max: Any) -> None:
+    with pytest.raises(ValueError, match=r"connections_max: .* is no integer from 1"):
+        make("localhost", connections_max=connections_max)
+
+
 def test_closed_client_sends_nothing(rest_url: str, model: FakeModel) -> None:
     client = EmbedClient(rest_url)
     client.close()
