@@ -5,6 +5,7 @@ each other: equal batch sizes, and weights with the shape of the ids. `messages`
 resulting `RequestBatch`.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,6 +32,8 @@ from embedserve_client.core.columns import (
     numpy_of,
 )
 from embedserve_client.errors import InvalidRequest
+
+_BAG = re.compile(r"(?P<argument>features|weights)\[(?P<bag>\d+)\]")
 
 
 class JaggedTensor(Protocol):
@@ -194,15 +197,29 @@ def _batch_of_jagged_tensor(tensor: JaggedTensor) -> RequestBatch:
             field="features",
         )
     lengths = numpy_of("features", tensor.lengths())
-    bags = split("features", (tensor.values(), lengths))
+    batch_size = _batch_size(keys, lengths)
     weights = tensor.weights_or_none()
-    return RequestBatch(
-        keys=keys,
-        batch_size=_batch_size(keys, lengths),
-        ids=ids_of("features", bags),
-        lengths=bags.lengths,
-        weights=None if weights is None else _weights_like("weights", weights, bags),
-    )
+    try:
+        bags = split("features", (tensor.values(), lengths))
+        return RequestBatch(
+            keys=keys,
+            batch_size=batch_size,
+            ids=ids_of("features", bags),
+            lengths=bags.lengths,
+            weights=None if weights is None else _weights_like("weights", weights, bags),
+        )
+    except InvalidRequest as error:
+        raise _with_key(error, keys, batch_size) from None
+
+
+def _with_key(error: InvalidRequest, keys: Sequence[str], batch_size: int) -> InvalidRequest:
+    """Returns an error about one bag of all keys with the key and the example of the bag."""
+    found = _BAG.fullmatch(error.field)
+    if found is None:
+        return error
+    key, example = divmod(int(found["bag"]), batch_size)
+    at = f"{found['argument']}.{keys[key]}[{example}]"
+    return InvalidRequest(at + error.message.removeprefix(error.field), field=at)
 
 
 def _batch_size(keys: Sequence[str], lengths: NDArray[Any]) -> int:

@@ -165,13 +165,19 @@ class FakeJagged:
         (FakeJagged(["a", "a"], [1, 1], [1, 2]), "features.a: named twice"),
         (FakeJagged(["a", "b"], [1], [1]), "features: 1 lengths do not divide by 2 keys"),
         (FakeJagged(["a"], [1], [1, 2]), "features: the lengths sum up to 1, but there are 2"),
-        (FakeJagged(["a"], [1], [1.0]), r"features\[0\]: 1.0 is float32, not an integer id"),
+        (FakeJagged(["a"], [1], [1.0]), r"features.a\[0\]: 1.0 is float32, not an integer id"),
+        (FakeJagged(["a", "b"], [1, 0, 2, -1], [1, 2]), r"features.b\[1\]: -1 is no length"),
+        (
+            FakeJagged(["a", "b"], [1, 0, 1, 1], [1, 2, 3], [0.5, 1.0, float("nan")]),
+            r"weights.b\[1\]: nan is not a finite float32",
+        ),
         (FakeJagged(["a"], [1], [1], [1.0, 2.0]), "weights: 2 examples with 2 weights"),
     ],
 )
 def test_invalid_jagged_tensor_is_rejected(tensor: FakeJagged, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{message}"):
+    with pytest.raises(InvalidRequest, match=f"^{message}") as caught:
         batch_of(tensor)
+    assert caught.value.field == caught.value.message.partition(":")[0]
 
 
 def test_separate_weights_with_a_jagged_tensor_are_rejected() -> None:
