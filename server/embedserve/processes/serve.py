@@ -180,16 +180,19 @@ def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> Non
 
                 from embedserve.processes.single_process import run_single_process
 
-                end_startup_server()
-
                 def on_ready() -> None:
                     _log_ready(pipeline, ports, start_s, settings)
                     notify("READY=1")
 
-                on_drain = partial(notify, "STOPPING=1")
                 uvloop.run(
                     run_single_process(
-                        pipeline, version_manager, settings, ports, on_ready, on_drain
+                        pipeline,
+                        version_manager,
+                        settings,
+                        ports,
+                        end_startup_server,
+                        on_ready,
+                        partial(notify, "STOPPING=1"),
                     )
                 )
                 if is_any_running():  # all is served; a load is not awaited

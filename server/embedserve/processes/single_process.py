@@ -24,12 +24,15 @@ async def run_single_process(
     version_manager: VersionManager,
     settings: ServeSettings,
     ports: Ports,
+    end_startup_server: Callable[[], None],
     log_ready: Callable[[], None],
     on_drain: Callable[[], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains.
 
     Args:
+        end_startup_server: called once this process can respond to probes itself. Before that it
+            may wait for shards and for the store.
         log_ready: called once the server accepts requests.
         on_drain: called when the drain begins.
 
@@ -44,6 +47,7 @@ async def run_single_process(
     agent = start_rollouts(settings, version_manager, stop)
     loop.add_signal_handler(signal.SIGHUP, agent.admin.reload)
     await apply_initial_alias_settings(settings, version_manager)
+    end_startup_server()
     await run_server(stop, pipeline, settings, ports, log_ready, agent.admin, on_drain)
 
 

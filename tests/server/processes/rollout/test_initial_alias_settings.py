@@ -33,19 +33,29 @@ async def test_alias_settings_apply_before_the_first_poll(canary: FollowingProce
 async def test_process_serves_only_after_it_has_alias_settings(
     canary: FollowingProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Checks that until then the startup server responds to probes."""
     models = canary.pipeline.models
-    shadows: list[float] = []
+    steps: list[tuple[str, float]] = []
+
+    def note(step: str) -> None:
+        steps.append((step, models.status(models.model("shop@canary"))["shadow"]))
 
     async def run_server(*_: object) -> None:
-        shadows.append(models.status(models.model("shop@canary"))["shadow"])
+        note("serves")
 
     monkeypatch.setattr(single_process, "run_server", run_server)
     ports = claim_ports("127.0.0.1", 0, 0)
     ports.close()
     await run_single_process(
-        canary.pipeline, canary.rollout, canary.settings, ports, lambda: None, lambda: None
+        canary.pipeline,
+        canary.rollout,
+        canary.settings,
+        ports,
+        lambda: note("startup server ends"),
+        lambda: None,
+        lambda: None,
     )
-    assert shadows == [20]
+    assert steps == [("startup server ends", 20), ("serves", 20)]
 
 
 async def test_start_waits_for_alias_settings_only_up_to_a_time_limit(
