@@ -18,8 +18,8 @@ import threading
 from typing import TextIO
 
 ATOMIC_BYTES = 4096
-"""Bytes of one write: PIPE_BUF on Linux. A pipe takes a write of up to this size whole or not at
-all."""
+"""Bytes of a write that a pipe takes whole or not at all: PIPE_BUF on Linux. Longer lines are
+written in part where a pipe is nearly full."""
 DROPPED = "%d lines of the log were dropped: its reader did not keep up"
 
 
@@ -113,16 +113,18 @@ class LogStream(io.TextIOBase):
             self.dropped_lines += max(1, data.count(b"\n"))
 
     def _write_now(self, data: bytes) -> bytes:
-        """Writes as much of ``data`` as the file takes without blocking; returns the rest."""
+        """Writes as much of ``data`` as the file takes without blocking; returns the rest. It
+        writes all at once, because other processes would write between pieces of a line."""
         try:
             while data:
-                if self._polled is not None and not self._polled.poll(0):
-                    break
-                piece = data[:ATOMIC_BYTES]
                 if self._socket is not None:
-                    count = self._socket.send(piece, socket.MSG_DONTWAIT)
+                    count = self._socket.send(data, socket.MSG_DONTWAIT)
+                elif self._polled is None:
+                    count = os.write(self._fd, data)
+                elif self._polled.poll(0):
+                    count = os.write(self._fd, data[:ATOMIC_BYTES])  # more could block
                 else:
-                    count = os.write(self._fd, piece)
+                    break
                 data = data[count:]
         except OSError:  # the file takes no more for now, or its reader is gone
             pass

@@ -88,6 +88,29 @@ def test_line_longer_than_the_pipe_is_written_whole() -> None:
         assert stream.dropped_lines == 1
 
 
+def test_long_line_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that workers, which share the file, cannot write between pieces of a line, such as one
+    in JSON with a traceback."""
+    line, write = "x" * 5 * ATOMIC_BYTES + "\n", os.write
+    sizes: list[int] = []
+
+    def note(fd: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", note)
+    reading, writing = os.pipe()
+    for file in (os.fdopen(writing, "w"), (tmp_path / "log").open("w")):
+        with file:
+            LogStream(file).write(line)
+    os.close(reading)
+    assert sizes == [len(line), len(line)]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, theirs.makefile("w") as file:
+        LogStream(file).write(line)
+        assert ours.recv(1 << 16).decode() == line
+
+
 def test_lines_to_a_closed_pipe_are_dropped_without_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
