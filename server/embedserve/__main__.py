@@ -19,6 +19,7 @@ def main() -> None:
             "embedserve: this is Python {}.{}, and embedserve runs on 3.11 to 3.13: install it "
             "with one of them (python3.11 -m venv)".format(*sys.version_info)
         )
+    _open_closed_streams()
     # numpy's OpenBLAS starts a thread for each core of the host, even under a CPU limit, and
     # interrupts the command if a limit of processes forbids that. Nothing here needs the threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -42,6 +43,17 @@ def main() -> None:
         if error.name is None or error.name.startswith("embedserve."):
             raise
         sys.exit(f"embedserve: {error.name} is not installed: pip install embedserve")
+
+
+def _open_closed_streams() -> None:
+    """Opens /dev/null as the standard streams that the caller has closed. The next sockets would
+    have their descriptors, to which libraries write errors."""
+    descriptor = 0
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", errors="backslashreplace")
 
 
 if __name__ == "__main__":

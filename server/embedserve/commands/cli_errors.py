@@ -103,8 +103,7 @@ def _flushed_output() -> Iterator[None]:
         yield
     finally:
         try:
-            if sys.stdout:  # None if the caller has closed it
-                sys.stdout.flush()
+            sys.stdout.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise

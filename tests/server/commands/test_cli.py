@@ -47,6 +47,34 @@ def embedserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return run_warm_python("-m", "embedserve", *arguments)
 
 
+def run_with_closed(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with ``streams`` closed, in the shell's notation."""
+    command = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+
+
+def test_closed_streams_are_those_of_dev_null() -> None:
+    """Checks that no socket has the descriptor of stderr, to which libraries write."""
+    code = """
+import os, sys
+from embedserve.__main__ import main
+sys.argv = ["embedserve", "--version"]
+try:
+    main()
+finally:
+    print(*[os.readlink(f"/proc/self/fd/{one}") for one in (0, 2)], sys.stderr.fileno())
+"""
+    done = run_with_closed("<&- 2>&-", "-c", code)
+    assert done.stdout.endswith("/dev/null /dev/null 2\n")
+
+
+def test_server_starts_without_stdout(tmp_path: Path) -> None:
+    """Checks that a start which forks gets as far as the store."""
+    arguments = ("serve", str(tmp_path), "--http-port", "0", "--grpc-port", "0")
+    done = run_with_closed(">&-", "-m", "embedserve", *arguments)
+    assert done.stderr == f"embedserve: {tmp_path}: no model in this store; publish one first\n"
+
+
 @pytest.mark.parametrize("command", ["", *(one.name for one in get_group(app).commands.values())])
 def test_help_shows_no_bool_type_for_switches(command: str) -> None:
     output = run(*command.split(), "--help").output
