@@ -19,6 +19,7 @@ class Collector:
     Attributes:
         url: its address.
         spans: all spans so far.
+        resource: string attributes of the server that sent the last of them.
         posts: number of requests so far.
         authorization: Authorization header of the last request; "" without one.
         status: status of the responses.
@@ -29,6 +30,7 @@ class Collector:
     def __init__(self) -> None:
         self.url = ""
         self.spans: list[Span] = []
+        self.resource: dict[str, str] = {}
         self.posts = 0
         self.authorization = ""
         self.status = 200
@@ -43,6 +45,8 @@ class Collector:
         self.may_answer.wait(HANG_S_MAX)
         if handler.path == "/v1/traces" and self.status == 200:
             for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                sender = of_resource.resource.attributes
+                self.resource = {one.key: one.value.string_value for one in sender}
                 for of_scope in of_resource.scope_spans:
                     self.spans.extend(of_scope.spans)
         handler.send_response(self.status)

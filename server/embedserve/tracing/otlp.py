@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -18,7 +17,12 @@ from time import perf_counter
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.resources import (
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -89,8 +93,10 @@ class OtlpTraces:
         self._exporter = trace_exporter.OTLPSpanExporter(
             self._endpoint, timeout=SEND_S_MAX, session=BoundedSession()
         )
-        service = os.environ.get("OTEL_SERVICE_NAME") or "embedserve"
-        self._resource = Resource.create({SERVICE_NAME: service, SERVICE_VERSION: __version__})
+        attributes = {SERVICE_NAME: "embedserve", SERVICE_VERSION: __version__}
+        self._resource = Resource.create(
+            {**attributes, **OTELResourceDetector().detect().attributes}
+        )
 
     def sample(self, traceparent: bytes | None) -> TraceContext | None:
         """Decides whether to sample a request. Returns its trace context if so, else None."""

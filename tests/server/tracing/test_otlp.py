@@ -19,6 +19,7 @@ from server.live import Live, make_pipeline, serving
 from server.waiting import WAIT_S_MAX, until
 from waits import wait_until
 
+from embedserve import __version__
 from embedserve.metrics import rate_limited_logger
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.tracing import otlp
@@ -300,6 +301,32 @@ def test_queued_traces_are_exported_before_the_stop(collector: Collector) -> Non
     assert [attributes(root)["request_id"] for root in roots] == [
         str(number) for number in range(3 * SENT_AT_ONCE)
     ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "embedserve"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=ranker"}, "ranker"),
+        (
+            {"OTEL_RESOURCE_ATTRIBUTES": "service.name=ranker", "OTEL_SERVICE_NAME": "vectors"},
+            "vectors",
+        ),
+    ],
+)
+def test_service_has_the_name_of_the_variables(
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    name: str,
+) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    traces = OtlpTraces(collector.url, 0)
+    traces.add(record())
+    traces._send()
+    assert collector.resource["service.name"] == name
+    assert collector.resource["service.version"] == __version__
 
 
 def test_sampling_share_applies_to_requests_without_traceparent() -> None:
