@@ -72,7 +72,7 @@ def test_replica_of_another_part_or_fingerprint_does_not_join(listed: object, re
 
 def test_replica_that_stops_serving_the_version_leaves() -> None:
     bench = Bench("a")
-    for reply in (OVERLOADED, Reply(DEADLINE_EXCEEDED, "late")):
+    for reply in (OVERLOADED, Reply(DEADLINE_EXCEEDED, "late"), lost("refused")):
         bench.time.advance(1)
         bench.connections["a"].lists[0].answer(reply)
         assert bench.part.stats.replicas == {KEY: 1}
@@ -103,6 +103,9 @@ def test_replica_that_fails_to_list_models_leaves() -> None:
     bench.time.advance(1)
     bench.connections["a"].list(model())
     assert bench.part.stats.replicas == {KEY: 2}
+    bench.time.advance(1)
+    bench.connections["a"].lists[0].answer(Reply(0, "", b"\xff"))
+    assert bench.part.stats.replicas == {KEY: 1}
 
 
 def test_lost_connections_are_reopened_with_backoff() -> None:

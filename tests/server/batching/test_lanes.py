@@ -1,6 +1,7 @@
 """Tests of large and small requests: neither waits for the other."""
 
 import asyncio
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import submit
 from server.waiting import until
 
+from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
 from embedserve.lookup_types import LookupRequest
@@ -77,6 +79,30 @@ async def test_large_batch_of_small_requests_runs_during_a_large_request(
     engine.release()
     for answer, bags in zip(answers, (USER, small, small), strict=True):
         assert np.array_equal((await answer).values, engine.expected(bags))
+
+
+@pytest.mark.parametrize("bags", [({"user": [[1]]}, USER), (USER, {"user": [[1]]})])
+async def test_event_loop_is_idle_while_requests_wait_for_a_lookup(
+    engine: FakeEngine,
+    make_batcher: MakeBatcher,
+    monkeypatch: pytest.MonkeyPatch,
+    bags: tuple[Bags, Bags],
+) -> None:
+    steps = Mock(side_effect=Batcher._step)
+    monkeypatch.setattr(Batcher, "_step", lambda batcher: steps(batcher))
+    batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
+    waiting, other = (engine.request(one) for one in bags)
+    engine.hold()
+    answers = [submit(batcher, waiting) for _ in range(2)]  # a large batch of either size
+    await until(lambda: engine.lookups)
+    answers += [submit(batcher, waiting), submit(batcher, other)]
+    await until(lambda: len(engine.lookups) == 2)
+    await asyncio.sleep(0.01)
+    before = steps.call_count
+    await asyncio.sleep(0.01)
+    assert steps.call_count == before
+    engine.release()
+    await asyncio.gather(*answers)
 
 
 async def test_request_that_does_not_fit_blocks_no_smaller_requests(
