@@ -7,7 +7,7 @@ from shard_client.fake_shards import FakeTime
 
 from embedserve.shard_client.recent_latency import RecentLatency
 from embedserve.shard_client.share_budget import ShareBudget
-from embedserve.shard_client.timer_queue import TimerQueue
+from embedserve.shard_client.timer_queue import TICK_S, TimerQueue
 
 
 @pytest.mark.parametrize("scale_s", [1e-3, 20e-3])
@@ -66,14 +66,23 @@ def test_one_timer_serves_all_deadlines() -> None:
             if self.again_s:
                 queue.push(now_s + self.again_s, Item(self.name + "'"), now_s)
 
+    def timers() -> list[float]:
+        return [timer.at_s - start_s for timer in time.timers if not timer.is_cancelled]
+
     start_s = time.now_s
     dropped = Item("dropped")
-    for item, due_s in [(Item("c"), 0.3), (Item("a", 0.1), 0.1), (dropped, 0.2), (Item("b"), 0.15)]:
+    for item, due_s, first_s in [
+        (Item("c"), 0.3, 0.3),
+        (Item("a", 0.1), 0.1, 0.1),
+        (dropped, 0.2, 0.1),
+        (Item("b"), 0.15, 0.1),
+    ]:
         queue.push(start_s + due_s, item, start_s)
-        assert len([timer for timer in time.timers if not timer.is_cancelled]) == 1
+        assert timers() == pytest.approx([first_s])
     dropped.is_over = True
-    time.advance(0.12)
+    time.advance(0.1 + TICK_S / 2)
     assert ran == ["a"]
+    assert timers() == pytest.approx([0.15])
     time.advance(0.5)
     assert ran == ["a", "b", "a'", "c"]
 

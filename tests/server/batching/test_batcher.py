@@ -165,6 +165,14 @@ async def test_lone_request_waits_for_the_configured_delay(
     assert [lookup.batch_size for lookup in engine.lookups] == [2]
 
 
+async def test_each_lone_request_is_answered_after_the_delay(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits(delay_ms_max=1))
+    for _ in range(3):
+        await asyncio.wait_for(submit(batcher, engine.request(USER)), WAIT_S_MAX)
+
+
 @pytest.mark.parametrize(
     "limits",
     [

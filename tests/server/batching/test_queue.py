@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import submit
 from server.waiting import WAIT_S_MAX, until
 
+from embedserve.batching.batcher import Batcher
 from embedserve.batching.request_queue import BATCH_REQUESTS_MAX
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -298,7 +300,41 @@ async def test_retired_batcher_answers_queued_requests_and_releases_its_engine(
         assert np.array_equal((await answer).values, engine.expected(ONE))
     await until(lambda: notified)
     assert notified == [True]
-    assert not any(one is engine for one in vars(batcher).values())
+
+
+async def test_batcher_retired_before_its_first_batch_answers_it(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits())
+    waiting = submit(batcher, engine.request(ONE))
+    notified: list[bool] = []
+    batcher.retire(lambda: notified.append(waiting.done()))
+    assert np.array_equal((await waiting).values, engine.expected(ONE))
+    await until(lambda: notified)
+    assert notified == [True]
+
+
+async def test_retired_batcher_keeps_no_rows(executor: ThreadPoolExecutor) -> None:
+    engine = FakeEngine()
+    batcher = Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
+    await submit(batcher, engine.request(ONE))
+    freed = weakref.ref(engine)
+    batcher.retire(lambda: None)
+    del engine
+    gc.collect()
+    assert freed() is None
+
+
+async def test_batcher_retires_once_though_its_delay_ends_later(
+    engine: FakeEngine, make_batcher: MakeBatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    batcher = make_batcher(Limits(delay_ms_max=5))
+    submit(batcher, engine.request(ONE)).cancel()
+    notified: list[bool] = []
+    batcher.retire(lambda: notified.append(True))
+    await asyncio.sleep(0.02)
+    assert notified == [True]
+    assert not caplog.records
 
 
 async def test_idle_batcher_retires_immediately(make_batcher: MakeBatcher) -> None:
