@@ -199,23 +199,30 @@ def test_fetches_follow_each_other_at_intervals(
     cache = Mock(candidates=lambda: (np.array([0]), np.array([7])))
     fetcher = RowFetcher(cache, engine.manifest)
     row = np.zeros((1, *engine.manifest.length_per_key), np.float32)
-    begun: list[Finish] = []
+    begun: list[tuple[Batch, Finish]] = []
 
     def fetches_after(seconds: float) -> int:
         now.return_value += seconds
-        fetcher.fetch_if_due(lambda _, finish: begun.append(finish))
+        fetcher.fetch_if_due(lambda batch, finish: begun.append((batch, finish)))
         return len(begun)
+
+    def finish(values: np.ndarray | EngineError) -> None:
+        begun[-1][1](values)
 
     assert fetches_after(0) == 1
     assert fetches_after(60) == 1, "while the first is in flight"
-    begun[-1](row)
+    finish(row)
     assert fetches_after(0) == 2
-    begun[-1](row)
+    finish(row)
     assert fetches_after(0.04) == 2
     assert fetches_after(0.02) == 3
-    begun[-1](EngineError("failed"))
+    finish(EngineError("failed"))
     assert fetches_after(0.9) == 3
     assert fetches_after(0.2) == 4
+    begun[-1][0].missing_counts = np.array([[1]])
+    finish(row)
+    assert fetches_after(0.9) == 4
+    assert fetches_after(0.2) == 5
 
 
 def test_local_tables_are_not_cached(tmp_path: Path) -> None:
