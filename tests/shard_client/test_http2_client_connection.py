@@ -39,6 +39,7 @@ def test_client_begins_with_settings_and_a_large_window() -> None:
     assert settings.settings[SettingsFrame.ENABLE_PUSH] == 0
     assert settings.settings[SettingsFrame.INITIAL_WINDOW_SIZE] > LIMIT
     assert isinstance(update, WindowUpdateFrame)
+    assert update.stream_id == 0
     assert update.window_increment > 1 << 20
     assert not peer.client.is_begun
     assert [type(one) for one in peer.send(frames.settings())] == [SettingsFrame]
