@@ -209,6 +209,8 @@ async def test_oversized_batch_begins_alone_and_small_batches_immediately(
     assert begun[-1] == 2
     budget.end(99)
     assert begun[-1] == 5
+    budget.end(2)
+    budget.begin(6, never, monotonic() + 60, never)  # small batches were not counted
 
 
 async def test_waiting_batch_expires_at_its_deadline(
