@@ -18,6 +18,7 @@ from server.recording_call import (
     SECRET,
     RecordingCall,
     RecordingWriter,
+    SourceWriter,
     expect_internal,
     fail,
     make_options,
@@ -27,6 +28,8 @@ from server.recording_call import (
 )
 from server.waiting import until
 
+from embedserve.access.caller_quota import CallerQuota
+from embedserve.access.grants import Grant
 from embedserve.codec.codec import Codec
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
@@ -205,6 +208,28 @@ async def test_requests_are_not_rejected_early_while_the_queue_has_room(
     call = RecordingCall(pipeline, make_options(pipeline, model="shop"))
     pipeline.reject_if_overloaded(call)
     assert (call.responses, outcomes(pipeline)) == ([], {})
+
+
+async def test_connections_of_one_caller_have_one_share_of_the_queue(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=4)
+    pipeline = make_pipeline(engine, executor=executor, limits=limits)
+    quota = CallerQuota(Grant("x"))
+    calls: list[RecordingCall] = []
+    engine.hold()
+    for connection in "abcd":
+        calls.append(RecordingCall(pipeline, make_options(pipeline), SourceWriter(connection)))
+        calls[-1].quota = quota
+        quota.active += 1
+        pipeline.submit(calls[-1], BODY)
+        await until(lambda: engine.lookups)
+    message = "holds 2 examples of this caller; 1 more would exceed its share of 2"
+    assert message in calls[-1].error.message
+    engine.release()
+    await until(lambda: all(call.responses for call in calls))
+    assert quota.active == 0
+    assert quota.take_outcomes() == {"OK": 3, "RESOURCE_EXHAUSTED": 1}
 
 
 async def test_subscribers_are_notified_when_the_queue_reopens(
