@@ -42,8 +42,9 @@ def test_client_begins_with_settings_and_a_large_window() -> None:
     assert update.stream_id == 0
     assert update.window_increment > 1 << 20
     assert not peer.client.is_begun
-    assert [type(one) for one in peer.send(frames.settings())] == [SettingsFrame]
-    assert peer.changes == [(True, False, False)]
+    for _ in range(2):
+        assert [type(one) for one in peer.send(frames.settings())] == [SettingsFrame]
+        assert peer.changes == [(True, False, False)]  # once
 
 
 @pytest.mark.parametrize(
