@@ -228,7 +228,10 @@ async def test_connections_of_one_caller_have_one_share_of_the_queue(
     assert message in calls[-1].error.message
     engine.release()
     await until(lambda: all(call.responses for call in calls))
+    for call in calls:
+        call.cancel()  # its client leaves later
     assert quota.active == 0
+    assert outcomes(pipeline) == {"OK": 3, "RESOURCE_EXHAUSTED": 1}
     assert quota.take_outcomes() == {"OK": 3, "RESOURCE_EXHAUSTED": 1}
 
 

@@ -94,6 +94,7 @@ def test_lost_connection_fails_all_calls() -> None:
     peer.call(b"x")
     peer.client.close("gone")
     assert peer.replies == {0: lost("gone"), 1: lost("gone")}
+    assert peer.client.in_flight == 0
     assert peer.changes[-1] == (True, True, True)
     peer.send(response_frames(1, b"m"))
 
