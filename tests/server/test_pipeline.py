@@ -210,11 +210,13 @@ async def test_requests_are_not_rejected_early_while_the_queue_has_room(
     assert (call.responses, outcomes(pipeline)) == ([], {})
 
 
+@pytest.mark.parametrize("sends_timing", [False, True], ids=["unobserved", "observed"])
 async def test_connections_of_one_caller_have_one_share_of_the_queue(
-    engine: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, executor: ThreadPoolExecutor, sends_timing: bool
 ) -> None:
     limits = Limits(inline_bytes_max=0, queue_examples_max=4)
     pipeline = make_pipeline(engine, executor=executor, limits=limits)
+    pipeline.telemetry = RequestTelemetry(sends_timing=sends_timing)
     quota = CallerQuota(Grant("x"))
     calls: list[RecordingCall] = []
     engine.hold()
