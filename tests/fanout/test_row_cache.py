@@ -123,6 +123,15 @@ def test_memory_is_divided_within_its_bound(tmp_path: Path, nbytes: int) -> None
         assert (slots >= manifest.rows_per_feature).all()
 
 
+def test_features_of_the_same_table_share_its_memory(tmp_path: Path) -> None:
+    table = [("one", 1000, 4, ["first", "second"], PoolingType.SUM)]
+    cache, _, _, rows = make_cache(tmp_path, table, 1000 * (ENTRY_BYTES + 16))
+    assert (cache._buckets * WAYS == 1000).all()
+    ids, lengths = np.array([7, 7]), np.ones(2, np.int32)
+    cache.store(0, ids[:1], rows["one"][ids[:1]])
+    assert cache.take_cached(ids, lengths, None).ids.size == 0
+
+
 def test_candidates_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_cache, "CANDIDATES_MAX", 25)
     cache, _, _, _ = make_cache(tmp_path, TABLES, 1 << 20)
