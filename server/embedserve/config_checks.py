@@ -172,10 +172,14 @@ def _check_traces(settings: ServeSettings) -> None:
     try:
         url = urlsplit(endpoint)
         is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        is_url = is_url and not (url.query or url.fragment)  # /v1/traces is added to the path
     except ValueError:
         is_url = False
     if not is_url:
-        raise ValueError(f"otlp_endpoint is {endpoint!r}, expected http:// or https:// and a host")
+        raise ValueError(
+            f"otlp_endpoint is {endpoint!r}, expected http:// or https://, a host and perhaps a "
+            "path, without a query"
+        )
     try:
         is_installed = all(map(find_spec, OPENTELEMETRY))
     except ModuleNotFoundError:

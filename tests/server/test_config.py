@@ -96,7 +96,11 @@ def test_versions_on_gpus_cannot_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["localhost:4318", "grpc://collector:4317", "http://", "http://x:99999", "http://["]
+    "endpoint",
+    [
+        *("localhost:4318", "grpc://collector:4317", "http://", "http://x:99999", "http://["),
+        *("http://collector:4318/otlp?key=1", "http://collector:4318/#otlp"),
+    ],
 )
 def test_otlp_endpoint_must_be_a_url(endpoint: str) -> None:
     with pytest.raises(ValueError, match=f"^otlp_endpoint is {re.escape(repr(endpoint))}, expect"):
