@@ -291,6 +291,16 @@ async def test_rejected_slow_requests_are_among_the_slowest(
     ]
 
 
+async def test_delayed_rejection_ends_with_its_client(pipeline: RequestPipeline) -> None:
+    calls = [RecordingCall(pipeline, make_options(pipeline)) for _ in range(2)]
+    for call in calls:
+        call.reject_after(OverloadedError("too many requests"), 0.01)
+    calls[0].cancel()
+    await until(lambda: calls[1].responses)
+    assert calls[0].responses == []
+    assert outcomes(pipeline) == {"CANCELLED": 1, "RESOURCE_EXHAUSTED": 1}
+
+
 async def test_unexpected_error_while_decoding_returns_a_general_message(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
