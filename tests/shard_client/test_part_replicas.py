@@ -346,6 +346,27 @@ def test_last_replicas_serve_until_one_of_the_new_addresses_does() -> None:
     assert bench.connections["d"].is_finished
 
 
+@pytest.mark.parametrize("others", ["", "b"])
+def test_lookups_that_begin_while_a_replica_closes_are_not_its_own(others: str) -> None:
+    """Calls that wait for a stream fail while their connection finishes, and batches that wait for
+    memory begin."""
+    bench = Bench("a" + others)
+    first = bench.connections["a"]
+    finish = first.finish
+    begun: list[int] = []
+
+    def finish_and_begin(reason: str) -> None:
+        finish(reason)
+        begun.extend(bench.look_up() for _ in range(8))
+
+    first.finish = finish_and_begin  # type: ignore[method-assign]
+    bench.part.set_addresses([(host, 1) for host in others])
+    assert [call.host for call in bench.calls] == ["b"] * len(bench.calls)
+    assert len(bench.calls) == (8 if others else 0)
+    bench.time.advance(0.01)
+    assert all(bench.replies[number].is_lost for number in (begun if not others else ()))
+
+
 def test_unavailability_reasons_are_truncated() -> None:
     bench = Bench()
     for count, end in ((4, "h3:1 connecting"), (9, "h3:1 connecting; 5 more")):

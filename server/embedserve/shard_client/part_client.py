@@ -105,9 +105,9 @@ class PartClient:
         for address, replica in [*self._replicas.items()]:
             if address in self._wanted or (self._wanted and self._is_needed(replica)):
                 continue
-            del self._replicas[address]
+            if self._replicas.pop(address, None) is None:
+                continue  # closed as another one left
             replica.close("its address is gone")
-            self._update(replica)
             if (successor := self._successors.pop(address, None)) is not None:
                 successor.close("its address is gone")
 
@@ -141,7 +141,6 @@ class PartClient:
         self._update(replica)
         if before is not None:
             before.close("its connection was replaced")
-            self._update(before)
         self._close_gone()
 
     def _log_unrenewed(self, successors: Sequence[PartReplica]) -> None:

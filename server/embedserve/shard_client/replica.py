@@ -129,13 +129,15 @@ class PartReplica:
         self._hung_s = now_s
 
     def close(self, reason: str) -> None:
-        """Closes the connection after the calls in flight, and connects no more."""
+        """Closes the connection after the calls in flight, and connects no more. The replica leaves
+        first: calls that wait for a stream end now, and their ends may begin others."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._stop_poll()
         connection, self.connection = self.connection or self._connecting, None
         self.reason = reason
+        self._serve(None, {})
         if connection is not None:
             connection.finish(reason)
 
