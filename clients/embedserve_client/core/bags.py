@@ -8,7 +8,6 @@ features and checks them against each other.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from reprlib import repr as short
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -22,6 +21,7 @@ from embedserve_client.core.columns import (
     is_tensor,
     numpy_of,
 )
+from embedserve_client.core.short_repr import short
 from embedserve_client.errors import InvalidRequest
 
 Values: TypeAlias = (

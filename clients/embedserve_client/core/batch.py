@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from reprlib import repr as short
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
@@ -31,6 +30,7 @@ from embedserve_client.core.columns import (
     is_column,
     numpy_of,
 )
+from embedserve_client.core.short_repr import short
 from embedserve_client.errors import InvalidRequest
 
 _BAG = re.compile(r"(?P<argument>features|weights)\[(?P<bag>\d+)\]")

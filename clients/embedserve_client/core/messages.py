@@ -6,7 +6,6 @@ only state is the reader's cache of layouts.
 """
 
 from collections.abc import Sequence
-from reprlib import repr as short
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from embedserve_client.core.batch import RequestBatch
 from embedserve_client.core.result import EmbedResult, Layout, OutputDType
+from embedserve_client.core.short_repr import short
 from embedserve_client.errors import (
     EmbedServeClientError,
     InvalidRequest,

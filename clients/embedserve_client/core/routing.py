@@ -1,8 +1,8 @@
 """Routing keys: they pin a caller to one version while several versions share a model's traffic."""
 
 import re
-from reprlib import repr as short
 
+from embedserve_client.core.short_repr import short
 from embedserve_client.errors import InvalidRequest
 
 ROUTING_KEY = "x-routing-key"

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from reprlib import repr as short
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -18,6 +17,7 @@ from embedserve_client.core.models import (
 )
 from embedserve_client.core.result import EmbedResult
 from embedserve_client.core.retry_loop import Operation, one_call
+from embedserve_client.core.short_repr import short
 from embedserve_client.errors import EmbedServeClientError, UnknownModel
 from embedserve_client.operations import Operations
 from embedserve_client.rest.calls import Call, describe_response, error_of

@@ -68,6 +68,10 @@ def test_every_input_type_becomes_flat_ids_and_lengths(
         (np.array([True]), "features.movie[0]: True is bool, not an integer id"),
         ([[1], [2**63]], f"features.movie[1]: {2**63} does not fit in int64"),
         (
+            [[1], [2**20_000]],
+            "features.movie[1]: an integer of 20001 bits does not fit in int64",
+        ),
+        (
             np.array([[1], [2**63]], dtype=np.uint64),
             f"features.movie[1]: {2**63} does not fit in int64",
         ),
