@@ -73,6 +73,8 @@ class LookupEngine(Protocol):
     ) -> np.ndarray:
         """Returns the rows of ``ids``, pooled if the model pools.
 
+        The arrays are contiguous: kernels read them as such, and do not check it.
+
         Args:
             ids: int64 [n] row numbers, feature-major, each below the number of rows of its table or
                 as returned by ``rows_reader``.
