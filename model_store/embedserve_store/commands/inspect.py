@@ -7,6 +7,7 @@ from embedserve_store.commands.plan_view import show_plan
 from embedserve_store.errors import StoreError
 from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest import GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.terminal.aligned_columns import grid, out, plain, show, write
@@ -128,7 +129,8 @@ def _show_source(manifest: Manifest) -> None:
             write(f"{name.replace('_', ' ')}: {source[name]}")
     for line in compared_lines(manifest):
         write(line)
-    for key, value in source.get("meta", {}).items():
+    where = f"model {manifest.model} version {manifest.version}: source"
+    for key, value in typed({"meta": {}} | source, "meta", dict, where).items():
         write(f"{key}: {value}")
 
 

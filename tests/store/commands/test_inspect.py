@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store.commands.conftest import error_of, run
@@ -165,6 +166,14 @@ def test_malformed_comparison_is_an_error(wrong: object, message: str) -> None:
     with pytest.raises(StoreError, match=re.escape(message)) as raised:
         compared_lines(manifest)
     assert str(raised.value).startswith("model m version 3: source")
+
+
+def test_malformed_metadata_is_an_error(own_store: Path, edit_json: Any) -> None:
+    manifest = own_store / "shop" / "1" / "manifest.json"
+    edit_json(manifest, lambda data: data["source"].update(meta="x"))
+    code, _, error = run("inspect", own_store, "shop", "1")
+    problem = "model shop version 1: source: meta is 'x', expected dict"
+    assert (code, error) == (1, f"embedserve: {problem}\n")
 
 
 def test_prune_reports_the_removed_versions(own_store: Path) -> None:
