@@ -76,9 +76,17 @@ class Manifest:
     """Hexadecimal sha256 of the rows of each part of the host plan, by table; empty without one."""
 
     @cached_property
+    def _tables_by_feature(self) -> dict[str, list[TableSpec]]:
+        found: dict[str, list[TableSpec]] = {}
+        for table in self.tables:
+            for feature in table.feature_names:
+                found.setdefault(feature, []).append(table)
+        return found
+
+    @cached_property
     def features(self) -> tuple[str, ...]:
         """Returns the features that requests may name (KJT keys), in order of first use."""
-        return tuple(dict.fromkeys(f for table in self.tables for f in table.feature_names))
+        return tuple(self._tables_by_feature)
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -116,10 +124,7 @@ class Manifest:
     def table_per_feature(self) -> tuple[TableSpec, ...]:
         """Returns the first table of each feature. Tables that share a feature have the same id
         rule and equal vocabularies."""
-        return tuple(
-            next(table for table in self.tables if feature in table.feature_names)
-            for feature in self.features
-        )
+        return tuple(tables[0] for tables in self._tables_by_feature.values())
 
     @cached_property
     def rule_per_feature(self) -> tuple[IdRule, ...]:
@@ -130,8 +135,8 @@ class Manifest:
     def rows_per_feature(self) -> tuple[int, ...]:
         """Returns the upper bound of the row numbers of each feature: its smallest table's rows."""
         return tuple(
-            min(table.num_embeddings for table in self.tables if feature in table.feature_names)
-            for feature in self.features
+            min(table.num_embeddings for table in tables)
+            for tables in self._tables_by_feature.values()
         )
 
     @cached_property

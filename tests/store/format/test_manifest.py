@@ -2,6 +2,7 @@
 contradictions."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,26 @@ def test_chain_of_many_tables_is_one_group() -> None:
     count = 20_000
     tables = tuple(table(f"t{i}", f"f{i}", f"f{i + 1}") for i in reversed(range(count)))
     assert [len(group) for group in Manifest("m", 1, tables, False).table_groups] == [count]
+
+
+def test_tables_of_all_features_are_found_in_one_pass() -> None:
+    """A search for each feature took most of the time to open a version of 10,000 tables."""
+    reads = []
+
+    class Names(tuple[str, ...]):
+        def __iter__(self) -> Iterator[str]:
+            reads.append(self)
+            return super().__iter__()
+
+        def __contains__(self, name: object) -> bool:
+            reads.append(self)
+            return super().__contains__(name)
+
+    tables = tuple(replace(table(f"t{i}"), feature_names=Names([f"f{i}"])) for i in range(50))
+    manifest = Manifest("m", 1, tables, False)
+    assert manifest.table_per_feature == tables
+    assert manifest.rows_per_feature == (10,) * 50
+    assert len(manifest.features) == len(reads) == 50
 
 
 def test_json_round_trip() -> None:
