@@ -99,7 +99,7 @@ def prune(
     """Removes all but the last ``keep`` versions of ``model``.
 
     Versions that an alias names are kept. In a folder, so are versions that a process has open,
-    such as a server on this host.
+    such as a server on this host. Versions that another process removes meanwhile are skipped.
 
     Args:
         keep: number of newest versions to keep, 1 or more.
@@ -133,6 +133,10 @@ def prune(
             except VersionInUseError:
                 if on_in_use:
                     on_in_use(number)
+            except StoreError:
+                # Another process may have removed the version meanwhile.
+                if number in removed or number in models.versions(model):
+                    raise
     finally:
         if removed and not is_trial:
             record_event(store, "prune", model, removed, who=who)

@@ -89,6 +89,19 @@ def test_version_in_use_is_not_removed(tmp_path: Path) -> None:
     assert prune(tmp_path, "m", 1) == [1]
 
 
+def test_versions_removed_by_another_process_are_skipped(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    publish_versions(store, 4)
+    opened = ModelStore(store).load("m", 1)
+
+    def remove_next(number: int) -> None:
+        remove_version(store, "m", number + 1)
+
+    assert prune(store, "m", 1, on_in_use=remove_next) == [3]
+    assert ModelStore(store).versions("m") == [1, 4]
+    del opened
+
+
 def test_version_without_a_manifest_is_removed(tmp_path: Path) -> None:
     publish_versions(tmp_path, 2)
     (tmp_path / "m" / "1" / "manifest.json").unlink()
