@@ -163,8 +163,10 @@ def find_tables(
             table's lookups.
         StoreError: a table's shards are missing, damaged or incomplete.
     """
-    keys = (*checkpoint.tensors, *checkpoint.others)
-    found = table_keys(keys, prefix)
+    keys = dict.fromkeys((*checkpoint.tensors, *checkpoint.others))
+    found: dict[str, list[TableKey]] = {}
+    for one in table_keys(keys, prefix):
+        found.setdefault(one.name, []).append(one)
     if not found:
         raise InvalidModelError(no_tables(keys, prefix))
     chosen = {}
@@ -177,9 +179,9 @@ def find_tables(
     return rows, tuple(key for key in keys if key not in used)
 
 
-def _key_of(table: TableSpec, found: Sequence[TableKey], prefix: str) -> TableKey:
+def _key_of(table: TableSpec, found: Mapping[str, Sequence[TableKey]], prefix: str) -> TableKey:
     is_pooled = table.pooling != "none"
-    matches = [one for one in found if one.name == table.name and one.is_pooled == is_pooled]
+    matches = [one for one in found.get(table.name, ()) if one.is_pooled == is_pooled]
     if not matches:
         raise InvalidModelError(f"table {table.name!r}: {_missing(table, found, prefix)}")
     if len(matches) > 1:
@@ -238,16 +240,15 @@ def no_tables(keys: Collection[str], prefix: str) -> str:
     )
 
 
-def _missing(table: TableSpec, found: Sequence[TableKey], prefix: str) -> str:
+def _missing(table: TableSpec, found: Collection[str], prefix: str) -> str:
     kind = "embeddings" if table.pooling == "none" else "embedding_bags"
     under = f" under {prefix!r}" if prefix else ""
-    if any(one.name == table.name for one in found):
+    if table.name in found:
         other = "an EmbeddingBagCollection" if kind == "embeddings" else "an EmbeddingCollection"
         return f"its pooling is {table.pooling}, and the checkpoint has it in {other}"
-    names = dict.fromkeys(one.name for one in found)
     return (
         f"no key{under} ends in {kind}.{table.name}.weight; the tables there are "
-        f"{', '.join(list(names)[: _PREFIXES_SHOWN * 2]) or 'none'}"
+        f"{', '.join(list(found)[: _PREFIXES_SHOWN * 2]) or 'none'}"
     )
 
 

@@ -7,7 +7,7 @@ guessed and marked "# check". Tables that cannot be served are left out and name
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import inf
 
 from embedserve_store.errors import InvalidModelError, StoreError
@@ -41,7 +41,7 @@ def draft_description(
             a key of ``expected``.
         StoreError: a table's shards are missing, damaged or incomplete.
     """
-    keys = (*checkpoint.tensors, *checkpoint.others)
+    keys = dict.fromkeys((*checkpoint.tensors, *checkpoint.others))
     found = table_keys(keys, prefix)
     if not found:
         raise InvalidModelError(f"{checkpoint.path}: {no_tables(keys, prefix)}")
@@ -89,7 +89,7 @@ def _check_one_model(found: Sequence[TableKey], checkpoint: Checkpoint) -> None:
 
 
 def _read(
-    checkpoint: Checkpoint, found: Sequence[TableKey], keys: Sequence[str]
+    checkpoint: Checkpoint, found: Sequence[TableKey], keys: Collection[str]
 ) -> tuple[list[TableSpec], list[str]]:
     """Returns the tables that can be served, and a reason for each other table.
 

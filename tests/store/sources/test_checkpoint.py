@@ -23,7 +23,8 @@ from embedserve_store.sources.checkpoint import (
     from_state_dict,
     open_checkpoint,
 )
-from embedserve_store.sources.rows import TensorRows
+from embedserve_store.sources.description_draft import draft_description
+from embedserve_store.sources.rows import TableRows, TensorRows
 
 KEY = "ebc.embedding_bags.user.weight"
 WEIGHT = torch.randn(10, 4, generator=torch.Generator().manual_seed(3))
@@ -168,6 +169,29 @@ def test_collection_at_the_prefix_takes_precedence_over_nested_collections() -> 
     assert torch.equal(find_tables(checkpoint, [USER], "a.ebc")[0]["user"].read(0, 10), WEIGHT)
     with pytest.raises(InvalidModelError, match="2 collections have it"):
         find_tables(checkpoint, [USER], "a")
+
+
+def test_keys_of_many_tables_are_found_without_a_search_for_each() -> None:
+    """The time of such searches grows with the square of the number of tables."""
+    compared = 0
+
+    class Text(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    names = [f"t{i}" for i in range(100)]
+    rows: dict[str, TableRows] = {
+        Text(f"ebc.embedding_bags.{name}.weight"): TensorRows(WEIGHT) for name in names
+    }
+    checkpoint = Checkpoint("state_dict", Path("state dict"), rows, ())
+    tables = [TableSpec(Text(name), 10, 4, (name,), "sum", "float32") for name in names]
+    assert [*find_tables(checkpoint, tables)[0]] == names
+    assert len(draft_description(checkpoint).splitlines()) > len(names)
+    assert compared < 10 * len(names)
 
 
 def test_missing_table_error_lists_existing_tables() -> None:
