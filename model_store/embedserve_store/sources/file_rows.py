@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError, reading
+from embedserve_store.format.regular_file import stat_regular
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,10 @@ class SourceFile:
 
     @classmethod
     def of(cls, path: Path) -> SourceFile:
-        """Returns the file at ``path``. Raises StoreError if it cannot be read."""
+        """Returns the file at ``path``. Raises StoreError if it cannot be read, or is no regular
+        file."""
+        with reading(path):
+            stat_regular(path)
         with _opened(path) as fd:
             return cls(path, os.fstat(fd).st_size, _identity(fd))
 

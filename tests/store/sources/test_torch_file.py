@@ -1,6 +1,7 @@
 """Tests of files of torch.save: opened without their values, read as rows, and never executed."""
 
 import io
+import os
 import pickle
 import sys
 import warnings
@@ -209,3 +210,13 @@ def test_other_content_than_a_state_dict_is_rejected(tmp_path: Path, content: An
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="none: cannot be read: No such file"):
         open_torch_file(tmp_path / "none")
+
+
+def test_named_pipe_is_rejected_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # lets a reader continue that should not wait
+    try:
+        with pytest.raises(StoreError, match="pipe: is no regular file"):
+            open_torch_file(tmp_path / "pipe")
+    finally:
+        os.close(writer)
