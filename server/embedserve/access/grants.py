@@ -117,6 +117,8 @@ def grant_of(line: str) -> Grant:
         found = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON at column {error.colno}: {error.msg}") from None
+    except RecursionError:  # a thousand brackets
+        raise ValueError("no JSON object") from None
     _check(isinstance(found, dict), "no JSON object")
     unknown = set(found) - KEYS.keys()
     _check(not unknown, f"a key is none of {', '.join(KEYS)}")
