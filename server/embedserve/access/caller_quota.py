@@ -197,7 +197,7 @@ class CallerQuota:
         if wait_s <= ROUNDING_S:
             self.free_s = free_s + self.interval_s
             return None
-        retry_after_s = min(RETRY_S_MAX, math.ceil(wait_s))
+        retry_after_s = math.ceil(min(RETRY_S_MAX, wait_s))
         error = self._over_rate.get(retry_after_s)
         if error is None:
             rate = f"{self.grant.requests_per_second:g} requests a second"

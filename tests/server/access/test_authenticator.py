@@ -215,12 +215,16 @@ async def test_concurrency_limit_survives_a_reload(tokens: Tokens) -> None:
     tokens.admit(token)
 
 
-async def test_rate_limit_allows_a_burst_of_one_second(tokens: Tokens) -> None:
-    slow = await tokens.add("slow", requests_per_second=0.01)
+@pytest.mark.parametrize("rate", [0.01, 5e-324])
+async def test_caller_over_a_low_rate_waits_for_a_minute(tokens: Tokens, rate: float) -> None:
+    slow = await tokens.add("slow", requests_per_second=rate)
     tokens.admit(slow)
-    with pytest.raises(RateLimitedError, match=r"'slow' is over its 0\.01 requests") as raised:
+    with pytest.raises(RateLimitedError, match=f"'slow' is over its {rate:g} requests") as raised:
         tokens.admit(slow)
     assert raised.value.retry_after_s == 60
+
+
+async def test_rate_limit_allows_a_burst_of_one_second(tokens: Tokens) -> None:
     some = FakeTarget(f"Bearer {await tokens.add('some', requests_per_second=5)}")
     for _ in range(5):  # concurrently
         tokens.admit_target(some)
