@@ -47,7 +47,7 @@ async def test_changed_token_file_is_reloaded(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("text", ["", "\n", "two words", "a\nb", "x" * 4097, "\0"])
+@pytest.mark.parametrize("text", ["", "\n", "two words", "a\nb", "x" * 4097, "\0", "é"])
 def test_file_without_a_valid_token_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ValueError, match="token holds no token"):

@@ -70,7 +70,8 @@ def _read_context(settings: ServeSettings) -> ssl.SSLContext:
 
 
 def _read_token(path: str) -> str:
-    token = Path(path).read_text("ascii").strip()
-    if not token or len(token) > TOKEN_BYTES_MAX or not token.isprintable() or " " in token:
+    token = Path(path).read_bytes().decode("ascii", "replace").strip()
+    is_word = token.isascii() and token.isprintable() and " " not in token
+    if not token or not is_word or len(token) > TOKEN_BYTES_MAX:
         raise ValueError(f"shard_token {path} holds no token")
     return token
