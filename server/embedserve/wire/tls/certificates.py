@@ -101,6 +101,8 @@ def read_context(files: TlsFiles) -> tuple[ssl.SSLContext, float]:
 
 def _verify_clients(context: ssl.SSLContext, path: str) -> None:
     context.verify_mode = ssl.CERT_REQUIRED
+    # A session resumed by a ticket of TLS 1.3 verifies no certificate, and gets the next ticket.
+    context.num_tickets = 0
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:

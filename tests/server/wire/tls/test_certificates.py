@@ -15,7 +15,7 @@ from server.raw_http import OurServer, get, read_response
 from server.waiting import WAIT_S_MAX
 
 from embedserve import file_reloader
-from embedserve.wire.tls.certificates import Certificates, TlsFiles, read_context
+from embedserve.wire.tls.certificates import Certificates, TlsFiles, advance, read_context
 
 
 def replace(path: str, data: bytes) -> None:
@@ -213,6 +213,35 @@ async def test_invalid_client_certificates_get_specific_tls_alerts(
         "foreign": "TLSV1_ALERT_UNKNOWN_CA",
     }
     assert server.pipeline.metrics.tls.handshakes["certificate"] == 4
+
+
+def session_after(
+    server: ssl.SSLContext, client: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> tuple[ssl.SSLSession | None, bool]:
+    """Returns the client's session after a handshake in memory, and whether it resumed
+    ``session``."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    there = server.wrap_bio(to_server, to_client, server_side=True)
+    here = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
+    while not (advance(here) and advance(there)):
+        advance(there)
+    there.write(b"ready")  # tickets come before it
+    assert here.read(5) == b"ready"
+    return here.session, here.session_reused is True
+
+
+@pytest.mark.parametrize("is_mutual", [True, False])
+def test_session_with_a_client_certificate_is_not_resumed(
+    mutual: TlsFiles, authority: Authority, tmp_path: Path, is_mutual: bool
+) -> None:
+    """The certificate may have expired since the session began, which a resumed one does not
+    notice."""
+    alone = TlsFiles(mutual.certificate, mutual.key)
+    server = Certificates(mutual if is_mutual else alone).context
+    client = client_context(authority.root, authority.sign("right").write(tmp_path, "right"))
+    session, _ = session_after(server, client)
+    _, is_resumed = session_after(server, client, session)
+    assert is_resumed != is_mutual
 
 
 def test_client_ca_file_without_certificates_is_rejected(mutual: TlsFiles) -> None:
