@@ -19,7 +19,7 @@ from unpooled import unpooled_collection
 
 from embedserve.config import Limits
 from embedserve.errors import EngineError
-from embedserve.fanout import row_fetcher
+from embedserve.fanout import parted_version, row_fetcher
 from embedserve.fanout.batch_fanout import Finish
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.row_fetcher import RowFetcher
@@ -137,6 +137,22 @@ def test_cached_rows_of_a_lost_part_are_answered(
     batch, _ = batch_of(engine, np.array([10, 12, 0]), np.array([1, 1, 1], np.int32))
     [(examples, _)] = batch.failures
     assert examples.tolist() == [1]  # row 12 is not cached
+
+
+@pytest.mark.parametrize("dense_share", [0.01, 2], ids=["with empty bags", "packed"])
+def test_cached_rows_are_added_to_those_of_the_parts(
+    engine: RouterEngine,
+    shards: LocalShards,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dense_share: float,
+) -> None:
+    monkeypatch.setattr(parted_version, "DENSE_SHARE", dense_share)
+    cache_rows(engine, shards, IDS)
+    ids = np.array([0, 1, 10, 12, 20, 21]), np.array([2, 2, 2], np.int32), None
+    batch, values = batch_of(engine, *ids)
+    assert batch.cached_count == 3  # rows 0, 10 and 20
+    assert_same(values, expected(store, ids))
 
 
 def test_rows_are_fetched_again_after_a_failed_fetch(
