@@ -187,11 +187,18 @@ def test_a_fetch_without_a_replica_of_a_part_stores_the_rows_of_the_others(
             assert_same(look_up(engine, ids), expected(store, ids))
 
 
+@pytest.mark.parametrize(("bytes_max_in_rows", "rows_max"), [(5, 5), (0.5, 1)])
 def test_a_fetch_is_bounded_by_its_bytes(
-    engine: RouterEngine, shards: LocalShards, monkeypatch: pytest.MonkeyPatch
+    engine: RouterEngine,
+    shards: LocalShards,
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_max_in_rows: float,
+    rows_max: int,
 ) -> None:
-    assert engine._fetcher is not None
-    monkeypatch.setattr(engine._fetcher, "_rows_max", 2)
+    row_bytes = 4 * sum(engine.manifest.length_per_key)
+    monkeypatch.setattr(row_fetcher, "VALUES_BYTES_MAX", int(bytes_max_in_rows * row_bytes))
+    assert engine._cache is not None
+    monkeypatch.setattr(engine, "_fetcher", RowFetcher(engine._cache, engine.manifest))
     fetched: list[int] = []
     begin = engine._begin_fetch
 
@@ -201,8 +208,8 @@ def test_a_fetch_is_bounded_by_its_bytes(
 
     monkeypatch.setattr(engine, "_begin_fetch", begin_recorded)
     cache_rows(engine, shards, (np.arange(9), np.array([9], np.int32), None))
-    assert len(fetched) >= 5
-    assert max(fetched) == 2
+    assert len(fetched) >= 9 / rows_max
+    assert max(fetched) == rows_max
 
 
 def test_fetches_follow_each_other_at_intervals(
