@@ -246,6 +246,12 @@ def test_fetches_follow_each_other_at_intervals(
     finish(row)
     assert fetches_after(0.9) == 4
     assert fetches_after(0.2) == 5
+    finish(row)
+    found, cache.candidates = cache.candidates, Mock(side_effect=MemoryError)
+    assert fetches_after(60) == 5
+    cache.candidates = found
+    assert fetches_after(0.9) == 5, "after an exception"
+    assert fetches_after(0.2) == 6
 
 
 def test_local_tables_are_not_cached(tmp_path: Path) -> None:
