@@ -80,7 +80,6 @@ class ShardConnection(asyncio.Protocol):
     Attributes:
         is_ready: whether calls may begin.
         last_received_s: time.monotonic() when bytes arrived last.
-        reason: why the connection is not ready.
     """
 
     __slots__ = (
@@ -103,7 +102,6 @@ class ShardConnection(asyncio.Protocol):
         "address",
         "is_ready",
         "last_received_s",
-        "reason",
     )
 
     def __init__(
@@ -123,7 +121,6 @@ class ShardConnection(asyncio.Protocol):
         """
         self.address = address
         self.last_received_s = self._start_s = monotonic()
-        self.reason = "connecting"
         self._options, self._on_ready, self._on_end = options, on_ready, on_end
         self._client: Http2Client | None = None
         self._transport: asyncio.Transport | None = None
@@ -176,7 +173,8 @@ class ShardConnection(asyncio.Protocol):
         on_done: OnReply,
         traceparent: bytes = b"",
     ) -> ClientStream:
-        """Calls Embed. ``on_done`` is called later and exactly once, unless the call is cancelled.
+        """Calls Embed, on a connection that has become ready. ``on_done`` is called later and
+        exactly once, unless the call is cancelled.
 
         Args:
             message: chunks of the serialized EmbedRequest.
@@ -185,10 +183,8 @@ class ShardConnection(asyncio.Protocol):
             traceparent: traceparent header; b"" for none.
 
         Raises:
-            ConnectionError: the connection is not ready.
+            ConnectionError: the connection accepts no more calls.
         """
-        if not self.is_ready:
-            raise ConnectionError(self.reason)
         assert self._client is not None
         if traceparent:
             block = self._embed.traced_block(timeout_s, traceparent)
@@ -196,7 +192,7 @@ class ShardConnection(asyncio.Protocol):
         return self._client.call(self._embed.block(timeout_s), message, on_done)
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> ClientStream:
-        """Calls ListModels; like ``call``, on a connection that has become ready."""
+        """Calls ListModels; like ``call``."""
         assert self._client is not None
         return self._client.call(self._list_models.block(timeout_s), (), on_done)
 
@@ -254,7 +250,7 @@ class ShardConnection(asyncio.Protocol):
         if client.is_draining:
             self._end(client.reason)
         elif client.is_begun:
-            self.is_ready, self.reason = True, ""
+            self.is_ready = True
             self._on_ready()
         if client.is_closed and self._transport is not None:
             client.write = _discard
@@ -263,7 +259,7 @@ class ShardConnection(asyncio.Protocol):
     def _end(self, reason: str) -> None:
         self.is_ready = False
         if not self._has_ended:
-            self._has_ended, self.reason = True, reason
+            self._has_ended = True
             self._on_end(reason)
 
     def _check_time(self) -> None:
