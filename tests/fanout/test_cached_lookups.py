@@ -114,12 +114,13 @@ def cache_rows(engine: RouterEngine, shards: LocalShards, ids: Ids) -> None:
 
 
 def test_rows_that_are_looked_up_once_are_not_fetched(
-    engine: RouterEngine, shards: LocalShards
+    engine: RouterEngine, shards: LocalShards, caplog: pytest.LogCaptureFixture
 ) -> None:
     ones = np.ones(1, np.int32)
     for row in range(30):
         look_up(engine, (np.array([row]), ones, None))
     assert shards.called_parts == [row // 10 for row in range(30)]
+    assert caplog.text == ""
 
 
 def test_goldens_come_from_the_shards(engine: RouterEngine, shards: LocalShards) -> None:
