@@ -149,7 +149,9 @@ def test_cache_of_key_selections_is_bounded() -> None:
     assert model.with_keys(("f1", "f0")) is first
     assert first.keys == ("f0", "f1")
     for key in model.keys:
-        assert check_output(OutputOptions((key,)), model).keys == (key,)
+        sent = "".join([*key])
+        (own,) = check_output(OutputOptions((sent,)), model).keys
+        assert own is key  # and not the caller's string
         model.with_keys((key,))
     assert len(model.key_selections) <= SELECTIONS_MAX
     with pytest.raises(InvalidRequestError, match=r"output_keys\[0\] is 'f99'"):
