@@ -271,6 +271,20 @@ def test_estimate_of_part_values_is_a_close_upper_bound(
         assert most <= engine._parted.values_bytes(batch, None) <= 8 * most
 
 
+@pytest.mark.parametrize(("share", "is_large"), [(0.9, False), (1.1, True)])
+def test_batch_of_many_vectors_without_ids_is_large(
+    published: Published, share: float, is_large: bool
+) -> None:
+    limit = 1 << 20
+    store = published(True, PARTS, "float32")
+    with routed(LocalShards(store), inline_bytes_max=limit) as engine:
+        vector_bytes = 4 * sum(engine.manifest.length_per_key)
+        examples = int(share * limit / parted_version.COST_FACTOR / vector_bytes)
+        lengths = np.zeros(len(engine.manifest.features) * examples, np.int32)
+        batch = Batch(np.empty(0, np.int64), lengths, None, [examples], examples)
+        assert engine._parted.is_large(batch, has_cache=False) == is_large
+
+
 def test_event_loop_is_free_while_a_large_batch_is_divided(
     shards: LocalShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
