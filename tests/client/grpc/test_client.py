@@ -216,7 +216,8 @@ async def test_pings_continue_while_no_data_arrives(monkeypatch: pytest.MonkeyPa
                     writer.write(len(ack).to_bytes(3, "big") + head[3:4] + b"\1" + head[5:] + ack)
                     pings.release()
 
-    async with await asyncio.start_server(acknowledge, "127.0.0.1") as server:
+    # Closed without waiting for the connection, which grpc keeps for some time.
+    with closing(await asyncio.start_server(acknowledge, "127.0.0.1")) as server:
         port = server.sockets[0].getsockname()[1]
         async with AsyncGrpcEmbedClient(f"127.0.0.1:{port}", timeout_s=None) as client:
             call = asyncio.create_task(client.embed({"user": [1]}))
