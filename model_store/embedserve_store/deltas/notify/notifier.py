@@ -63,9 +63,10 @@ class DeltaNotifier:
         """Waits for the last notification, at most CLOSE_S_MAX, and ends the thread."""
         with self._lock:
             self._is_closing = True
+            thread = self._thread
         self._wake()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S_MAX)
+        if thread is not None:
+            thread.join(CLOSE_S_MAX)
 
     def _wake(self) -> None:
         with self._lock:
@@ -79,6 +80,8 @@ class DeltaNotifier:
                 runner.run(self._send_all())
         except OSError as error:  # no descriptors are left for an event loop
             self._log_failure(str(error))
+            with self._lock:  # the thread counts as alive for some time
+                self._thread = None
 
     async def _send_all(self) -> None:
         changed = asyncio.Event()
