@@ -18,7 +18,7 @@ from time import perf_counter
 import numpy as np
 from msgspec.structs import replace
 
-from embedserve.batching.join import adapt_and_join, join_valid
+from embedserve.batching.join import adapt_and_join, begin_view, join_valid
 from embedserve.batching.lookup_engine import FAILED, LookupEngine
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.batching.request_queue import RequestQueue
@@ -97,7 +97,7 @@ class BatchRunner:
         if not taken:
             self.on_batch_done()
             return
-        view = self._begin_view()
+        view = begin_view(self._engine.rows_reader)
         try:
             batch, errors = join_valid([one.request for one in taken], self._model, view)
         except Exception:
@@ -118,11 +118,6 @@ class BatchRunner:
         else:
             queue.begin_batch()
             self._submit(queue, taken, batch)
-
-    def _begin_view(self) -> BatchView | None:
-        """Returns the view for a batch that begins now; None where no row ever changes."""
-        reader = self._engine.rows_reader
-        return None if reader is None else BatchView(reader)
 
     def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
         """Looks ``batch`` up on the calling thread, and ends its view.
@@ -148,7 +143,7 @@ class BatchRunner:
         """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
         features, or some of them, in any order."""
         queue.begin_batch()
-        view = self._begin_view()
+        view = begin_view(self._engine.rows_reader)
         requests = [pending.request for pending in taken]
         loop = asyncio.get_running_loop()
         try:

@@ -20,7 +20,7 @@ from embedserve.batching.validation import (
     find_invalid,
     name_features,
 )
-from embedserve.deltas.rows_reader import BatchView
+from embedserve.deltas.rows_reader import BatchView, RowsReader
 from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
@@ -193,6 +193,11 @@ def _skip(batch: Batch, positions: np.ndarray, bags: np.ndarray, is_pooled: bool
         batch.weights = np.delete(batch.weights, positions)
     # A new array: with a single request the batch shares the request's array.
     batch.lengths = batch.lengths - np.bincount(bags, minlength=batch.lengths.size).astype(np.int32)
+
+
+def begin_view(reader: RowsReader | None) -> BatchView | None:
+    """Returns the view for a batch that begins now; None where no row ever changes."""
+    return None if reader is None else BatchView(reader)
 
 
 def join_valid(

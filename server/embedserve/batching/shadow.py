@@ -16,10 +16,10 @@ from random import random
 
 import numpy as np
 
-from embedserve.batching.join import adapt_and_join
+from embedserve.batching.join import adapt_and_join, begin_view
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import in_request_order, per_key
-from embedserve.deltas.rows_reader import BatchView, end_view
+from embedserve.deltas.rows_reader import end_view
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
@@ -162,7 +162,7 @@ def compare(
                 f"key {key!r} has {width} columns, and {widths[key]} in the version that answers: "
                 "only versions of one layout are compared"
             )
-    view = None if engine.rows_reader is None else BatchView(engine.rows_reader)
+    view = begin_view(engine.rows_reader)
     try:
         batch, requested, _ = adapt_and_join(requests, model, view, is_lenient=True)
         if batch is not None:
