@@ -48,7 +48,7 @@ def channel_credentials(ca: File | None, certificate: Files | None) -> Any:
     grpc would raise no error for invalid files. All calls would fail without the reason, and the
     system's authorities would be trusted in place of an empty ``ca``.
     """
-    tls_context("https:", ca, certificate)
+    tls_context("", ca, certificate)
     chain, key = (None, None) if certificate is None else map(_read, certificate)
     return grpc.ssl_channel_credentials(None if ca is None else _read(ca), key, chain)
 
