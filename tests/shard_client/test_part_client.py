@@ -110,16 +110,18 @@ def test_latest_failure_is_returned() -> None:
 
 def test_overloaded_part_gets_few_more_calls_than_lookups() -> None:
     bench = Bench("ab")
+    attempts = 0
     for _ in range(500):
         bench.look_up()
         bench.time.advance(0.02)  # until a hedge, if the budget allows
         while bench.calls:
+            attempts += 1
             bench.calls[0].answer(OVERLOADED)
         bench.answer_polls()
     stats = bench.part.stats
     assert bench.outcomes["overloaded"] == 500
-    assert 500 * 1.1 < stats.attempts <= 500 * 1.2 + 2 * BURST
-    assert stats.attempts == 500 + stats.hedges + stats.retries
+    assert 500 * 1.1 < attempts <= 500 * 1.2 + 2 * BURST
+    assert attempts == 500 + stats.hedges + stats.retries
 
 
 def test_too_large_request_is_not_retried() -> None:
@@ -210,13 +212,11 @@ def test_calls_their_latencies_and_bytes_are_counted() -> None:
     bench.look_up()
     bench.look_up()
     stats = bench.part.stats
-    assert stats.in_flight == 2
     bench.time.advance(0.002)
     bench.calls[0].answer()
     bench.calls[0].answer()
     bench.look_up(message=b"m" * 100)
     bench.calls[0].answer()
-    assert stats.in_flight == 0
     assert (stats.bytes_sent, stats.bytes_received) == (102, 3)
     assert stats.total_s == pytest.approx(0.004)
     assert bench.outcomes["ok"] == 3
@@ -281,6 +281,5 @@ def test_every_lookup_ends_exactly_once(steps: list[tuple[str, float]], seed: in
             calls[int(value) % len(calls)].answer(REPLIES[step])
     bench.time.advance(2)
     assert set(bench.replies) == set(range(bench.looked_up))
-    assert bench.part.stats.in_flight == 0
     assert bench.calls == []
     assert sum(bench.outcomes.values()) == bench.looked_up

@@ -65,8 +65,6 @@ class PartStats:
         seconds: those lookups by bucket of SECONDS_BUCKETS, not cumulated, by their latency from
             the call of ``look_up`` to its reply; the last bucket has no bound.
         total_s: sum of their latencies.
-        in_flight: lookups in flight.
-        attempts: calls of replicas, retries and hedges included.
         hedges: second calls of lookups that took long.
         retries: calls after one that failed.
         hung: calls elsewhere because a replica was silent.
@@ -78,8 +76,6 @@ class PartStats:
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SHARD_OUTCOMES, 0))
     seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
     total_s: float = 0.0
-    in_flight: int = 0
-    attempts: int = 0
     hedges: int = 0
     retries: int = 0
     hung: int = 0

@@ -181,8 +181,6 @@ class PartCall:
         """Makes the first call. A lookup that fails at once does so from the timer."""
         client = self.client
         self._start_s = now_s
-        stats = client.stats
-        stats.in_flight += 1
         if now_s >= self.deadline_s:
             self._reply = self._late()
         else:
@@ -199,9 +197,7 @@ class PartCall:
         self._finish(self._reply, now_s)
 
     def _call(self, replica: PartReplica, now_s: float, next_due: int, reason: str) -> None:
-        stats = self.client.stats
-        stats.attempts += 1
-        stats.bytes_sent += self._nbytes
+        self.client.stats.bytes_sent += self._nbytes
         self._tried.append(replica)
         self._attempts.append(Attempt(self, replica, now_s, next_due, reason))
 
@@ -291,9 +287,7 @@ class PartCall:
             if now_s - attempt.start_s > client.recent.hedge_s:
                 client.recent.add(now_s - attempt.start_s)
         self.message = ()  # timers keep the lookup for some time
-        stats = client.stats
-        stats.in_flight -= 1
-        stats.count_call(outcome_of(reply), now_s - self._start_s)
+        client.stats.count_call(outcome_of(reply), now_s - self._start_s)
         self._on_done(reply)
 
 
