@@ -167,6 +167,18 @@ async def test_features_of_an_unpooled_request_are_ordered_in_a_thread(
     assert result.lengths.tolist() == engine.expected_lengths(bags)
 
 
+async def test_large_batch_of_an_unpooled_model_is_not_divided(
+    executor: ThreadPoolExecutor,
+) -> None:
+    """Values of unpooled parts would have to be put together key by key."""
+    engine = FakeEngine(unpooled_info())
+    bags: Bags = {"item": [[2, 3], [4]], "last": [[1], []]}
+    batcher = make_batcher(engine, executor, IN_THREAD, threads=2)
+    result = await submit(batcher, make_request(bags))
+    assert np.array_equal(result.values, engine.expected(bags))
+    assert [lookup.batch_size for lookup in engine.lookups] == [2]
+
+
 async def test_request_cancelled_or_expired_during_the_join_costs_no_lookup(
     engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
