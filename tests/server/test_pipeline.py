@@ -26,7 +26,7 @@ from server.recording_call import (
     outcomes,
     submit_request,
 )
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.grants import Grant
@@ -398,9 +398,13 @@ async def test_responses_of_a_batch_are_flushed_together_at_its_end(
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
     outputs = Output(), Output()
-    for i in range(5):
-        submit_request(pipeline, writer=BufferedWriter(pipeline, outputs[i % 2]))
-    await until(lambda: outputs[1].flushes)
+    writers = [BufferedWriter(pipeline, outputs[i % 2]) for i in range(5)]
+    for writer in writers:
+        submit_request(pipeline, writer=writer)
+    async with asyncio.timeout(WAIT_S_MAX):
+        while not writers[-1].responses:  # noqa: ASYNC110  only until the iteration ends
+            await asyncio.sleep(0)
+    assert [output.flushes for output in outputs] == [[3], [2]]
     await asyncio.sleep(0)
     assert [output.flushes for output in outputs] == [[3], [2]]
 
