@@ -245,6 +245,15 @@ def test_raised_rate_applies_immediately(raised_to: float) -> None:
     assert client.admission_error(perf_counter() + 0.01) is None
 
 
+def test_reload_renews_no_burst() -> None:
+    client = CallerQuota(Grant("x", requests_per_second=5))
+    client.refresh_expiry(NOW_S)
+    now_s = perf_counter()
+    assert [client.admission_error(now_s) for _ in range(5)] == [None] * 5
+    client.set_grant(client.grant)  # as when another line changes
+    assert isinstance(client.admission_error(now_s), RateLimitedError)
+
+
 def test_full_burst_is_admitted_at_any_clock_value() -> None:
     for i in range(1000):
         now_s = 12345.678 * i + 0.1
