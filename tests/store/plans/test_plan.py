@@ -11,7 +11,14 @@ import pytest
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
-from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits, read_plan
+from embedserve_store.plans.plan import (
+    PLAN_BYTES_MAX,
+    Plan,
+    Shard,
+    TablePlan,
+    check_fits,
+    read_plan,
+)
 
 TABLES = (
     TableSpec("rows", 10, 8, ("x",), "sum", "float32"),
@@ -293,6 +300,14 @@ def test_invalid_plan_file_is_named(tmp_path: Path, text: str, message: str) -> 
         read_plan(path)
     with pytest.raises(StoreError, match=r"other\.json: cannot be read: No such file"):
         read_plan(tmp_path / "other.json")
+
+
+def test_oversized_file_is_not_read_as_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(StoreError, match=rf"model\.pt: over {PLAN_BYTES_MAX} bytes, not a plan"):
+        read_plan(path)
 
 
 @pytest.mark.parametrize(
