@@ -19,10 +19,13 @@ of two concurrent writers wins."""
 
 
 def sync(path: Path) -> None:
-    """Flushes a file or folder to disk."""
+    """Flushes a file or folder to disk. Some file systems flush no folders, with EINVAL."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)
 

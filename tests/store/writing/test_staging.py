@@ -15,7 +15,7 @@ from server.python import environment
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.version_folder import version_numbers
-from embedserve_store.writing.small_files import write_synced
+from embedserve_store.writing.small_files import write_new, write_synced
 from embedserve_store.writing.staging import (
     RENAME_ATTEMPTS,
     check_writable,
@@ -102,6 +102,18 @@ def test_publishing_works_where_chmod_is_unsupported(
     monkeypatch.setattr(Path, "chmod", Mock(side_effect=OSError(code, os.strerror(code))))
     assert [publish(tmp_path) for _ in range(2)] == [1, 2]
     assert (tmp_path / "2" / "n").read_text() == "2"
+
+
+def test_publishing_works_where_folders_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", reject_folders)
+    assert [publish(tmp_path / "m") for _ in range(2)] == [1, 2]
+    assert write_new(tmp_path / "m" / "notes" / "1.json", b"{}")
 
 
 def test_publish_fails_on_chmod_io_error_and_leaves_no_files(
@@ -249,7 +261,7 @@ RACER = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from embedserve_store.writing.small_files import write_synced
+from embedserve_store.writing.small_files import write_new, write_synced
 from embedserve_store.writing.staging import publish_staged, staging_folder
 
 print("ready", flush=True)
