@@ -18,6 +18,8 @@ LOG_S = 60.0
 """Minimum seconds between two log lines. During a long outage each call fails several times."""
 SERVER_ERROR = 500
 """Lowest HTTP status that counts as an error of the store, which clients retry."""
+TOO_MANY_REQUESTS = 429
+"""Another status that clients retry; some stores throttle with it."""
 UNIQUE_ID = "embedserve-retry-log"
 
 
@@ -65,4 +67,5 @@ def _reason(response: Any, error: Exception | None) -> str | None:
     if error is not None:
         return one_line(error)
     status = 0 if response is None else response[0].status_code
-    return f"HTTP status {status}" if status >= SERVER_ERROR else None
+    is_retried = status >= SERVER_ERROR or status == TOO_MANY_REQUESTS
+    return f"HTTP status {status}" if is_retried else None

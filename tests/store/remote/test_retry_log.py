@@ -52,6 +52,14 @@ def test_calls_that_fail_at_the_end_of_the_interpreter_are_not_logged() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_responses_that_are_retried_are_logged(
+    status: int, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed(RetryLog(), status)
+    assert caplog.messages == [f"http://host/bucket/key: attempt 1 failed: HTTP status {status}"]
+
+
 @pytest.mark.parametrize("status", [200, 403, 404])
 def test_responses_that_are_no_store_fault_are_not_logged(
     status: int, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
