@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.transfer_pool import TransferPool
@@ -175,12 +175,27 @@ class MultipartUpload:
     def complete(self) -> None:
         """Makes the object appear."""
         parts = [{"PartNumber": n, "ETag": self._etags[n]} for n in sorted(self._etags)]
-        self._call(
-            "complete_multipart_upload",
-            read_bytes=self._size,
-            UploadId=self._id,
-            MultipartUpload={"Parts": parts},
-        )
+        before_s = self._object_s()
+        try:
+            self._call(
+                "complete_multipart_upload",
+                read_bytes=self._size,
+                UploadId=self._id,
+                MultipartUpload={"Parts": parts},
+            )
+        except MissingFileError:
+            # If the response was lost, the request came again, and many stores do not know an
+            # upload any more that they have completed.
+            if self._object_s() in (None, before_s):
+                raise
+
+    def _object_s(self) -> float | None:
+        """Returns when the object was written, as RemoteFolder.modified_s; None if there is
+        none."""
+        try:
+            return self._remote.modified_s(self._name, read_bytes=self._size)
+        except MissingFileError:
+            return None
 
     def abort(self) -> None:
         """Removes the parts."""

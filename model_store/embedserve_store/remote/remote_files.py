@@ -113,13 +113,16 @@ class RemoteFolder:
                 return
             options["ContinuationToken"] = page["NextContinuationToken"]
 
-    def modified_s(self, name: str) -> float | None:
+    def modified_s(self, name: str, read_bytes: int = 0) -> float | None:
         """Returns when a file was written, in seconds since the Unix epoch; None if unknown.
+
+        Args:
+            read_bytes: bytes that the store may read before it responds.
 
         Raises:
             MissingFileError: the file does not exist.
         """
-        info = self._call("info", name)
+        info = self._call("info", name, read_bytes=read_bytes)
         found = next((info[key] for key in _MODIFIED if info.get(key)), None)
         if isinstance(found, str):
             found = datetime.fromisoformat(found)
