@@ -84,7 +84,7 @@ class LocalStore:
     def files_beside(self, model: str, what: str) -> list[str]:
         """Returns the paths NAME/FILE in the folder ``what`` beside the versions."""
         folder = self.path / model / what
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             self.versions(model)  # raises if the store or the model does not exist
             return []
         return [

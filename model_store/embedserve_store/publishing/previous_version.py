@@ -7,6 +7,7 @@ Reads no rows, and pulls nothing from a remote store.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError
@@ -63,7 +64,7 @@ def undamaged_before(store: str, model: str) -> Manifest | None:
 
 def _published(store: str, model: str) -> ModelStore | None:
     """Returns the store, if it has a version of ``model``."""
-    if not is_url(store) and not (Path(store) / model).is_dir():
+    if not is_url(store) and not os.path.isdir(Path(store) / model):
         return None
     models = ModelStore(store)
     return models if models.versions(model) else None

@@ -126,7 +126,7 @@ class RemoteStore:
     def _pull_and_open(self, wanted: StoredVersion, folder: Path) -> ModelVersion:
         """Pulls the version if needed and opens it. Retries if another process removes it."""
         for _ in range(PULL_ATTEMPTS):
-            if not folder.is_dir():
+            if not os.path.isdir(folder):  # False also where nothing may be looked up
                 if self._selection is not None and wanted.selection is None:
                     wanted = select_rows(wanted, self._selection)
                 listed = self._remote.listing_checksum(wanted.path)

@@ -76,10 +76,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         StoreError: the checkpoint cannot be read, is damaged, holds code, or is named by a URL.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _open_folder(path)
     scheme, colon, rest = str(path).partition(":/")  # a Path has lost a slash of its URL
-    if colon and "/" not in scheme and not path.exists():  # a folder may be named "s3:"
+    if colon and "/" not in scheme and not os.path.exists(path):  # a folder may be named "s3:"
         raise StoreError(
             f"{scheme}://{rest.lstrip('/')}: a checkpoint is a path, never a URL; copy it first"
         )

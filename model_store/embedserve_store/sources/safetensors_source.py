@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
         StoreError: a file cannot be read, is truncated or malformed, or two files have the same
             key.
     """
-    paths = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    paths = sorted(path.glob(f"*{SUFFIX}")) if os.path.isdir(path) else [path]
     tensors: dict[str, FileRows] = {}
     others: dict[str, None] = {}
     for one in paths:

@@ -54,7 +54,7 @@ def check_writable(folder: Path) -> None:
     """
     if str(folder).startswith("~") and not Path(folder.parts[0]).exists():
         raise StoreError(f"{folder}: only a shell replaces ~ by a home folder; write it out")
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
         raise StoreError(f"{folder}: cannot be written: {there} is not a folder")
     if os.statvfs(there).f_flag & os.ST_RDONLY:
@@ -74,7 +74,7 @@ def check_room(folder: Path, needed_bytes: int, spare: str = "") -> None:
         NoRoomError: there is too little free space.
         StoreError: the file system stores no files, such as /proc.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     usage = shutil.disk_usage(there)
     if usage.free < needed_bytes:
         if not usage.total:  # such as /proc
