@@ -233,12 +233,20 @@ def _remove_abandoned(model_folder: Path, copies_kept_s: float | None = None) ->
     for name in sorted(name for name in names if name.startswith((STAGING, COPY))):
         # OSError: the file belongs to another user, or its owner has just removed it.
         with suppress(OSError):
-            if name.startswith(COPY) and (model_folder / name).stat().st_mtime > oldest_s:
+            if name.startswith(COPY) and _is_newer(model_folder / name, oldest_s):
                 continue
             lock = _lock(model_folder / name, locked_if_unsupported=False)
             if lock is not None:
                 _remove(model_folder / name)
                 os.close(lock)
+
+
+def _is_newer(copy: Path, oldest_s: float) -> bool:
+    """Returns whether the folder of a copy is there, and a file was added after ``oldest_s``."""
+    try:
+        return copy.stat().st_mtime > oldest_s
+    except FileNotFoundError:  # the process was killed before or after the folder existed
+        return False
 
 
 def _remove(staging: Path) -> None:

@@ -173,6 +173,13 @@ def test_staging_folders_of_killed_publishers_are_removed(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == [".other"]
 
 
+@pytest.mark.parametrize("name", [".staging-1.lock", ".copy-1.lock"])
+def test_lock_file_without_a_folder_is_removed(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    publish(tmp_path)
+    assert os.listdir(tmp_path) == ["1"]
+
+
 def test_staging_folder_in_use_is_not_removed(tmp_path: Path) -> None:
     with staging_folder(tmp_path) as folder:
         (folder / "half").write_text("half")
