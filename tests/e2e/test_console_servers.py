@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from browser import Page
 from e2e.console_page import (
     HAS_FORM,
@@ -89,11 +90,19 @@ SPLIT_CLOCKS = """[...document.querySelectorAll("time")].filter((one) => {
   clock.setEnd(one.firstChild, one.firstChild.length);
   return clock.getClientRects().length > 1;
 })"""
+SPLIT_NEWEST = """[...document.querySelectorAll("#models td:nth-child(3)")].filter((one) => {
+  const words = new Range();
+  words.selectNodeContents(one);
+  return one.innerText === "newest" && words.getClientRects().length > 1;
+})"""
 
 
-async def test_table_of_long_names_stays_in_its_card(page: Page, tmp_path: Path) -> None:
+@pytest.mark.parametrize("alias", ["", "@" + "s" * 64])
+async def test_table_of_long_names_stays_in_its_card(
+    page: Page, tmp_path: Path, alias: str
+) -> None:
     name = "m" * 150
-    engine = FakeEngine(replace(model_info(name), served_name=f"{name}@{'s' * 64}"))
+    engine = FakeEngine(replace(model_info(name), served_name=name + alias))
     async with console_server(engine, tmp_path) as live:
         await asyncio.to_thread(check_widths, page, live.http_port)
 
@@ -107,6 +116,7 @@ def check_widths(page: Page, port: int) -> None:
             assert page.value("document.documentElement.scrollWidth") <= width
             assert page.value(f"{WIDE_CARDS}.length") == 0
             assert page.value(f"{SPLIT_CLOCKS}.length") == 0
+            assert page.value(f"{SPLIT_NEWEST}.length") == 0
     finally:
         page.be(1280, 900)
 
