@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,13 +57,13 @@ def map_private(part: NDArray[np.uint8]) -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     address, nbytes = _pages(part)
     _mmap(address, nbytes, READ_WRITE, flags, -1, 0)
-    _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
+    libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
 def protect(part: NDArray[np.uint8]) -> None:
     """Makes each later write to the pages that hold ``part`` end the process. Raises OSError."""
     address, nbytes = _pages(part)
-    if _libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ):
+    if libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ):
         raise _last_error()
 
 
@@ -77,7 +78,7 @@ def _pages(part: NDArray[np.uint8]) -> tuple[int, int]:
 
 
 def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
-    function = _libc().mmap
+    function = libc().mmap
     function.restype = ctypes.c_void_p
     function.argtypes = [
         ctypes.c_void_p,
@@ -94,10 +95,12 @@ def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int, offse
 
 
 def _unmap(address: int, nbytes: int) -> None:
-    _libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+    libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
-def _libc() -> ctypes.CDLL:
+@cache
+def libc() -> ctypes.CDLL:
+    """Returns the C library of this process; a failed call sets ``ctypes.get_errno``."""
     return ctypes.CDLL(None, use_errno=True)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from functools import cache
+
+from embedserve.deltas.mappings import libc
 
 _NUMBERS = {"x86_64": 324, "aarch64": 283}
 _GLOBAL_EXPEDITED = 1 << 1
@@ -34,15 +35,10 @@ def barrier() -> None:
     _membarrier(_GLOBAL_EXPEDITED)
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def _membarrier(command: int) -> None:
     number = _NUMBERS.get(platform.machine())
     if number is None:
         raise OSError(f"membarrier is not known for processors of type {platform.machine()!r}")
-    if _libc().syscall(number, command, 0, 0):
+    if libc().syscall(number, command, 0, 0):
         code = ctypes.get_errno()
         raise OSError(code, f"membarrier: {os.strerror(code)}")
