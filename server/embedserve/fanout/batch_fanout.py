@@ -25,7 +25,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
-from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
+from embedserve.fanout.part_messages import MismatchedResponseError, PartMessages
 from embedserve.fanout.parted_version import ExpectedPart, PartedBatch, PartedVersion
 from embedserve.fanout.partition import PartLookup
 from embedserve.fanout.row_cache import RowCache
@@ -157,7 +157,7 @@ class BatchFanout:
         if reply.status == OK:
             try:
                 return self._messages[lookup.part].decode(reply.payload, lookup.shape)
-            except WrongAnswerError as error:
+            except MismatchedResponseError as error:
                 reply = Reply(UNKNOWN, f"the response {error}")
         expected = self._version.expected[lookup.part]
         what = f"{status_name(reply.status)}: {reply.message}"

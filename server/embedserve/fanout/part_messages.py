@@ -37,7 +37,7 @@ VALUE_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("flo
 """Dtypes in which shards may send their values."""
 
 
-class WrongAnswerError(Exception):
+class MismatchedResponseError(Exception):
     """A shard's response does not match the request."""
 
 
@@ -56,9 +56,9 @@ class PartMessages:
         """
         self._dtype = VALUE_DTYPES[dtype]
         self._output_dtype = embedding_pb2.OutputDType.Value(dtype.upper())
-        asked = varint(self._output_dtype)
-        self._end = OUTPUT_DTYPE + asked if self._output_dtype else b""
-        self._values = (VALUES_DTYPE + asked if self._output_dtype else b"") + VALUES
+        dtype_value = varint(self._output_dtype)
+        self._end = OUTPUT_DTYPE + dtype_value if self._output_dtype else b""
+        self._values = (VALUES_DTYPE + dtype_value if self._output_dtype else b"") + VALUES
         model, version = part.model, part.version
         self._start = embedding_pb2.EmbedRequest(
             model=f"{model}@{version}", keys=features
@@ -93,10 +93,10 @@ class PartMessages:
         return self._response_start + EXAMPLES + varint(examples) + self._values + varint(nbytes)
 
     def decode(self, body: bytes, shape: tuple[int, int]) -> np.ndarray:
-        """Returns the values, of ``shape`` and in the dtype asked for, of the response ``body``.
+        """Returns the values, of ``shape`` and in the requested dtype, of the response ``body``.
 
         Raises:
-            WrongAnswerError: the response is of another version, or of another shape or dtype.
+            MismatchedResponseError: the response has another version, shape or dtype.
         """
         nbytes = self._dtype.itemsize * shape[0] * shape[1]
         if len(body) > nbytes:
@@ -106,14 +106,14 @@ class PartMessages:
         try:
             response = embedding_pb2.EmbedResponse.FromString(body)
         except Exception as error:
-            raise WrongAnswerError(f"is not an EmbedResponse: {error}") from error
+            raise MismatchedResponseError(f"is not an EmbedResponse: {error}") from error
         if (response.model, response.version) != (self._model, self._version):
-            raise WrongAnswerError(
+            raise MismatchedResponseError(
                 f"is of {response.model!r} version {response.version}, "
-                f"asked was {self._model!r} version {self._version}"
+                f"expected {self._model!r} version {self._version}"
             )
         if response.output_dtype != self._output_dtype or len(response.values) != nbytes:
-            raise WrongAnswerError(
+            raise MismatchedResponseError(
                 f"has {len(response.values)} bytes of values, "
                 f"expected {nbytes} of {self._dtype.name}"
             )

@@ -1,9 +1,9 @@
-"""Pooled lookups in parts: the bags that each part is asked for, and the sum of what they return.
+"""Pooled lookups in parts: the bags that are requested of each part, and the sum of their vectors.
 
-In a DenseBatch few bags are empty, and each part that has ids is asked for all examples. In a
-PackedBatch bags without an id on a part are left out: those that have one are packed to the front
-of each feature. The sums of the parts are added in the order of the parts, so that equal requests
-get equal bits, whichever part has answered first.
+In a DenseBatch few bags are empty, and a part that has ids gets all examples. In a PackedBatch bags
+without an id on a part are left out: those that have one are packed to the front of each feature.
+The sums of the parts are added in the order of the parts, so that equal requests get equal bits,
+whichever part responds first.
 """
 
 from __future__ import annotations

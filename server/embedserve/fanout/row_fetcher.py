@@ -32,7 +32,7 @@ LookUp = Callable[[Batch, Finish], None]
 
 
 class RowFetcher:
-    """Fetches the rows that a row cache asks for. Used on one event loop."""
+    """Fetches the candidates of a row cache. Used on one event loop."""
 
     def __init__(self, cache: RowCache, manifest: Manifest) -> None:
         self._cache = cache

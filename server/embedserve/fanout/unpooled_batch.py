@@ -1,5 +1,5 @@
-"""Unpooled lookups in parts: each part is asked once for each distinct row, and the rows are spread
-over the ids."""
+"""Unpooled lookups in parts: each distinct row is requested once, and the rows are spread over the
+ids."""
 
 from __future__ import annotations
 
