@@ -48,13 +48,13 @@ class DeltaSubscriber:
         """
         self.is_connected = False
         self._notify, self._announce, self._pace_s = notify, announce, pace_s
-        self._wanted: frozenset[Topic] = frozenset()
+        self._topics: frozenset[Topic] = frozenset()
         self._is_failing = False
 
     def follow(self, topics: Iterable[Topic]) -> None:
         """Subscribes to ``topics`` within some seconds; in any thread. Former ones may still be
         announced, until the next connection."""
-        self._wanted = frozenset(topics)
+        self._topics = frozenset(topics)
 
     def start(self) -> None:
         """Starts the thread, which ends with the process."""
@@ -87,7 +87,7 @@ class DeltaSubscriber:
         subscribed: set[Topic] = set()
         found: set[Topic] = set()
         while True:
-            if new := self._wanted - subscribed:
+            if new := self._topics - subscribed:
                 await connection.subscribe([*new])
                 subscribed |= new
                 found = found | new  # deltas may have come while there was no subscription

@@ -91,7 +91,8 @@ class PollSchedule:
             self.due_s = min(self.due_s, self._polled_s + shortest_poll_s(self._poll_s))
 
     def _poll(self) -> bool:
-        """Polls once. An unexpected error is that of this follower alone."""
+        """Polls once. An unexpected error stalls this follower alone, and the next poll recreates
+        it."""
         try:
             if self._follower is None:
                 self._follower = self._make()  # reads the status
@@ -133,19 +134,19 @@ class FollowedLines:
         self._settings, self._store, self._open_version = settings, store, open_version
         self._inherited, self._check_on_device, self._keys = inherited, check_on_device, keys
         self._lines: dict[tuple[str, int], _FollowedLine] = {}
-        self._wanted: dict[tuple[str, int], DeltaTarget] = {}
+        self._targets: dict[tuple[str, int], DeltaTarget] = {}
         self._unopened = ""
 
-    def follow(self, wanted: Sequence[DeltaTarget]) -> None:
-        """Follows the lines of ``wanted`` from now on, and no others. A version that serves in
+    def follow(self, targets: Sequence[DeltaTarget]) -> None:
+        """Follows the lines of ``targets`` from now on, and no others. A version that serves in
         place of another keeps its hold."""
-        self._wanted = {target.key: target for target in wanted}
-        gone = {*self._lines, *self._inherited} - self._wanted.keys()
+        self._targets = {target.key: target for target in targets}
+        gone = {*self._lines, *self._inherited} - self._targets.keys()
         held = {name for name, _ in gone if self._is_held(name)}
         for key in gone:
             self._lines.pop(key, None)
             self._inherited.pop(key, None)
-        for key, target in self._wanted.items():
+        for key, target in self._targets.items():
             one = self._lines.get(key)
             if one is None:
                 continue
@@ -154,13 +155,13 @@ class FollowedLines:
             one.target = target
             if target.name in held and not target.is_next:
                 one.shared.hold.set(True)
-        self._open_wanted()
+        self._open_missing()
 
     def poll_due(self) -> float:
         """Polls for deltas of each version that is due. Returns the time of the next poll, on the
         monotonic clock."""
-        if len(self._lines) < len(self._wanted):
-            self._open_wanted()
+        if len(self._lines) < len(self._targets):
+            self._open_missing()
         for one in self._lines.values():
             one.line.last_seq = self._last_seq(one)
             one.schedule.poll_if_due()
@@ -228,14 +229,15 @@ class FollowedLines:
                 bounds += [last] if _are_of_one_line(one.shared, other.shared) else []
         return min(bounds, default=None)
 
-    def _open_wanted(self) -> None:
-        for key, target in self._wanted.items():
+    def _open_missing(self) -> None:
+        """Opens the targets that have no line yet. Each call tries again."""
+        for key, target in self._targets.items():
             if key in self._lines:
                 continue
             try:
                 self._lines[key] = self._open(target)
                 self._inherited.pop(key, None)
-            except StoreError as error:  # it is tried again, or is not wanted any more
+            except StoreError as error:  # tried again, unless it is no longer a target
                 if str(error) != self._unopened:
                     self._unopened = str(error)
                     logger.error("%s: is not followed: %s", target.name, error)

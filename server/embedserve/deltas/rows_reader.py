@@ -71,7 +71,7 @@ class RowsReader:
             upload(live.uploaded.number)
 
     @property
-    def is_uploaded(self) -> bool:
+    def uploads_rows(self) -> bool:
         """Returns whether lookups run on a device that ``advance`` uploads rows to."""
         return self._upload is not None
 

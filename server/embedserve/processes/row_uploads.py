@@ -18,7 +18,7 @@ POLL_S = 0.005
 @contextlib.contextmanager
 def uploading(readers: Sequence[RowsReader | None]) -> Iterator[None]:
     """Uploads rows within its block, for those ``readers`` whose lookups run on a device."""
-    of_devices = [one for one in readers if one is not None and one.is_uploaded]
+    of_devices = [one for one in readers if one is not None and one.uploads_rows]
     if not of_devices:
         yield
         return

@@ -79,7 +79,7 @@ class PartClient:
         self.retries = ShareBudget(RETRY_SHARE)
         self.timers, self.clock = timers, timers.clock
         self._connect = connect
-        self._wanted: dict[Address, None] = {}
+        self._addresses: dict[Address, None] = {}
         self._replicas: dict[Address, PartReplica] = {}
         self._successors: dict[Address, PartReplica] = {}  # that have not listed their models yet
         self._expected: dict[VersionKey, ListedVersion] = {}
@@ -93,8 +93,8 @@ class PartClient:
     def set_addresses(self, addresses: Iterable[Address]) -> None:
         """Sets the addresses of the replicas. Connections of those that stay are kept; the others
         are closed after their calls, the last ones that serve a version once a new one does."""
-        self._wanted = dict.fromkeys(addresses)
-        for address in self._wanted:
+        self._addresses = dict.fromkeys(addresses)
+        for address in self._addresses:
             if address not in self._replicas:
                 self._replicas[address] = self._new_replica(address)
         self._close_gone()
@@ -103,7 +103,7 @@ class PartClient:
         """Closes replicas whose address is gone. If all addresses change at once, some stay until
         another replica has joined for each of their versions."""
         for address, replica in [*self._replicas.items()]:
-            if address in self._wanted or (self._wanted and self._is_needed(replica)):
+            if address in self._addresses or (self._addresses and self._is_needed(replica)):
                 continue
             if self._replicas.pop(address, None) is None:
                 continue  # closed as another one left
@@ -114,7 +114,7 @@ class PartClient:
     def _is_needed(self, replica: PartReplica) -> bool:
         """Returns whether a version has ``replica``, but none whose address is there."""
         return any(
-            replica in joined and not any(one.address in self._wanted for one in joined)
+            replica in joined and not any(one.address in self._addresses for one in joined)
             for joined in self._joined.values()
         )
 

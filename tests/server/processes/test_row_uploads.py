@@ -15,8 +15,8 @@ WAIT_S = 60
 class Reader:
     """Stands for a RowsReader; fails in its first four uploads."""
 
-    def __init__(self, *, is_uploaded: bool) -> None:
-        self.is_uploaded = is_uploaded
+    def __init__(self, *, uploads_rows: bool) -> None:
+        self.uploads_rows = uploads_rows
         self.calls = 0
         self.is_over = threading.Event()
 
@@ -44,8 +44,8 @@ def readers(*of: Reader | None) -> list[RowsReader | None]:
 
 
 def test_uploads_continue_after_errors(caplog: pytest.LogCaptureFixture) -> None:
-    reader, on_cpu = Reader(is_uploaded=True), Reader(is_uploaded=False)
-    broken = BrokenReader(is_uploaded=True)
+    reader, on_cpu = Reader(uploads_rows=True), Reader(uploads_rows=False)
+    broken = BrokenReader(uploads_rows=True)
     with uploading(readers(None, on_cpu, broken, reader)):
         assert reader.is_over.wait(WAIT_S)
     calls = reader.calls
@@ -58,5 +58,5 @@ def test_uploads_continue_after_errors(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_no_upload_thread_runs_if_lookups_read_host_memory() -> None:
-    with uploading(readers(None, Reader(is_uploaded=False))):
+    with uploading(readers(None, Reader(uploads_rows=False))):
         assert not any(one.name == "row-uploads" for one in threading.enumerate())
