@@ -135,7 +135,7 @@ class FollowedLines:
         self._inherited, self._check_on_device, self._keys = inherited, check_on_device, keys
         self._lines: dict[tuple[str, int], _FollowedLine] = {}
         self._targets: dict[tuple[str, int], DeltaTarget] = {}
-        self._unopened = ""
+        self._open_errors: set[str] = set()  # of the last call of _open_missing
 
     def follow(self, targets: Sequence[DeltaTarget]) -> None:
         """Follows the lines of ``targets`` from now on, and no others. A version that serves in
@@ -230,7 +230,8 @@ class FollowedLines:
         return min(bounds, default=None)
 
     def _open_missing(self) -> None:
-        """Opens the targets that have no line yet. Each call tries again."""
+        """Opens the targets that have no line yet. Each call tries again, and logs new errors."""
+        errors: set[str] = set()
         for key, target in self._targets.items():
             if key in self._lines:
                 continue
@@ -238,9 +239,10 @@ class FollowedLines:
                 self._lines[key] = self._open(target)
                 self._inherited.pop(key, None)
             except StoreError as error:  # tried again, unless it is no longer a target
-                if str(error) != self._unopened:
-                    self._unopened = str(error)
+                errors.add(str(error))
+                if str(error) not in self._open_errors:
                     logger.error("%s: is not followed: %s", target.name, error)
+        self._open_errors = errors
 
     def _open(self, target: DeltaTarget) -> _FollowedLine:
         settings = self._settings

@@ -308,6 +308,20 @@ def test_version_whose_memory_was_released_is_not_followed(
     assert rollout.seqs() == [1, 1]
 
 
+def test_each_version_that_cannot_be_opened_is_logged_once(
+    rollout: DeltaRollout, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = [
+        replace(rollout.served, name=name, generation=generation)
+        for name, generation in (("m", 8), ("n", 9))
+    ]
+    rollout.lines.follow([rollout.served, *released])
+    rollout.poll_repeatedly()
+    first, second = caplog.messages
+    assert "m: is not followed: " in first
+    assert "n: is not followed: " in second
+
+
 def test_version_list_round_trips_through_bytes(rollout: DeltaRollout) -> None:
     versions = [rollout.served, replace(rollout.served, generation=2, is_next=True)]
     assert from_bytes(to_bytes(versions)) == versions
