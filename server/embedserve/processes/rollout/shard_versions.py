@@ -23,7 +23,6 @@ from embedserve.model_names import split_name
 from embedserve.processes.open_store import VersionsToHold
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.version_resolver import VersionResolver
-from embedserve_store import StoreError
 from embedserve_store.errors import NoSuchPartError
 
 logger = logging.getLogger(__name__)
@@ -93,15 +92,11 @@ class ShardVersions:
         """Loads and unloads versions until the shard holds what it is to hold, as far as memory is
         free."""
         for model in self._models():
-            try:
-                to_hold = await run_in_daemon_thread(
-                    "follow",
-                    partial(self._resolver.versions_to_hold, model, frozenset(self._unfit[model])),
-                )
-            except (StoreError, OSError) as error:
-                logger.error("%s cannot be followed: %s", model, error)
-                continue
-            while await self._advance(model, to_hold):
+            to_hold = await run_in_daemon_thread(
+                "follow",
+                partial(self._resolver.versions_to_hold, model, frozenset(self._unfit[model])),
+            )
+            while to_hold is not None and await self._advance(model, to_hold):
                 pass
 
     def _models(self) -> list[str]:

@@ -90,11 +90,17 @@ class VersionResolver:
         elif before and not fault:
             logger.info("%s can be followed again", name)
 
-    def versions_to_hold(self, model: str, unfit: Collection[int]) -> VersionsToHold:
-        """Returns the versions of ``model`` that a shard is to hold, without those of ``unfit``;
-        raises StoreError."""
-        held_max = self._settings.versions_held
-        return versions_to_hold(self._opened_store(), model, held_max, unfit)
+    def versions_to_hold(self, model: str, unfit: Collection[int]) -> VersionsToHold | None:
+        """Returns the versions of ``model`` that a shard is to hold, without those of ``unfit``.
+        None if the store cannot be read; the reason is logged as by ``resolve``."""
+        held_max, name = self._settings.versions_held, f"versions of {model}"
+        try:
+            found = versions_to_hold(self._opened_store(), model, held_max, unfit)
+        except (StoreError, OSError) as error:
+            self._log_fault(name, str(error))
+            return None
+        self._log_fault(name, "")
+        return found
 
     def open_current(self, name: str) -> ModelVersion:
         """Opens and keeps the version that ``name`` points to now. From a remote store it is first

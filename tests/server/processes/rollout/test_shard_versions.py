@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from embedserve.errors import ConflictError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.processes.open_store import VersionsToHold, versions_to_hold
 from embedserve.processes.rollout.shard_versions import IDLE_S, RETRY_S, ShardVersions, next_step
+from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve_store.errors import NoSuchPartError
 
 
@@ -52,6 +54,19 @@ def test_newest_and_aliased_versions_are_to_be_held() -> None:
     assert versions_to_hold(store, "shop", 2) == to_hold(3, 5, 9, aliased=[3])
     assert versions_to_hold(store, "shop", 2, {3, 9}) == to_hold(2, 5)
     assert versions_to_hold(store, "shop", 10) == to_hold(2, 3, 5, 9, aliased=[3])
+
+
+def test_unreadable_store_is_logged_once(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    resolver = VersionResolver(ServeSettings(str(store), part="0/2"))
+    away = store.rename(store.parent / "away")
+    for _ in range(3):
+        assert resolver.versions_to_hold("shop", ()) is None
+    away.rename(store)
+    assert resolver.versions_to_hold("shop", ()) == to_hold(1)
+    lost, regained = caplog.messages
+    assert lost.startswith("versions of shop cannot be followed: ")
+    assert regained == "versions of shop can be followed again"
 
 
 class Shard:
