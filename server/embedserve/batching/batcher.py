@@ -162,7 +162,7 @@ class Batcher:
         The batch starts in the next event-loop iteration, or with ``delay_ms_max`` once its first
         request has waited that long.
         """
-        if self._is_scheduled or (self._limits.delay_ms_max and self._waits_for_company()):
+        if self._is_scheduled or (self._limits.delay_ms_max and self._delays_batch()):
             return
         if self._timer is not None:
             self._stop_timer(self._timer)
@@ -170,7 +170,9 @@ class Batcher:
         assert self._loop is not None
         self._loop.call_soon(self._step)
 
-    def _waits_for_company(self) -> bool:
+    def _delays_batch(self) -> bool:
+        """Returns whether the next batch waits for more requests; sets the timer that ends the
+        wait."""
         ready = [queue for queue in self.queues if queue.is_ready()]
         if any(queue.fills_a_batch() for queue in ready):
             return False

@@ -201,7 +201,8 @@ class GrpcioServer:
         self._calls_in_flight += 1
         context.add_done_callback(end)
 
-    def _call(self, codec: Codec, context: grpc.aio.ServicerContext) -> Call:
+    def _make_call(self, codec: Codec, context: grpc.aio.ServicerContext) -> Call:
+        """Returns the context of a request, which is not submitted yet, and its writer."""
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
             remaining_s = None
@@ -214,7 +215,7 @@ class GrpcioServer:
 
     async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         self._count(context)
-        call, writer = self._call(codec, context)
+        call, writer = self._make_call(codec, context)
         self._pipeline.submit(call, body)
         try:
             end = await writer.ended
@@ -282,7 +283,7 @@ class GrpcioServer:
                 body = coming.result()
                 if body is None:
                     return True
-                call, writer = self._call(codec, context)
+                call, writer = self._make_call(codec, context)
                 calls.append((call, writer))
                 self._pipeline.submit(call, body)
                 changed.set()
@@ -301,12 +302,14 @@ def _header(metadata: Iterable[tuple[str, str | bytes]], name: bytes) -> bytes |
 
 def _unary(functions: Mapping[str, PlainFunction]) -> dict[str, grpc.RpcMethodHandler]:
     return {
-        name: grpc.unary_unary_rpc_method_handler(partial(_call, function))
+        name: grpc.unary_unary_rpc_method_handler(partial(_call_plain, function))
         for name, function in functions.items()
     }
 
 
-async def _call(function: PlainFunction, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+async def _call_plain(
+    function: PlainFunction, body: bytes, context: grpc.aio.ServicerContext
+) -> bytes:
     try:
         return function(None, body)
     except EmbedServeError as error:
