@@ -1,6 +1,6 @@
 """Tests of the codec thread: turns, bytes that wait, and what it keeps of requests.
 
-Turns of callers are tested in test_pipeline_decoding.
+Turns of callers are tested in test_decoding.
 """
 
 import gc
@@ -15,6 +15,7 @@ from server.codecs import JSON, decoding_in_thread
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
+from server.pipeline.test_decoding import LARGE, LIMITS, gated_codec
 from server.recording_call import (
     BODY,
     RecordingCall,
@@ -23,7 +24,6 @@ from server.recording_call import (
     outcomes,
     submit_request,
 )
-from server.test_pipeline_decoding import LARGE, LIMITS, gated_codec
 from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
