@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import numpy as np
+from msgspec.structs import replace
 
 from embedserve.batching.permutations import bags_to_ids, feature_major_order
 from embedserve.batching.validation import (
@@ -66,22 +67,13 @@ def adapt_to_model(
     order = [positions.get(feature, -1) for feature in model.features]
     slices = [slice(ends[i - 1] if i else 0, ends[i]) for i in order if i >= 0]
     no_ids = np.zeros(request.batch_size, np.int32)
-    return LookupRequest(
-        model=request.model,
+    weights = request.weights
+    return replace(
+        request,
         features=model.features,
         ids=np.concatenate([request.ids[s] for s in slices]),
         lengths=np.concatenate([lengths[i] if i >= 0 else no_ids for i in order]),
-        weights=(
-            None
-            if request.weights is None
-            else np.concatenate([request.weights[s] for s in slices])
-        ),
-        batch_size=request.batch_size,
-        string_features=request.string_features,
-        strings=request.strings,
-        output_dtype=request.output_dtype,
-        output=request.output,
-        min_seq=request.min_seq,
+        weights=None if weights is None else np.concatenate([weights[s] for s in slices]),
     )
 
 
