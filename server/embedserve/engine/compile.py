@@ -85,7 +85,7 @@ class TensorLookup(nn.Module):
         self.sharded = sharded
         self.features = list(features)
         self.takes_offsets = takes_offsets
-        starts, self.width = self._answer_to_nothing(device)
+        starts, self.width = self._result_columns(device)
         pieces = [(starts[key], dim) for key, dim in zip(keys, dims, strict=True)]
         self.pieces = _joined(pieces)
         self.has_gaps = sum(dims) < self.width
@@ -93,7 +93,7 @@ class TensorLookup(nn.Module):
         self.columns: torch.Tensor
         self.register_buffer("columns", torch.tensor(columns, device=device))
 
-    def _answer_to_nothing(self, device: torch.device) -> tuple[dict[str, int], int]:
+    def _result_columns(self, device: torch.device) -> tuple[dict[str, int], int]:
         """Returns the first column of each key in torchrec's result, and the result's width.
         torchrec creates its input and output modules at the first call, on its device."""
         features, takes_offsets = self.features, self.takes_offsets
@@ -101,9 +101,9 @@ class TensorLookup(nn.Module):
         bags = torch.zeros(len(features) + takes_offsets, dtype=torch.int32, device=device)
         weights = torch.zeros(0, device=device)
         with torch.inference_mode():
-            answer = self.sharded(_to_kjt(features, ids, bags, weights, takes_offsets))
-        ends = list(accumulate(answer.length_per_key()))
-        return dict(zip(answer.keys(), [0, *ends], strict=False)), ends[-1]
+            result = self.sharded(_to_kjt(features, ids, bags, weights, takes_offsets))
+        ends = list(accumulate(result.length_per_key()))
+        return dict(zip(result.keys(), [0, *ends], strict=False)), ends[-1]
 
     def forward(
         self, ids: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor | None
@@ -171,8 +171,8 @@ class RowLookup(nn.Module):
         self.is_wide = slices[0].size(1) > dim
 
     def _slices(self, ids: torch.Tensor, bags: torch.Tensor) -> list[torch.Tensor]:
-        answer = self.sharded(_to_kjt(self.features, ids, bags, None, self.takes_offsets))
-        return [answer[key].values() for key in self.keys]
+        result = self.sharded(_to_kjt(self.features, ids, bags, None, self.takes_offsets))
+        return [result[key].values() for key in self.keys]
 
     def forward(
         self, ids: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor | None

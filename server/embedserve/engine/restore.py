@@ -70,16 +70,16 @@ def settle_devices(
     if devices not in ON_GPUS:
         return devices, gpu_layout
     why = why_unusable(gpus)
-    asked = "devices is 'cuda'" if devices == "cuda" else ""
+    requested = "devices is 'cuda'" if devices == "cuda" else ""
     if not why:
         try:
             return "cuda", _layout_of(versions, gpus, gpu_layout, strict_plan)
         except StoreError as error:
             why = str(error)
         if gpu_layout == REPLICAS:
-            asked = f"gpu_layout is {gpu_layout!r}"
-    if asked:
-        raise ValueError(f"{asked}, but {why}")
+            requested = f"gpu_layout is {gpu_layout!r}"
+    if requested:
+        raise ValueError(f"{requested}, but {why}")
     if gpus != Gpus():
         logger.warning("tables stay in this host's memory, no GPU is used: %s", why)
     return "cpu", gpu_layout
