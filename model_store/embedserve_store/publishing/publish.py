@@ -157,8 +157,8 @@ def make_content(
     specs, id_maps = resolve_ids(made.tables, options.get("ids") or {}, vocabularies)
     _check_description(specs, model)
     goldens = FROM_TRAINING if made.ebc is not None else FROM_DESCRIPTION
-    source = provenance(made.kind) | {GOLDENS: goldens}
-    manifest = Manifest(model, 0, specs, made.is_weighted, source)
+    origin = provenance(made.kind) | {GOLDENS: goldens}
+    manifest = Manifest(model, 0, specs, made.is_weighted, origin)
     return VersionContent(
         made, manifest, id_maps, plan, None, options.get("max_error"), options.get("progress")
     )

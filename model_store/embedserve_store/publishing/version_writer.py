@@ -146,7 +146,9 @@ def finish_version(
     """
     for name in CHECKED_FILES:
         _check_size(name, (staging / name).stat().st_size)
-    files = {name: _sha256(staging / name) for name in CHECKED_FILES}
+    files = {
+        name: hashlib.sha256((staging / name).read_bytes()).hexdigest() for name in CHECKED_FILES
+    }
     manifest = replace(manifest, files=files)
     if is_new := previous is None or not manifest.has_same_content(previous):
         version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
@@ -214,17 +216,14 @@ def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_erro
 def _write_goldens(
     content: VersionContent, manifest: Manifest, tables: TablesFile, staging: Path
 ) -> None:
-    translator = IdTranslator(manifest, content.id_maps)
-    if content.goldens is not None:
-        bags, source_answers = content.goldens
-        numbers = row_numbers(bags, translator)
-    else:
-        bags = sample_bags(manifest, content.id_maps)
-        numbers = row_numbers(bags, translator)
+    id_maps = content.id_maps
+    bags, source_answers = content.goldens or (sample_bags(manifest, id_maps), None)
+    numbers = row_numbers(bags, IdTranslator(manifest, id_maps))
+    if source_answers is None:
         source_answers = _source_answers(content.source, manifest, bags, numbers)
-    goldens = Goldens(bags, source_answers, pool_stored(manifest, bags, numbers, tables))
-    answers = goldens.stored_answers
-    check_answers(answers, goldens, numbers, manifest, tables, f"model {manifest.model!r}")
+    stored_answers = pool_stored(manifest, bags, numbers, tables)
+    goldens = Goldens(bags, source_answers, stored_answers)
+    check_answers(stored_answers, goldens, numbers, manifest, tables, f"model {manifest.model!r}")
     save_goldens(goldens, staging / "goldens.safetensors")
     sync(staging / "goldens.safetensors")
 
@@ -238,10 +237,6 @@ def _write_manifest(staging: Path, manifest: Manifest, version: int) -> None:
 def _check_size(name: str, nbytes: int) -> None:
     if nbytes > SMALL_FILE_BYTES_MAX:
         raise InvalidModelError(f"{name}: {nbytes} bytes, the limit is {SMALL_FILE_BYTES_MAX}")
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _source_answers(
