@@ -51,7 +51,23 @@ class ModelInfo:
         device_type: "cpu" or "cuda".
         replanned: whether the plan differs from the stored one.
         lookup_kind: how lookups run: traced, scripted or eager; "parts" in a router.
+        replicas: number of copies of the tables, each on its own GPUs; the plan describes one.
+        fingerprint: fingerprint of the published version, equal wherever it or a part of it is
+            served.
+        part: part of the tables that this server holds; None if it serves whole tables.
+        served_name: name given to --model: NAME, NAME@VERSION or NAME@ALIAS; "" for the model's
+            plain name.
+        example: features of an example request that this version can serve, shown in the API
+            documentation.
+        response_prefix_cache: cache of the codecs for response prefixes, by all that a prefix
+            depends on. It is stored with the model, so that it is freed with it.
+        deltas: changed rows and status of a model that follows deltas; None for others.
+        shards: shards that hold the rows of a router's model; None for others.
+        local_tables: names of the tables that a router looks up itself.
         selected: positions in the manifest's keys of the keys in responses; None for all keys.
+        response_prefixes_max: maximum entries of ``response_prefix_cache``, which has one for each
+            size of response.
+        key_selections: cache of ``with_keys``, by the selected keys.
     """
 
     manifest: Manifest
@@ -61,30 +77,17 @@ class ModelInfo:
     replanned: bool
     lookup_kind: str
     replicas: int = 1
-    """Number of copies of the tables, each on its own GPUs. The plan describes a single copy."""
     fingerprint: str = ""
-    """Fingerprint of the published version, equal wherever it or a part of it is served."""
     part: Part | None = None
-    """Part of the tables that this server holds; None if it serves whole tables."""
     served_name: str = ""
-    """Name given to --model: NAME, NAME@VERSION or NAME@ALIAS; "" for the model's plain name."""
     example: Mapping[str, Sequence[Sequence[int | str]]] = field(default_factory=dict)
-    """Features of an example request that this version can serve, shown in the API
-    documentation."""
     response_prefix_cache: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    """Cache of the codecs for response prefixes, by all that a prefix depends on. It is stored with
-    the model, so that it is freed with it."""
     deltas: SharedDeltaState | None = None
-    """Changed rows and status of a model that follows deltas; None for others."""
     shards: ServedParts | None = None
-    """Shards that hold the rows of a router's model; None for others."""
     local_tables: tuple[str, ...] = ()
-    """Names of the tables that a router looks up itself."""
     selected: tuple[int, ...] | None = None
     response_prefixes_max: int = 256
-    """Maximum entries of ``response_prefix_cache``, which has one for each size of response."""
     key_selections: dict[tuple[str, ...], ModelInfo] = field(default_factory=dict)
-    """Cache of ``with_keys``, by the selected keys."""
 
     def cache_response_prefix(self, key: tuple[object, ...] | None, prefix: object) -> None:
         """Caches ``prefix``, which begins all responses with this ``key``; does nothing if ``key``
