@@ -145,10 +145,12 @@ class ShardVersions:
         return True
 
     def _is_idle(self, name: str, now_s: float) -> bool:
-        requests = sum(self._metrics[name].version.requests.total().values())
+        requests = self._metrics[name].version.requests
+        requests.flush()  # otherwise answers count only once they are many
+        count = sum(requests.total().values())
         before, since_s = self._counts.get(name, (-1.0, now_s))
-        if requests != before:
-            self._counts[name] = requests, now_s
+        if count != before:
+            self._counts[name] = count, now_s
             return False
         return now_s - since_s >= IDLE_S
 

@@ -99,7 +99,7 @@ class Shard:
         return self.to_hold
 
     def count_request(self, number: int) -> None:
-        self.metrics[f"shop@{number}"].version.requests.count_outcome("OK", 0.001)
+        self.metrics[f"shop@{number}"].version.requests.count_answered(0.001)
 
     async def load(self, name: str) -> int:
         number = int(name.partition("@")[2])
