@@ -88,10 +88,6 @@ class PartMessages:
             chunks.append(self._end)
         return chunks
 
-    def _start_of(self, examples: int, nbytes: int) -> bytes:
-        """Returns the bytes of a response before its values."""
-        return self._response_start + EXAMPLES + varint(examples) + self._values + varint(nbytes)
-
     def decode(self, body: bytes, shape: tuple[int, int]) -> np.ndarray:
         """Returns the values, of ``shape`` and in the requested dtype, of the response ``body``.
 
@@ -101,7 +97,8 @@ class PartMessages:
         nbytes = self._dtype.itemsize * shape[0] * shape[1]
         if len(body) > nbytes:
             start = len(body) - nbytes
-            if body[:start] == self._start_of(shape[0], nbytes):
+            examples = EXAMPLES + varint(shape[0])
+            if body[:start] == self._response_start + examples + self._values + varint(nbytes):
                 return np.frombuffer(body, self._dtype, offset=start).reshape(shape)
         try:
             response = embedding_pb2.EmbedResponse.FromString(body)

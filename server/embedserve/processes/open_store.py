@@ -57,6 +57,6 @@ def versions_to_hold(
         StoreError: the store or the model cannot be read.
     """
     numbers = [number for number in store.versions(model) if number not in unfit]
-    aliased = {one.version for one in store.aliases(model).values() if one.version in numbers}
-    named = frozenset(number for number in aliased if number is not None)
-    return VersionsToHold(named | frozenset(numbers[-versions_held:]), named)
+    named = (one.version for one in store.aliases(model).values())
+    aliased = frozenset(numbers).intersection(named)
+    return VersionsToHold(aliased | frozenset(numbers[-versions_held:]), aliased)
