@@ -142,7 +142,7 @@ class Shards:
             # local tables.
             import embedserve.engine.restore  # noqa: F401
         engines = {name: self._engine(version) for name, version in versions.items()}
-        self._engines = [ref(engine) for engine in engines.values()]
+        self._engines = [ref(engine, self._on_release) for engine in engines.values()]
         asyncio.run(self._check(list(engines.values()), is_shown=is_shown))
         return engines
 
@@ -187,7 +187,7 @@ class Shards:
                 task.cancel()
             for client in self.clients():
                 client.close()
-            self._clients = {}  # their counts are not those of the server
+            self._clients, self._discoveries = {}, {}  # their counts are not those of the server
             self._options = options
             await asyncio.sleep(0)  # connections without calls are closed now
 
@@ -323,10 +323,8 @@ class Shards:
         engine, until_s = self._engine(version), monotonic() + OPEN_S_MAX
 
         def add() -> str:
-            self._engines.append(ref(engine))
-            missing = self._expect_and_check(engine.expected_parts)
-            self._forget_unused()
-            return missing
+            self._engines.append(ref(engine, self._on_release))
+            return self._expect_and_check(engine.expected_parts)
 
         missing = self._on_loop(add)
         while missing:
@@ -335,6 +333,12 @@ class Shards:
             sleep(POLL_S)
             missing = self._on_loop(partial(self._expect_and_check, engine.expected_parts))
         return engine
+
+    def _on_release(self, engine: ref[RouterEngine]) -> None:
+        """Forgets the version of a released engine; called in the thread that releases it."""
+        assert self.loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its clients with it
+            self.loop.call_soon_threadsafe(self._forget_unused)
 
     def expect_and_check(self, version: ModelVersion) -> str:
         """Connects to the shards of ``version``, and lets replicas join for it. Returns why they
