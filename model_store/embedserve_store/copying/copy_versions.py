@@ -70,7 +70,8 @@ def copy_versions(
 
     Each byte is compared with the checksums of the manifest while it is copied. A version that the
     target has already is left alone. The newest version is copied first, then the others,
-    ascending. If the copy was interrupted, call it again.
+    ascending. One that another process removes meanwhile is left out. If the copy was interrupted,
+    call it again.
 
     Args:
         source: a folder or a URL. Its versions stay.
@@ -94,14 +95,8 @@ def copy_versions(
     numbers = read.versions(model) if version is None else [read.resolve(model, version)]
     if not numbers:
         raise StoreError(f"{read.where}/{model}: no version is published")
-    copied: list[int] = []
-    manifests: dict[int, Manifest] = {}
-    for one in (numbers[-1], *numbers[:-1]):
-        stored = read.stored(model, one)
-        manifests[one] = stored.manifest
-        if _copy_version(stored, write, progress):
-            record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
-            copied.append(one)
+    by_number, copied = _copy_all(read, write, model, numbers, who, progress)
+    numbers = sorted(by_number)
     notes = [f"{one}/{n}.json" for one in numbers for n in read.note_numbers(model, one)]
     now = {name: history[0].version for name, history in histories.items()}
     named = {one for one in now.values() if one is not None}
@@ -112,8 +107,7 @@ def copy_versions(
     _copy_beside(read, write, model, alias.ALIASES_FOLDER, _last_first(changes))
     note_count = _copy_beside(read, write, model, note.NOTES_FOLDER, notes)
     # A damaged delta prevents the copy of nothing but the deltas after it.
-    by_number = [manifests[one] for one in numbers]
-    delta_count = copy_deltas(read, write, by_number, who=who) if deltas else 0
+    delta_count = copy_deltas(read, write, by_number.values(), who=who) if deltas else 0
     return CopiedModel(
         model,
         sorted(copied),
@@ -123,6 +117,38 @@ def copy_versions(
         note_count,
         delta_count,
     )
+
+
+def _copy_all(
+    source: ModelStore,
+    target: ModelStore,
+    model: str,
+    numbers: Sequence[int],
+    who: str | None,
+    progress: TransferProgress | None,
+) -> tuple[dict[int, Manifest], list[int]]:
+    """Copies versions, the last one first. Leaves out those that are removed meanwhile.
+
+    Returns:
+        The manifests of the versions that the target has, by number, and the numbers of those that
+        were copied.
+    """
+    copied: list[int] = []
+    manifests: dict[int, Manifest] = {}
+    for one in (numbers[-1], *numbers[:-1]):
+        try:
+            stored = source.stored(model, one)
+            is_new = _copy_version(stored, target, progress)
+        except StoreError:
+            if one == numbers[-1] or one in source.versions(model):
+                raise
+            continue
+        manifests[one] = stored.manifest
+        if is_new:
+            origin = f"{source.where}/{model}"
+            record_event(target.where, "copy", model, (one,), who=who, source=origin)
+            copied.append(one)
+    return manifests, copied
 
 
 def _copy_version(

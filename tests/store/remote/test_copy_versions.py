@@ -24,6 +24,7 @@ from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.added_file import Write, writer
+from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote import remote_files
 from embedserve_store.transfer import receive, stored_version
@@ -160,6 +161,19 @@ def test_newest_version_is_copied_first(local: Path, new_version: Publish, tmp_p
         ("copy", [1]),
         ("copy", [2]),
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_version_removed_meanwhile_is_left_out(local: Path, place: Place, kind: str) -> None:
+    source, target = place(kind, "source"), place("folder", "target")
+    copy_versions(local, source, "m")
+
+    def remove_first(file: str, bytes_done: int, bytes_total: int) -> None:
+        if len(ModelStore(source).versions("m")) == 2:
+            remove_version(source, "m", 1)
+
+    copied = copy_versions(source, target, "m", progress=remove_first)
+    assert (copied.copied, copied.present, copied.notes) == ([2], [], 0)
 
 
 @pytest.mark.parametrize("writes", [1, 4, 7])
