@@ -161,7 +161,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
     except StoreError as error:
         raise StoreError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise StoreError(f"{path}: not what DCP writes, or damaged: {reason:.200}") from error
 
 
