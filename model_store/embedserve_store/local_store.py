@@ -10,7 +10,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, missing_model, missing_version, unreadable
+from embedserve_store.errors import (
+    StoreError,
+    UnreachableError,
+    missing_model,
+    missing_version,
+    unreadable,
+)
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import Manifest, parse_manifest
 from embedserve_store.format.table_spec import NAME_PATTERN, check_model_name
@@ -117,9 +123,13 @@ class LocalStore:
         """Returns the names of the folders at ``path`` in the store; empty if there are none."""
         _listed(self.path, "store")
         folder = self.path / path
-        if not folder.is_dir():
+        try:
+            names = _listed(folder, path)
+        except UnreachableError:
+            raise
+        except StoreError:
             return []
-        return [name for name in _listed(folder, path) if (folder / name).is_dir()]
+        return [name for name in names if (folder / name).is_dir()]
 
     def files(self, path: str) -> list[str]:
         """Returns the names of the files in the folder at ``path``, which exists."""

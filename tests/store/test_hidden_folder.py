@@ -9,33 +9,38 @@ from typing import Any
 import pytest
 from store.one_table import publish_versions
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.local_store import LocalStore
+from embedserve_store.model_store import ModelStore
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.sources.checkpoint import open_checkpoint
 
+Hide = Callable[[Path], None]
+
 
 @pytest.fixture
-def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder, stat, listdir = tmp_path / "hidden", os.stat, os.listdir
+def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
+    """Returns a function that makes ``folder`` one which only another user may list or search."""
+    stat, listdir = os.stat, os.listdir
 
-    def denied(path: Any) -> PermissionError:
-        return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    def hide(folder: Path) -> None:
+        def check(path: Any) -> None:
+            if f"{path}/".startswith(f"{folder}/"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    def stat_others(path: Any, *args: Any, **options: Any) -> os.stat_result:
-        if str(path).startswith(f"{folder}/"):
-            raise denied(path)
-        return stat(path, *args, **options)
+        def stat_others(path: Any, *args: Any, **options: Any) -> os.stat_result:
+            if str(path) != str(folder):
+                check(path)
+            return stat(path, *args, **options)
 
-    def list_others(path: Any) -> list[str]:
-        if str(path) == str(folder):
-            raise denied(path)
-        return listdir(path)
+        def list_others(path: Any) -> list[str]:
+            check(path)
+            return listdir(path)
 
-    folder.mkdir()
-    monkeypatch.setattr(os, "stat", stat_others)
-    monkeypatch.setattr(os, "listdir", list_others)
-    return folder
+        monkeypatch.setattr(os, "stat", stat_others)
+        monkeypatch.setattr(os, "listdir", list_others)
+
+    return hide
 
 
 def pull(folder: Path) -> object:
@@ -60,6 +65,19 @@ def pull(folder: Path) -> object:
     ],
     ids=["cache", "store", "aliases", "torch_save", "safetensors"],
 )
-def test_hidden_path_is_named(hidden: Path, use: Callable[[Path], object], message: str) -> None:
+def test_hidden_path_is_named(
+    hide: Hide, tmp_path: Path, use: Callable[[Path], object], message: str
+) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    hide(hidden)
     with pytest.raises(StoreError, match=message):
         use(hidden)
+
+
+def test_publish_is_done_where_the_history_is_hidden(hide: Hide, tmp_path: Path) -> None:
+    publish_versions(tmp_path)
+    hide(tmp_path / ".history")
+    assert publish_versions(tmp_path).version == 2
+    with pytest.raises(UnreachableError, match=r"history/m cannot be read: Permission denied$"):
+        ModelStore(tmp_path).history("m")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import glob
 import os
 import secrets
 import socket
@@ -122,7 +123,8 @@ def _remove_stale(folder: Path) -> None:
     removed.
     """
     oldest_s = time.time() - STALE_S
-    for aside in folder.glob(f"*/{ASIDE_PREFIX}*"):
+    # Path.glob would raise an error for a folder that may not be searched.
+    for name in glob.iglob(f"*/{ASIDE_PREFIX}*", root_dir=folder):
         with contextlib.suppress(OSError):  # already gone, or owned by another user
-            if aside.stat().st_mtime < oldest_s:
+            if (aside := folder / name).stat().st_mtime < oldest_s:
                 aside.unlink()
