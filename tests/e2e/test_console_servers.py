@@ -284,6 +284,7 @@ def look_up_with_a_token(page: Page, port: int) -> None:
     page.press("Enter")
     page.until("document.querySelector('#access').hidden")
     assert "$TOKEN" in page.text("#curl")
+    assert page.text("#ask-error") == ""  # that of the lookup without a token
     page.value("document.querySelector('#ask-form').requestSubmit()")
     page.until("document.querySelector('.vector')")  # for the ids typed before
     until_polled(page)

@@ -68,7 +68,7 @@ function formOf(model) {
   return JSON.stringify([model.model, model.features, model.tables, model.unpooled]);
 }
 
-/** Creates the fields of a model. Features that it had before keep what was typed, and the focus. */
+/** Creates the fields of a model, without an error. Features that it had before keep what was typed, and the focus. */
 function createFields(model, labels) {
   const valueOf = (id) => byId(id)?.value ?? "";
   const before = asked?.model === model.model ? asked.features : []; // ids of another model mean others
@@ -77,6 +77,7 @@ function createFields(model, labels) {
   [asked, named] = [model, labels];
   const fields = model.features.map((feature, at) => fieldsOf(feature, at, typed.get(feature)));
   fill("ask-features", ...fields, ...[...labels].map(labelList));
+  say("ask-error", ""); // it belongs to the fields before
   if (kind) byId(`${kind}-${model.features.indexOf(before[place])}`)?.focus();
 }
 
