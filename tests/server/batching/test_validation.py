@@ -272,7 +272,7 @@ def test_unknown_feature_is_reported_before_wrong_id_types() -> None:
 
 
 def test_wrong_lengths_are_reported_before_wrong_id_types() -> None:
-    request = make_request({"tag": [["drama"]], "user": [[1]]})
+    request = make_request({"tag": [[0]], "user": [[1]]})
     request.lengths = np.array([9, -3], np.int32)
     with pytest.raises(InvalidRequestError, match=r"^lengths\[1\] is -3"):
         adapt_to_model(request, RULED)
