@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagCollection
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import CODES_MAX, DTYPES, TableSpec
 from embedserve_store.goldens.goldens_file import Goldens
-from embedserve_store.goldens.parity import check_answers
+from embedserve_store.goldens.parity import SUMS_TOLERANCE, check_answers
 from embedserve_store.goldens.reference_pooling import pool, row_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
@@ -65,6 +65,25 @@ def test_results_off_by_one_percent_are_rejected(
     answers[0, 16:32] += 0.01 * np.abs(answers[:, 16:32]).max()
     with pytest.raises(StoreError, match="here: the vectors of 'friend' are not the published"):
         check(version, answers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_results_may_differ_by_the_order_of_their_sums(
+    make_ebc: MakeEbc, tmp_path: Path, dtype: str, scale: float
+) -> None:
+    ebc = make_ebc()
+    with torch.no_grad():
+        for bag in ebc.embedding_bags.values():
+            bag.weight *= scale
+    publish(ebc, tmp_path, model="m", dtype=dtype)
+    version = LocalStore(tmp_path).load("m")
+    answers = version.goldens().stored_answers
+    changes = np.zeros_like(answers)
+    changes[0, 16:32] = SUMS_TOLERANCE * np.abs(answers[:, 16:32]).max()
+    check(version, answers + changes / 2)
+    with pytest.raises(StoreError, match="here: the vectors of 'friend' are not the published"):
+        check(version, answers + changes * 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
