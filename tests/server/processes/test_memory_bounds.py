@@ -13,11 +13,14 @@ from embedserve.errors import OverloadedError
 from embedserve.fanout.values_budget import BATCHES_MAX, SMALL_BYTES_MAX, VALUES_BYTES_MAX
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.processes.memory_bounds import MANAGEMENT_QUEUES, memory_by_purpose
+from embedserve.processes.memory_bounds import ID_BYTES, MANAGEMENT_QUEUES, memory_by_purpose
 from embedserve.wire.management_turns import WAITING_BODY_BYTES_MAX
 
 QUEUE, BATCHES = "the queue of a model", "its batches that are looked up"
 FEATURES = 500
+NOTHING = Limits(
+    request_ids_max=0, batch_ids_max=0, request_output_bytes_max=0, batch_output_bytes_max=0
+)
 
 
 async def test_memory_bound_covers_a_queue_of_empty_bags() -> None:
@@ -56,12 +59,24 @@ def test_draining_version_counts_its_own_queue_and_batches(gpus: int, parts: int
 
 def test_each_version_of_a_router_counts_its_small_batches() -> None:
     """Covers small batches, which begin immediately whatever the process's budget for values is."""
-    nothing = Limits(
-        request_ids_max=0, batch_ids_max=0, request_output_bytes_max=0, batch_output_bytes_max=0
-    )
     for count in (1, 2, 3):
-        values = memory_by_purpose(nothing, parts=3, features=0, versions=count)[BATCHES]
+        values = memory_by_purpose(NOTHING, parts=3, features=0, versions=count)[BATCHES]
         assert values == VALUES_BYTES_MAX + count * BATCHES_MAX * SMALL_BYTES_MAX
+
+
+@pytest.mark.parametrize("limit", ["request_ids_max", "batch_ids_max"])
+def test_each_batch_of_a_router_may_be_the_largest(limit: str) -> None:
+    none, some = (
+        memory_by_purpose(replace(NOTHING, **{limit: ids}), parts=3, features=0)[BATCHES]
+        for ids in (0, 1000)
+    )
+    assert some - none == BATCHES_MAX * 2 * ID_BYTES * 1000
+
+
+def test_each_part_of_a_router_may_return_a_whole_result() -> None:
+    limits = replace(NOTHING, request_output_bytes_max=VALUES_BYTES_MAX)
+    three, six = (memory_by_purpose(limits, parts=parts)[BATCHES] for parts in (3, 6))
+    assert six - three >= 3 * VALUES_BYTES_MAX
 
 
 def test_bodies_of_management_requests_are_counted() -> None:
