@@ -141,6 +141,16 @@ async def test_token_expires_on_time_despite_a_clock_jump(
     assert "expired" in tokens.rejection(f"Bearer {token}")
 
 
+async def test_expiry_follows_corrections_of_the_host_clock(tokens: Tokens) -> None:
+    token = await tokens.add("x", expires="2027-01-15T08:01:40Z")  # 100 s after the start
+    for _ in range(25):
+        tokens.admit(token)
+        tokens.clocks.pass_s(1)
+        tokens.clocks.wall_s += 3
+        tokens.access.refresh_expiry()
+    assert "expired" in tokens.rejection(f"Bearer {token}")
+
+
 async def test_removed_token_is_rejected_immediately(tokens: Tokens) -> None:
     first, second = await tokens.add("first"), await tokens.add("second")
     for one in (first, second):
@@ -307,6 +317,7 @@ async def test_certificate_names_identify_callers(tokens: Tokens) -> None:
     nameless = ClientCertificate(("",), NOW_S + 10)
     assert "belongs to no caller" in tokens.rejection(None, nameless)
     assert "Bearer" in tokens.rejection("x", right)
+    tokens.admit_target(FakeTarget(None, right))  # cached again: each reload empties the cache
     tokens.clocks.pass_s(11)
     tokens.access.refresh_expiry()
     assert tokens.rejection(None, right) == "401 the client's certificate has expired"
