@@ -194,6 +194,13 @@ def test_invalid_set_alias_arguments_leave_the_store_unchanged(store: Path) -> N
     assert everything_under(store) == before
 
 
+@pytest.mark.parametrize("share", [0.0, 100.0])
+def test_alias_may_have_no_share_or_all(store: Path, share: float) -> None:
+    set_alias(store, "m", "canary", 1, share=share, shadow=share)
+    alias = ModelStore(store).alias("m", "canary")
+    assert (alias.share, alias.shadow) == (share, share)
+
+
 def test_other_files_in_the_alias_folder_are_ignored(store: Path) -> None:
     set_alias(store, "m", "stable", 1)
     folder = store / "m" / "aliases"
