@@ -94,6 +94,8 @@ def test_alias_can_pin_a_delta(with_deltas: Path) -> None:
     assert models.load("m", "stable").at_seq is None
     roll_back(with_deltas, "m")  # as before the last change
     assert (models.alias("m", "stable").version, models.alias("m", "stable").at_seq) == (1, 2)
+    set_alias(with_deltas, "m", "stable", 1, at_seq=0)  # before the first delta
+    assert models.alias("m", "stable").at_seq == 0
 
 
 @pytest.mark.parametrize(
