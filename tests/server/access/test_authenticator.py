@@ -95,7 +95,7 @@ def tokens(tmp_path: Path) -> Tokens:
 
 
 async def test_only_active_callers_with_the_embed_role_may_embed(tokens: Tokens) -> None:
-    await tokens.add("ranker")
+    await tokens.add("ranker", concurrent=1)
     await tokens.add("lost", revoked=True)
     await tokens.add("late", expires="2020-01-01")
     await tokens.add("boss", roles=["admin"])
