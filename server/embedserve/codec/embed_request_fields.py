@@ -7,21 +7,21 @@ FIELD_bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
 from embedserve.codec.protobuf_fields import (
     I32,
-    LENGTH_DELIMITED,
     VARINT,
     VARINT_BYTES_MAX,
     TooManyFieldsError,
     count_varints,
     extract_fields,
+    field_tag,
     fields,
     read_varints,
-    tag_of,
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
@@ -29,24 +29,23 @@ from embedserve_proto import embedding_pb2
 
 INT64, INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 DTYPES: dict[str, np.dtype] = {"ids": INT64, "lengths": INT32, "weights": _FLOAT32}
-FIELDS = {one.name: one.number for one in embedding_pb2.EmbedRequest.DESCRIPTOR.fields}
-"""Numbers of the fields, by name."""
-IDS_TAG = tag_of(FIELDS["ids_bytes"], LENGTH_DELIMITED)
-LENGTHS_TAG = tag_of(FIELDS["lengths_bytes"], LENGTH_DELIMITED)
+_tag = partial(field_tag, embedding_pb2.EmbedRequest)
+IDS_TAG = _tag("ids_bytes")
+LENGTHS_TAG = _tag("lengths_bytes")
 NUMBERS = {
-    tag_of(FIELDS["ids"], LENGTH_DELIMITED): "ids",
-    tag_of(FIELDS["lengths"], LENGTH_DELIMITED): "lengths",
-    tag_of(FIELDS["weights"], LENGTH_DELIMITED): "weights",
+    _tag("ids"): "ids",
+    _tag("lengths"): "lengths",
+    _tag("weights"): "weights",
     # not packed, each number in a field of its own: parsers accept both
-    tag_of(FIELDS["ids"], VARINT): "ids",
-    tag_of(FIELDS["lengths"], VARINT): "lengths",
-    tag_of(FIELDS["weights"], I32): "weights",
+    _tag("ids", VARINT): "ids",
+    _tag("lengths", VARINT): "lengths",
+    _tag("weights", I32): "weights",
     IDS_TAG: "ids_bytes",
     LENGTHS_TAG: "lengths_bytes",
-    tag_of(FIELDS["weights_bytes"], LENGTH_DELIMITED): "weights_bytes",
+    _tag("weights_bytes"): "weights_bytes",
 }
 """Names of the numeric fields, by tag."""
-MODEL_TAG = tag_of(FIELDS["model"], LENGTH_DELIMITED)
+MODEL_TAG = _tag("model")
 MODEL_FIELDS_MAX = 64
 INLINE_FIELDS_MAX = 4096
 """Fields of a message that is decoded on the event loop's thread, in about a millisecond."""

@@ -27,6 +27,7 @@ from embedserve.codec.protobuf_fields import (
     VARINT,
     TooManyFieldsError,
     extract_fields,
+    field_tag,
     read_varint,
     tag_of,
     varint,
@@ -52,23 +53,13 @@ IDS, SCORED = "id_list_features", "id_score_list_features"
 _INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _INT32_BITS, _INT32_SIGN = 0xFFFF_FFFF, 0x8000_0000
 
-
-def _tags(message: type, wire_types: Mapping[str, int]) -> dict[int, str]:
-    numbers = {one.name: one.number for one in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
-    return {tag_of(numbers[name], wire_type): name for name, wire_type in wire_types.items()}
-
-
-_REQUEST = _tags(
-    pb.PredictionRequest,
-    {"batch_size": VARINT}
-    | dict.fromkeys(
-        (IDS, SCORED, "float_features", "embedding_features", "unary_features"), LENGTH_DELIMITED
-    ),
-)
-_SPARSE = _tags(
-    pb.SparseFeatures,
-    {"num_features": VARINT} | dict.fromkeys(("lengths", "values", "weights"), LENGTH_DELIMITED),
-)
+_REQUEST = {field_tag(pb.PredictionRequest, "batch_size", VARINT): "batch_size"} | {
+    field_tag(pb.PredictionRequest, name): name
+    for name in (IDS, SCORED, "float_features", "embedding_features", "unary_features")
+}
+_SPARSE = {field_tag(pb.SparseFeatures, "num_features", VARINT): "num_features"} | {
+    field_tag(pb.SparseFeatures, name): name for name in ("lengths", "values", "weights")
+}
 NOT_READ = frozenset({"float_features", "embedding_features"})
 
 SEQ_HEADER = b"x-embedding-seq"
@@ -81,15 +72,10 @@ MIN_SEQ_HEADER = b"x-min-seq"
 """Metadata with the min_seq of a request."""
 _RESPONSE_OPTIONS, _OUTPUT = ResponseOptions(), OutputOptions()
 """Options of every response: the values of all keys, with no other output."""
-_ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
-    bytes([tag_of(number, LENGTH_DELIMITED)])
-    for number in (
-        pb.PredictionResponse.DESCRIPTOR.fields_by_name["predictions"].number,
-        1,  # a map's entry has its key first (protobuf.dev, "Maps")
-        2,
-        pb.FloatVec.DESCRIPTOR.fields_by_name["data"].number,
-    )
-)
+_ENTRY_TAG = bytes([field_tag(pb.PredictionResponse, "predictions")])
+# A map's entry has its key first (protobuf.dev, "Maps").
+_KEY_TAG, _VALUE_TAG = (bytes([tag_of(number, LENGTH_DELIMITED)]) for number in (1, 2))
+_DATA_TAG = bytes([field_tag(pb.FloatVec, "data")])
 
 
 class _Sparse(msgspec.Struct):

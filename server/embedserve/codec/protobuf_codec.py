@@ -29,24 +29,17 @@ from embedserve.codec.embed_request_fields import (
 )
 from embedserve.codec.json_errors import counted
 from embedserve.codec.protobuf_fields import (
-    LENGTH_DELIMITED,
     VARINT,
     TooManyFieldsError,
     extract_fields,
-    number_of,
+    field_tag,
     read_varint,
-    tag_of,
     varint,
 )
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import DEFAULT_LIMITS, Limits
-from embedserve.errors import (
-    EmbedServeError,
-    InvalidRequestError,
-    RequestTooLargeError,
-    shortened,
-)
+from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError, shortened
 from embedserve.lookup_types import (
     EncodedResponse,
     LookupRequest,
@@ -67,8 +60,8 @@ from embedserve_proto import embedding_pb2
 
 _frombuffer = np.frombuffer
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
-VALUES_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "values"), LENGTH_DELIMITED)])
-SEQ_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "seq"), VARINT)])
+VALUES_TAG = bytes([field_tag(embedding_pb2.EmbedResponse, "values")])
+SEQ_TAG = bytes([field_tag(embedding_pb2.EmbedResponse, "seq", VARINT)])
 INLINE_LENGTHS_MAX = 32_768
 """Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
 PREFIX_BYTES_MAX = 4096

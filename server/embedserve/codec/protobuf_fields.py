@@ -32,9 +32,9 @@ def tag_of(field: int, wire_type: int) -> int:
     return field << 3 | wire_type
 
 
-def number_of(message: type[Message], field: str) -> int:
-    """Returns the number of ``field`` in the definition of ``message``."""
-    return message.DESCRIPTOR.fields_by_name[field].number
+def field_tag(message: type[Message], field: str, wire_type: int = LENGTH_DELIMITED) -> int:
+    """Returns the tag of the field with the name ``field`` in the definition of ``message``."""
+    return tag_of(message.DESCRIPTOR.fields_by_name[field].number, wire_type)
 
 
 def read_varint(body: bytes | memoryview, position: int) -> tuple[int, int]:

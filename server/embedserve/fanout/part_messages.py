@@ -10,27 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from embedserve.codec.protobuf_fields import (
-    LENGTH_DELIMITED,
-    VARINT,
-    number_of,
-    tag_of,
-    varint,
-)
+from embedserve.codec.protobuf_fields import VARINT, field_tag, varint
 from embedserve.fanout.partition import PartLookup
 from embedserve_proto import embedding_pb2
 from embedserve_store.format.manifest import Manifest
 
 
 def _tag(field: str) -> bytes:
-    return varint(tag_of(number_of(embedding_pb2.EmbedRequest, field), LENGTH_DELIMITED))
+    return varint(field_tag(embedding_pb2.EmbedRequest, field))
 
 
 IDS, LENGTHS, WEIGHTS = _tag("ids_bytes"), _tag("lengths_bytes"), _tag("weights_bytes")
-OUTPUT_DTYPE = varint(tag_of(number_of(embedding_pb2.EmbedRequest, "output_dtype"), VARINT))
-EXAMPLES = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "batch_size"), VARINT))
-VALUES_DTYPE = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "output_dtype"), VARINT))
-VALUES = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "values"), LENGTH_DELIMITED))
+OUTPUT_DTYPE = varint(field_tag(embedding_pb2.EmbedRequest, "output_dtype", VARINT))
+EXAMPLES = varint(field_tag(embedding_pb2.EmbedResponse, "batch_size", VARINT))
+VALUES_DTYPE = varint(field_tag(embedding_pb2.EmbedResponse, "output_dtype", VARINT))
+VALUES = varint(field_tag(embedding_pb2.EmbedResponse, "values"))
 
 
 VALUE_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("float32", "float16")}

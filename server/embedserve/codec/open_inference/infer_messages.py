@@ -41,20 +41,13 @@ from embedserve.codec.open_inference.shared_memory_tensors import (
     is_in_shared_memory,
     location_in,
 )
-from embedserve.codec.open_inference.tensors import (
-    BYTES,
-    InputTensor,
-    count_bags_and_ids,
-    wrong,
-)
+from embedserve.codec.open_inference.tensors import BYTES, InputTensor, count_bags_and_ids, wrong
 from embedserve.codec.protobuf_fields import (
-    LENGTH_DELIMITED,
     TooManyFieldsError,
     extract_fields,
+    field_tag,
     fields,
-    number_of,
     read_varints,
-    tag_of,
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
@@ -73,16 +66,15 @@ INLINE_TEXT_BYTES_MAX = 64 << 10
 INLINE_FIELDS_MAX = 4096
 """Fields of a message that is decoded, or whose size is estimated, on the event loop's thread."""
 
-
-INPUTS_TAG = tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)
-MODEL_TAG = tag_of(number_of(_Request, "model_name"), LENGTH_DELIMITED)
-VERSION_TAG = tag_of(number_of(_Request, "model_version"), LENGTH_DELIMITED)
-RAW_TAG = tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)
-NAME_TAG = tag_of(number_of(_InputMessage, "name"), LENGTH_DELIMITED)
-SHAPE_TAG = tag_of(number_of(_InputMessage, "shape"), LENGTH_DELIMITED)
+INPUTS_TAG = field_tag(_Request, "inputs")
+MODEL_TAG = field_tag(_Request, "model_name")
+VERSION_TAG = field_tag(_Request, "model_version")
+RAW_TAG = field_tag(_Request, "raw_input_contents")
+NAME_TAG = field_tag(_InputMessage, "name")
+SHAPE_TAG = field_tag(_InputMessage, "shape")
 SHAPE_BYTES_MAX = 40
 """Bytes of a shape that a size is estimated from. A valid shape has one or two numbers."""
-CONTENTS_TAG = tag_of(number_of(_InputMessage, "contents"), LENGTH_DELIMITED)
+CONTENTS_TAG = field_tag(_InputMessage, "contents")
 _Parsed = tuple[pb.ModelInferRequest, Sequence[bytes | memoryview], Sequence[Contents] | None]
 """(message, its raw_input_contents, the contents of each input if they were extracted from the
 message, None if they are still in it)."""

@@ -7,22 +7,8 @@ from math import prod
 import numpy as np
 
 from embedserve.codec.open_inference.strings import read_strings, text_of
-from embedserve.codec.open_inference.tensors import (
-    BYTES,
-    DTYPES,
-    InputTensor,
-    TensorData,
-    wrong,
-)
-from embedserve.codec.protobuf_fields import (
-    I32,
-    LENGTH_DELIMITED,
-    VARINT,
-    count_varints,
-    number_of,
-    read_varints,
-    tag_of,
-)
+from embedserve.codec.open_inference.tensors import BYTES, DTYPES, InputTensor, TensorData, wrong
+from embedserve.codec.protobuf_fields import I32, VARINT, count_varints, field_tag, read_varints
 from embedserve.config import Limits
 from embedserve.errors import RequestTooLargeError
 from embedserve_proto import open_inference_pb2 as pb
@@ -34,14 +20,11 @@ CONTENTS = {
     BYTES: "bytes_contents",
 }
 """The field of InferTensorContents with an input's values, by its datatype."""
-CONTENTS_TAGS = {
-    tag_of(number_of(pb.InferTensorContents, field), LENGTH_DELIMITED): field
-    for field in CONTENTS.values()
-} | {
+CONTENTS_TAGS = {field_tag(pb.InferTensorContents, field): field for field in CONTENTS.values()} | {
     # not packed, each number in a field of its own: parsers accept both
-    tag_of(number_of(pb.InferTensorContents, "int64_contents"), VARINT): "int64_contents",
-    tag_of(number_of(pb.InferTensorContents, "int_contents"), VARINT): "int_contents",
-    tag_of(number_of(pb.InferTensorContents, "fp32_contents"), I32): "fp32_contents",
+    field_tag(pb.InferTensorContents, "int64_contents", VARINT): "int64_contents",
+    field_tag(pb.InferTensorContents, "int_contents", VARINT): "int_contents",
+    field_tag(pb.InferTensorContents, "fp32_contents", I32): "fp32_contents",
 }
 Contents = dict[str, list[memoryview]]
 

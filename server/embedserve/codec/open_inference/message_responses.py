@@ -19,7 +19,7 @@ from embedserve.codec.open_inference.outputs import (
     write_to_shared_memory,
 )
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
-from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, number_of, tag_of, varint
+from embedserve.codec.protobuf_fields import field_tag, varint
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
 from embedserve.shared_memory.region import MemorySlice
@@ -29,13 +29,9 @@ _OutputMessage = pb.ModelInferResponse.InferOutputTensor
 JOIN_BYTES_MAX = 64 << 10
 """Bytes of a response that is joined into one chunk: a response this small would be joined anyway
 to be written."""
-ID_TAG = bytes([tag_of(number_of(pb.ModelInferResponse, "id"), LENGTH_DELIMITED)])
-RAW_OUTPUT_TAG = bytes(
-    [tag_of(number_of(pb.ModelInferResponse, "raw_output_contents"), LENGTH_DELIMITED)]
-)
-STREAMED_TAG = bytes(
-    [tag_of(number_of(pb.ModelStreamInferResponse, "infer_response"), LENGTH_DELIMITED)]
-)
+ID_TAG = bytes([field_tag(pb.ModelInferResponse, "id")])
+RAW_OUTPUT_TAG = bytes([field_tag(pb.ModelInferResponse, "raw_output_contents")])
+STREAMED_TAG = bytes([field_tag(pb.ModelStreamInferResponse, "infer_response")])
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:

@@ -20,13 +20,7 @@ import numpy as np
 
 from embedserve.codec.open_inference.outputs import set_output
 from embedserve.codec.open_inference.tensors import add_up
-from embedserve.codec.protobuf_fields import (
-    LENGTH_DELIMITED,
-    number_of,
-    read_varint,
-    tag_of,
-    varint,
-)
+from embedserve.codec.protobuf_fields import field_tag, read_varint, varint
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
 from embedserve.lookup_types import LookupRequest, OutputOptions
@@ -49,10 +43,10 @@ milliseconds."""
 VIEWED_BYTES = 64 << 10
 """Bytes of a message that is sliced by copying. A larger message is sliced by views, so that it is
 not copied twice."""
-ENCODED_INPUTS_TAG = bytes([tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)])
-REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
-ENCODED_RAW_TAG = bytes([tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)])
-ENCODED_SHAPE_TAG = bytes([tag_of(number_of(_Input, "shape"), LENGTH_DELIMITED)])
+ENCODED_INPUTS_TAG = bytes([field_tag(_Request, "inputs")])
+REQUEST_ID_TAG = field_tag(_Request, "id")
+ENCODED_RAW_TAG = bytes([field_tag(_Request, "raw_input_contents")])
+ENCODED_SHAPE_TAG = bytes([field_tag(_Input, "shape")])
 SMALL_COUNTS = 256
 RAW_STARTS = tuple(ENCODED_RAW_TAG + varint(8 * count) for count in range(SMALL_COUNTS))
 """Bytes before the raw contents of small counts of ids, by the count."""
