@@ -107,6 +107,39 @@ def test_silent_replica_is_avoided_until_it_responds() -> None:
     assert {call.host for call in bench.calls} == {"a", "b"}
 
 
+def test_silent_replica_is_avoided_although_no_deadline_lets_a_call_hang() -> None:
+    bench = Bench("ab", PartOptions(call_timeout_s=0.02, hedge_share=0))
+    bench.add_latencies(0.001)
+    silent = bench.connections["a"]
+    for _ in range(20):
+        for _ in range(10):
+            bench.look_up()
+        for call in bench.connections["b"].calls[:]:
+            call.answer()
+        bench.time.advance(0.02)
+    assert silent.pings == 1
+    for call in bench.connections["b"].calls[:]:
+        call.answer()
+    for _ in range(20):
+        bench.look_up()
+    assert {call.host for call in bench.calls} == {"b"}
+    silent.last_received_s = bench.time.now_s + 1e-9
+    for _ in range(20):
+        bench.look_up()
+    assert {call.host for call in bench.calls} == {"a", "b"}
+
+
+def test_replica_that_sends_something_between_given_up_calls_is_not_hung() -> None:
+    bench = Bench("ab", PartOptions(call_timeout_s=0.02, hedge_share=0))
+    bench.add_latencies(0.001)
+    for _ in range(20):
+        bench.look_up()
+        for connection in bench.connections.values():
+            connection.last_received_s = bench.time.now_s
+        bench.time.advance(0.02)
+    assert [connection.pings for connection in bench.connections.values()] == [0, 0]
+
+
 def test_hung_replica_is_used_if_it_is_the_only_one() -> None:
     bench = Bench("ab")
     bench.add_latencies(0.001)

@@ -111,6 +111,8 @@ class Attempt:
         """Handles the next deadline of the call."""
         if now_s >= self._end_s:
             self.cancel(DEADLINE_EXCEEDED)
+            hung_s = self._part_call.client.recent.hung_s
+            self.replica.note_unanswered(self.start_s, now_s, hung_s)
             self._part_call.on_timeout(self, now_s)
         elif self._next == HEDGE_DUE:
             self._next = HANG_DUE

@@ -66,6 +66,7 @@ class PartReplica:
         "_polls",
         "_served",
         "_timer",
+        "_unanswered_s",
         "address",
         "connection",
         "reason",
@@ -89,6 +90,7 @@ class PartReplica:
         self._connect, self._call_later, self._on_change = connect, call_later, on_change
         self._connecting: ShardConnection | None = None
         self._hung_s = float("-inf")
+        self._unanswered_s = float("-inf")  # start of the first late call since it sent something
         self._backoff_s = BACKOFF_S_MIN
         self._is_closed = False
         self._listed: bytes | None = None  # the last response of ListModels
@@ -127,6 +129,16 @@ class PartReplica:
         if self.connection is not None and not self.is_hung:
             self.connection.ping()
         self._hung_s = now_s
+
+    def note_unanswered(self, start_s: float, now_s: float, hung_s: float) -> None:
+        """Notes that the deadline of a call that began at ``start_s`` has passed. Marks the replica
+        as hung if it has sent nothing for ``hung_s``, counted from the first such call: no deadline
+        may be long enough for a call to hang."""
+        connection = self.connection
+        if connection is None or connection.last_received_s >= self._unanswered_s:
+            self._unanswered_s = start_s
+        elif now_s - self._unanswered_s >= hung_s:
+            self.mark_hung(now_s)
 
     def close(self, reason: str) -> None:
         """Closes the connection after the calls in flight, and connects no more. The replica leaves
