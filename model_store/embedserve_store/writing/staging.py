@@ -298,7 +298,7 @@ def reveal(staged: Path, folder: Path) -> bool:
     Returns False if ``folder`` exists.
 
     Raises:
-        OSError: an error of the file system.
+        OSError: an error of the file system. ``folder`` does not exist then.
     """
     _make_read_only(staged)
     sync(staged)
@@ -308,7 +308,11 @@ def reveal(staged: Path, folder: Path) -> bool:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
-    sync(folder.parent)
+    try:
+        sync(folder.parent)
+    except BaseException:
+        os.rename(folder, staged)
+        raise
     return True
 
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -123,6 +124,23 @@ def test_publish_fails_on_chmod_io_error_and_leaves_no_files(
     with pytest.raises(OSError, match="broken"):
         publish(tmp_path / "m")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", ["open", "fsync"])
+def test_version_that_cannot_be_flushed_after_its_rename_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    call = getattr(os, failing)
+
+    def fail_once_renamed(*args: Any, **options: Any) -> Any:
+        if (tmp_path / "m" / "1").exists():
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return call(*args, **options)
+
+    monkeypatch.setattr(os, failing, fail_once_renamed)
+    with pytest.raises(OSError, match="Too many open files"):
+        publish(tmp_path / "m")
+    assert not list(tmp_path.glob("m/[0-9]*"))
 
 
 def fail(model_folder: Path) -> None:
