@@ -167,10 +167,10 @@ def _remove_remote(
     nbytes = sizes.pop(MANIFEST, None)
     if nbytes is not None and nbytes > SMALL_FILE_BYTES_MAX:
         # Nobody can read this manifest, so no alias is set to the version meanwhile.
-        remote.remove(f"{path}/{MANIFEST}")
+        _remove_manifest(remote, path)
     elif nbytes is not None:
         manifest = remote.read(f"{path}/{MANIFEST}", nbytes)
-        remote.remove(f"{path}/{MANIFEST}")
+        _remove_manifest(remote, path)
         try:
             # The check is repeated, because an alias may have been set after the first one.
             _check_unnamed(models, model, version)
@@ -188,6 +188,15 @@ def _remove_remote(
     except UnreachableError as error:
         raise _half_removed(model, version, error) from error
     remote.remove_folder(path)
+
+
+def _remove_manifest(remote: RemoteFolder, path: str) -> None:
+    name = f"{path}/{MANIFEST}"
+    try:
+        remote.remove(name)
+    except UnreachableError:
+        if remote.has(name):  # else the store has removed it, and its response was lost
+            raise
 
 
 def _half_removed(model: str, version: int, error: UnreachableError) -> UnreachableError:

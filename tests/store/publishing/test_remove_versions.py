@@ -221,6 +221,30 @@ def test_interrupted_remote_prune_records_the_removed_versions(
     assert removals(url) == [("prune", [1, 2], "ann")]
 
 
+@pytest.mark.parametrize(
+    "remove",
+    [lambda url: remove_version(url, "m", 1), lambda url: prune(url, "m", 2)],
+    ids=["delete", "prune"],
+)
+def test_version_is_removed_if_the_response_to_the_first_removal_is_lost(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[str], object]
+) -> None:
+    call = RemoteFolder.remove
+    lost: list[str] = []
+
+    def lose_first(remote: RemoteFolder, name: str) -> None:
+        call(remote, name)
+        if not lost:
+            lost.append(name)
+            raise UnreachableError(f"{name}: cut off")
+
+    monkeypatch.setattr(RemoteFolder, "remove", lose_first)
+    remove(url)
+    assert lost == ["m/1/manifest.json"]
+    assert not (tmp_path / "m" / "1").exists()
+    assert [versions for _, versions, _ in removals(url)] == [[1]]
+
+
 def test_interrupted_prune_of_a_folder_records_the_removed_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
