@@ -208,9 +208,10 @@ This page lists every command of `embedserve` with its arguments, options and an
 those who run or script them. `embedserve COMMAND --help` shows the same. `embedserve --version`
 prints the versions of embedserve, Python, PyTorch, TorchRec and FBGEMM.
 
-A command that fails prints one line to stderr and exits with status 1. Status 2 is an invalid
-option. Status 3 is a store that does not respond or denies access: nothing is known to be wrong in
-it, and a later attempt may succeed. Commands that compute need PyTorch ([install.md](install.md)).
+A command that fails prints one line to stderr and exits with status 1. Status 2 is a command line
+that cannot be parsed, such as one with an unknown option. Status 3 is a store that does not respond
+or denies access: nothing is known to be wrong in it, and a later attempt may succeed. Commands that
+compute need PyTorch ([install.md](install.md)).
 """
 
 COMMANDS: Mapping[str, Mapping[str, str]] = {
