@@ -14,9 +14,9 @@ UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
 UNIX_BASE_URL = "http://localhost"
 """Base URL of calls over a Unix socket. Its host is sent as the Host header and is not resolved."""
 GRPC_SCHEMES = re.compile(
-    r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):", re.IGNORECASE
+    r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):.", re.IGNORECASE
 )
-"""Schemes of gRPC's own targets."""
+"""Beginnings of gRPC's own targets."""
 MULTI_ADDRESS_SCHEMES = re.compile(r"(dns|ipv4|ipv6):", re.IGNORECASE)
 """Schemes of gRPC's own targets that may name several servers."""
 
@@ -26,9 +26,7 @@ def base_url_of(address: str) -> str:
     other schemes and for a URL with a query."""
     if unix_path_of(address) is not None:
         return UNIX_BASE_URL
-    is_url = "://" in address or address.lower() == "unix:"
-    url = address if is_url else f"http://{address}"
-    parts = _split("base_url", url, address)
+    parts = _split("base_url", address)
     if parts.scheme not in PORTS:
         raise ValueError(
             f"base_url: {address!r} does not start with http://, https:// or unix:, and is no "
@@ -50,7 +48,7 @@ def target_of(address: str) -> tuple[str, bool]:
     path."""
     if GRPC_SCHEMES.match(address):
         return address, False
-    parts = _split("target", address if "://" in address else f"http://{address}", address)
+    parts = _split("target", address)
     if parts.scheme not in PORTS:
         raise ValueError(f"target: {address!r} is of no scheme that gRPC knows")
     if parts.path.strip("/") or parts.query:
@@ -64,7 +62,12 @@ def names_several(target: str) -> bool:
     return MULTI_ADDRESS_SCHEMES.match(target) is not None
 
 
-def _split(argument: str, url: str, address: str) -> SplitResult:
+def _split(argument: str, address: str) -> SplitResult:
+    """Splits an address, with "http://" if there is no scheme. Raises ValueError for one without a
+    host, and for one with a user name, which httpx would send in place of the token."""
+    url = address if "://" in address or address.lower() == "unix:" else f"http://{address}"
+    if "@" in address:  # the address is not quoted, because the text before "@" may be a password
+        raise ValueError(f"{argument} contains a user name: authenticate with a token")
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)

@@ -87,12 +87,23 @@ def test_invalid_rest_address_is_rejected(address: str) -> None:
     "address",
     [
         *("http://host:8001/embed", "https://", "http://host:99999", "ftp://host", ""),
-        "shop..example:8001",
+        *("shop..example:8001", "unix:", "Unix:"),
     ],
 )
 def test_invalid_grpc_target_is_rejected(address: str) -> None:
     with pytest.raises(ValueError, match="target: "):
         GrpcEmbedClient(address)
+
+
+@pytest.mark.parametrize("client", [EmbedClient, GrpcEmbedClient])
+@pytest.mark.parametrize("host", ["host:8000", "host:99999", "[::1"])
+def test_address_with_a_user_name_is_rejected_without_its_password(
+    client: type[EmbedClient | GrpcEmbedClient], host: str
+) -> None:
+    for scheme in ("", "http://", "ftp://"):
+        with pytest.raises(ValueError, match="contains a user name") as raised:
+            client(f"{scheme}user:/secret@{host}")
+        assert "secret" not in str(raised.value)
 
 
 def test_each_client_accepts_the_address_syntax_of_the_other(
