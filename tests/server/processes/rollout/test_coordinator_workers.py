@@ -140,6 +140,19 @@ def test_rollout_does_not_wait_for_worker_that_ended(workers: Workers) -> None:
     assert workers.served_versions() == [8]
 
 
+def test_late_failure_of_a_version_that_is_no_longer_desired_ends_no_worker(
+    workers: Workers,
+) -> None:
+    workers.report_store(EIGHT)
+    status = workers.workers[1].status()
+    loading = status.names["shop"]
+    workers.report_store(StoreEntry(7))
+    failed = replace(loading, state=LoadState.FAILED, reason="damaged")
+    workers.coordinator.on_report(1, WorkerStatus({**status.names, "shop": failed}))
+    assert workers.ended_by_coordinator == []
+    assert workers.failures() == [None, None]
+
+
 def test_new_workers_prepare_version_after_all_workers_ended(workers: Workers) -> None:
     workers.report_store(EIGHT)
     workers.load(0)
