@@ -65,6 +65,16 @@ def test_one_byte_body_chunks_do_not_count_as_trailers() -> None:
     assert (len(received.body), received.ends) == (HEAD_BYTES_MAX, 1)
 
 
+def test_body_of_known_length_does_not_count_as_trailers() -> None:
+    received = RecordingReceiver()
+    parser = RequestParser(received, b"http")
+    nbytes = 2 * HEAD_BYTES_MAX
+    parser.feed(b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % nbytes)
+    for _ in range(nbytes // 4096):
+        parser.feed(b"x" * 4096)
+    assert (len(received.body), received.ends) == (nbytes, 1)
+
+
 async def test_request_with_endless_trailers_is_rejected_with_431(server: OurServer) -> None:
     reader, _ = await server.open(CHUNKED + b"x: y\r\n" * 10_000)
     status, headers, _ = await read_response(reader)
