@@ -15,12 +15,7 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from embedserve.codec.open_inference.outputs import (
-    OutputTensor,
-    ResponseOptions,
-    is_quick,
-    tensors_of,
-)
+from embedserve.codec.open_inference.outputs import ALL_KEYS, OutputTensor, is_quick, tensors_of
 from embedserve.codec.open_inference.tensors import INLINE_TENSOR_BYTES_MAX
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
@@ -38,7 +33,6 @@ from embedserve.lookup_types import (
     EncodedResponse,
     LookupRequest,
     LookupResult,
-    OutputOptions,
     WouldBlockError,
     with_size,
 )
@@ -70,8 +64,6 @@ MISSING_IDS_BYTES_MAX = 4096
 """Bytes of that metadata: grpcio accepts 8 KiB for all metadata of a response."""
 MIN_SEQ_HEADER = b"x-min-seq"
 """Metadata with the min_seq of a request."""
-_RESPONSE_OPTIONS, _OUTPUT = ResponseOptions(), OutputOptions()
-"""Options of every response: the values of all keys, with no other output."""
 _ENTRY_TAG = bytes([field_tag(pb.PredictionResponse, "predictions")])
 # A map's entry has its key first (protobuf.dev, "Maps").
 _KEY_TAG, _VALUE_TAG = (bytes([tag_of(number, LENGTH_DELIMITED)]) for number in (1, 2))
@@ -278,7 +270,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Returns (the chunks of a PredictionResponse, their byte count), or None where encoding would
     take long."""
-    return with_size([*encode_chunks(result)]) if is_quick(result, _RESPONSE_OPTIONS) else None
+    return with_size([*encode_chunks(result)]) if is_quick(result, ALL_KEYS) else None
 
 
 def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
@@ -324,7 +316,7 @@ def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTenso
     )
     made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
-        tensors = tensors_of(result, _RESPONSE_OPTIONS, _OUTPUT)
+        tensors = tensors_of(result)
         made = [_start(one) for one in tensors], tensors
         result.model.cache_response_prefix(key, made)
     starts: tuple[Sequence[bytes], Sequence[OutputTensor]] = made

@@ -39,12 +39,8 @@ from embedserve.codec.arrow.stream import (
     SCHEMA,
     message_of,
 )
-from embedserve.codec.open_inference.outputs import (
-    OutputTensor,
-    ResponseOptions,
-    tensors_of,
-)
-from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
+from embedserve.codec.open_inference.outputs import OutputTensor, tensors_of
+from embedserve.lookup_types import EncodedResponse, LookupResult, with_size
 from embedserve.request_checks import SEQ_DIGITS_MAX
 
 VALUES = "values"
@@ -64,7 +60,6 @@ INLINE_VECTORS_MAX, INLINE_COPY_BYTES_MAX = 16_384, 8 << 20
 bytes are copied per nanosecond."""
 _SEQ_ROOM = "0" * SEQ_DIGITS_MAX
 """Text in place of the seq in a cached start."""
-_ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()
 ByteChunk = bytes | memoryview
 
 
@@ -146,7 +141,7 @@ def _body(result: LookupResult) -> _BodyBuffers:
         chunks = [np.ascontiguousarray(one, dtype).data for one in values]
         body.add_vectors(sum(map(len, values)), values[0].shape[1], itemsize, chunks)
         return body
-    tensors = tensors_of(result, _ALL_KEYS, _OUTPUT)
+    tensors = tensors_of(result)
     for at, tensor in enumerate(tensors):
         if result.lengths is not None:
             offsets = np.zeros(result.lengths.shape[1] + 1, _INT32)

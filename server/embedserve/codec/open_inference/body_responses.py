@@ -33,7 +33,7 @@ from embedserve.shared_memory.region import MemorySlice
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Encodes like encode_chunks, with the byte count; returns None where that would take long."""
-    options, _ = response_options_of(result)
+    options = response_options_of(result)
     if options.is_binary and not options.others:
         return with_size([*_encode(result, options)]) if is_quick(result, options) else None
     if (
@@ -49,18 +49,17 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode. If values are in binary,
     the first chunk is the whole JSON."""
-    options, _ = response_options_of(result)
+    options = response_options_of(result)
     yield from _encode(result, options)
 
 
 def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | memoryview]:
-    assert result.output is not None
     head = _head(result, options)
     key = prefix_key("v2", result, options) if options.is_binary else None
     described = None if key is None else result.model.response_prefix_cache.get(key)
     tensors = None
     if described is None:
-        tensors = tensors_of(result, options, result.output)
+        tensors = tensors_of(result, options)
         write_to_shared_memory(tensors, result, options)
         if not any(_in_binary(one, options) for one in tensors):
             yield from _all_json(head, tensors, result, options)
@@ -72,7 +71,7 @@ def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | 
         for values in (result.values, *result.extra_chunks):
             yield values.data
         return
-    for one in tensors or tensors_of(result, options, result.output):
+    for one in tensors or tensors_of(result, options):
         if _in_binary(one, options):
             for values in one.chunks(result):
                 yield values.data

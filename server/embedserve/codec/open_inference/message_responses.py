@@ -21,7 +21,7 @@ from embedserve.codec.open_inference.outputs import (
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.codec.protobuf_fields import field_tag, varint
 from embedserve.errors import EmbedServeError
-from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, with_size
 from embedserve.shared_memory.region import MemorySlice
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -37,15 +37,15 @@ STREAMED_TAG = bytes([field_tag(pb.ModelStreamInferResponse, "infer_response")])
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Returns (the chunks of a ModelInferResponse, their byte count), or None where encoding would
     take long."""
-    options, output = response_options_of(result)
+    options = response_options_of(result)
     if not is_quick(result, options):
         return None
     values = result.values
     is_one = result.lengths is None and len(values) == 1 and not result.extra_chunks
-    if is_one and not output.has_all:
+    if is_one and not options.has_pooled:
         # The most common response: the vectors of a key are contiguous, and are not copied twice.
         chunks: list[bytes | memoryview] = [_head(result, options)]
-        described, starts, _ = _described_once(result, options, output)
+        described, starts, _ = _described_once(result, options)
         chunks.append(described)
         octets, end, itemsize = memoryview(values.data).cast("B"), 0, values.itemsize
         for start, dim in zip(starts, result.model.length_per_key, strict=True):
@@ -60,8 +60,8 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
 def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode."""
-    options, output = response_options_of(result)
-    described, starts, tensors = _described_once(result, options, output)
+    options = response_options_of(result)
+    described, starts, tensors = _described_once(result, options)
     write_to_shared_memory(tensors, result, options)
     yield _head(result, options) + described
     located = options.locations or ()
@@ -74,14 +74,14 @@ def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
 
 
 def _described_once(
-    result: LookupResult, options: ResponseOptions, output: OutputOptions
+    result: LookupResult, options: ResponseOptions
 ) -> tuple[bytes, list[bytes], list[OutputTensor]]:
     """Returns (the outputs without their values, the bytes before the values of each, the outputs).
     They are cached with the model where possible."""
     key = prefix_key("v2 grpc", result, options)
     made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
-        tensors = tensors_of(result, options, output)
+        tensors = tensors_of(result, options)
         starts = [_raw_start(one, result, options) for one in tensors]
         made = _described(tensors, result, options), starts, tensors
         result.model.cache_response_prefix(key, made)

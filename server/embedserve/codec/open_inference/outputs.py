@@ -65,6 +65,10 @@ class ResponseOptions(msgspec.Struct, frozen=True):
         return None if self.locations is None else self.locations.get(name)
 
 
+ALL_KEYS = ResponseOptions()
+"""Options of a response with the vectors of all its keys, and no other output."""
+
+
 def set_output(
     request: LookupRequest,
     request_id: str,
@@ -163,10 +167,14 @@ def versioned(model: str, version: str) -> str:
     return qualified_model_name(model, version) if version else model
 
 
-def response_options_of(result: LookupResult) -> tuple[ResponseOptions, OutputOptions]:
-    output = result.output
-    assert output is not None
-    options = output.format_options
+def response_options_of(result: LookupResult) -> ResponseOptions:
+    """Returns the options that ``set_output`` stored with the request of ``result``.
+
+    Raises:
+        InvalidRequestError: `pooled` is requested of a model that does not pool.
+    """
+    assert result.output is not None
+    options = result.output.format_options
     assert isinstance(options, ResponseOptions)
     if options.has_pooled and not result.model.is_pooled:
         raise InvalidRequestError(
@@ -174,7 +182,7 @@ def response_options_of(result: LookupResult) -> tuple[ResponseOptions, OutputOp
             f"it has no {POOLED!r}",
             "outputs",
         )
-    return options, output
+    return options
 
 
 def parameters_of(result: LookupResult) -> dict[str, int]:
@@ -216,9 +224,7 @@ class OutputTensor(msgspec.Struct, frozen=True):
                 yield np.ascontiguousarray(values[:, self.columns])
 
 
-def tensors_of(
-    result: LookupResult, options: ResponseOptions, output: OutputOptions
-) -> list[OutputTensor]:
+def tensors_of(result: LookupResult, options: ResponseOptions = ALL_KEYS) -> list[OutputTensor]:
     """Returns the outputs of the response, in the model's order."""
     model = result.model
     if result.lengths is not None:
@@ -228,7 +234,7 @@ def tensors_of(
     if options.has_pooled:
         tensors.append(OutputTensor(POOLED, (batch_size, sum(model.length_per_key))))
     if options.has_keys:
-        requested = set(output.keys) if options.has_pooled else None
+        requested = set(result.output.keys) if options.has_pooled and result.output else None
         start = 0
         for key, dim in zip(model.keys, model.length_per_key, strict=True):
             if requested is None or key in requested:
