@@ -309,33 +309,30 @@ def _from_json(tensor: InputTensor, data: list[Any] | None) -> TensorData:
     if code is None:
         return np.zeros(0, np.int64)  # tensors.py rejects an unsupported datatype
     try:
-        numbers = array(code, data)
-    except (TypeError, OverflowError):
-        numbers = None
-    if numbers is None:
-        raise _wrong_value(tensor, data)
-    values = np.frombuffer(numbers, code)
-    if tensor.datatype != "FP32":
-        return values.astype(DTYPES[tensor.datatype], copy=False).tobytes()
+        values = np.frombuffer(array(code, data), code)
+    except (TypeError, OverflowError) as error:
+        raise _wrong_value(tensor, data) from error
     with np.errstate(over="ignore"):  # infinite weights are rejected later
-        return values.astype(DTYPES[tensor.datatype], copy=False)
+        return values.astype(DTYPES[tensor.datatype], copy=False).tobytes()
 
 
 def _wrong_value(tensor: InputTensor, data: list[Any]) -> InvalidRequestError:
     """Returns the error for the first value that does not have the tensor's datatype."""
-    for at, value in enumerate(data):
-        try:
-            if tensor.datatype == BYTES:
-                if type(value) is str:
-                    continue
-            else:
-                array(_ARRAY_CODES[tensor.datatype], [value])
-                continue
-        except (TypeError, OverflowError):
-            pass
-        shown = "a list" if type(value) is list else repr(value)[:64]
-        return wrong(tensor, f"has {shown} at {at}, which is not {tensor.datatype}")
-    raise AssertionError("a value is wrong, but none of them")
+    at, value = next(
+        (at, value) for at, value in enumerate(data) if not _has_datatype(value, tensor.datatype)
+    )
+    shown = "a list" if type(value) is list else repr(value)[:64]
+    return wrong(tensor, f"has {shown} at {at}, which is not {tensor.datatype}")
+
+
+def _has_datatype(value: Any, datatype: str) -> bool:
+    if datatype == BYTES:
+        return type(value) is str
+    try:
+        array(_ARRAY_CODES[datatype], [value])
+    except (TypeError, OverflowError):
+        return False
+    return True
 
 
 def _is_binary(output: Output, is_binary: bool) -> bool:
