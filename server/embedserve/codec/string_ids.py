@@ -25,7 +25,7 @@ CHUNK = 256
 where a string is not an integer."""
 CHARACTERS_MAX = len("-9223372036854775808,")
 _INTEGERS = msgspec.json.Decoder(list[int])
-_OF_INTEGERS = b"0123456789-,"
+_INTEGER_CHARACTERS = b"0123456789-,"
 
 
 def integers_of(strings: Sequence[str]) -> NDArray[np.int64] | int:
@@ -51,7 +51,7 @@ def _read(strings: Sequence[str]) -> NDArray[np.int64] | None:
     if not text.isascii() or len(text) > CHARACTERS_MAX * len(strings):
         return None
     octets = text.encode()
-    if octets.translate(None, _OF_INTEGERS):
+    if octets.translate(None, _INTEGER_CHARACTERS):
         return None
     try:
         integers = array("q", _INTEGERS.decode(b"[%b]" % octets))

@@ -93,10 +93,12 @@ def _schema(table: FlatTable, limits: Limits) -> Schema:
         raise InvalidRequestError("features: there are no columns", "features")
     weights = _weights(columns)
     names = {one.name for one in weights.values()}
-    features = {name: _of_ids(one) for name, one in columns.items() if name not in names}
-    for name, of in weights.items():
+    features = {name: one for name, one in columns.items() if name not in names}
+    for column in features.values():
+        _check_ids(column)
+    for name, column in weights.items():
         if name not in features:
-            raise of.wrong(f"has no column {name!r} of ids beside it")
+            raise column.wrong(f"has no column {name!r} of ids beside it")
     places = {name: at for at, name in enumerate(features)}
     weights_at = {places[name]: len(features) + at for at, name in enumerate(weights)}
     last = max(columns.values(), key=lambda one: one.value_node)
@@ -128,21 +130,22 @@ def _weights(columns: Mapping[str, Column]) -> dict[str, Column]:
     """Returns the columns of weights, by the names of their features."""
     found = {}
     for name, one in columns.items():
-        of = name.removesuffix(WEIGHTS)
-        if of != name and of in columns:
-            found[of] = column = replace(one, field=f"weights.{of}")
+        feature = name.removesuffix(WEIGHTS)
+        if feature != name and feature in columns:
+            found[feature] = column = replace(one, field=f"weights.{feature}")
             if column.value_type.name not in FLOATS:
                 raise column.wrong(f"are of type {column.value_type.name}, expected floats")
     return found
 
 
-def _of_ids(column: Column) -> Column:
+def _check_ids(column: Column) -> None:
+    """Raises InvalidRequestError if ``column``, which has no weights, has floats."""
     name = column.value_type.name
     if name in FLOATS:
-        of = column.name.removesuffix(WEIGHTS)
-        beside = "" if of == column.name else f", and there is no column {of!r} that it weighs"
+        feature = column.name.removesuffix(WEIGHTS)
+        is_same = feature == column.name
+        beside = "" if is_same else f", and there is no column {feature!r} that it weighs"
         raise column.wrong(f"is of type {name}: ids are integers or strings{beside}")
-    return column
 
 
 def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
@@ -166,8 +169,8 @@ def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
     values = _value_type(field, children[0])
     if kind in _LISTS:
         return Column(name, field, values, _LISTS[kind], 0, node, buffer, node + 1, buffer + 2)
-    of = table.table(TYPE)
-    size = 0 if of is None else of.number(0, INT32)
+    list_type = table.table(TYPE)
+    size = 0 if list_type is None else list_type.number(0, INT32)
     if size < 0:
         raise ValueError(f"the lists of {name!r} have {size} values")
     return Column(name, field, values, None, size, node, buffer, node + 1, buffer + 1)
@@ -175,7 +178,7 @@ def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
 
 def _value_type(field: str, table: FlatTable) -> ValueType:
     """Returns the type of values that are not lists."""
-    kind, of = table.number(TYPE_KIND, UINT8), table.table(TYPE)
+    kind, parameters = table.number(TYPE_KIND, UINT8), table.table(TYPE)
     name = TYPE_KINDS[kind] if kind < len(TYPE_KINDS) else f"{kind}"
     if table.table(DICTIONARY) is not None:
         name = "dictionary"
@@ -183,10 +186,11 @@ def _value_type(field: str, table: FlatTable) -> ValueType:
         return ValueType(name, buffers=0)
     elif kind in _TEXTS:
         return ValueType(name, offsets=_TEXTS[kind], buffers=3)
-    elif kind == INT and of is not None:
-        name = f"{'' if of.number(1, UINT8) else 'u'}int{of.number(0, INT32)}"
-    elif kind == FLOAT and of is not None:
-        precision = of.number(0, INT16)
+    elif kind == INT and parameters is not None:
+        sign = "" if parameters.number(1, UINT8) else "u"
+        name = f"{sign}int{parameters.number(0, INT32)}"
+    elif kind == FLOAT and parameters is not None:
+        precision = parameters.number(0, INT16)
         name = FLOATS[precision] if 0 <= precision < len(FLOATS) else name
     if name in _NUMBERS:
         return ValueType(name, _NUMBERS[name])
