@@ -58,11 +58,11 @@ def attach_weights(
 
 
 def share_rows(
-    sharded: ShardedQuantEmbeddingBagCollection, bound: ShardedQuantEmbeddingBagCollection
+    sharded: ShardedQuantEmbeddingBagCollection, source: ShardedQuantEmbeddingBagCollection
 ) -> None:
-    """Points the kernels of ``sharded`` at the rows of ``bound``, its twin of the same plan. A
+    """Points the kernels of ``sharded`` at the rows of ``source``, which has the same plan. A
     kernel on another GPU gets a copy of the rows, made from GPU to GPU."""
-    for kernel, twin in zip(sharded.tbes_configs(), bound.tbes_configs(), strict=True):
+    for kernel, twin in zip(sharded.tbes_configs(), source.tbes_configs(), strict=True):
         device = kernel.current_device
         kernel.weights_host, kernel.host_size = twin.weights_host.to(device), twin.host_size
         kernel.weights_dev, kernel.dev_size = twin.weights_dev.to(device), twin.dev_size
@@ -100,9 +100,8 @@ def as_tensor(data: np.ndarray) -> torch.Tensor:
 def byte_ranges(config: Any, version: ModelVersion) -> Iterator[tuple[int, int, int]]:
     """Yields (first byte, rows, bytes of a row) in the mapped file for each table shard of a
     kernel. For a column shard this is the range of its whole rows."""
-    specs = {table.name: table for table in version.manifest.tables}
     for shard_config in config.embedding_tables:
-        spec = specs[shard_config.name]
+        spec = version.tables.tables[shard_config.name]
         first_row = shard_config.local_metadata.shard_offsets[0]
         start = version.tables.offsets[spec.name] + first_row * spec.row_bytes
         yield start, shard_config.local_rows, spec.row_bytes
@@ -185,7 +184,6 @@ def _shard_rows(
     """Yields the stored bytes of each table shard of a kernel, as views of the mapping [rows,
     bytes]. The views go side by side into the target rows. For int8 and int4 column shards these
     are scale and bias, then codes."""
-    specs = {table.name: table for table in version.manifest.tables}
     ranges = byte_ranges(config, version)
     for (start, rows, bytes_a_row), shard_config in zip(
         ranges, config.embedding_tables, strict=True
@@ -194,7 +192,7 @@ def _shard_rows(
         if not _is_column_shard(shard_config):
             yield (whole,)
             continue
-        dtype = specs[shard_config.name].dtype
+        dtype = version.tables.tables[shard_config.name].dtype
         head = 0 if dtype.startswith("float") else SCALE_BIAS_BYTES
         column = shard_config.local_metadata.shard_offsets[1]
         first, last = (row_bytes(dtype, c) for c in (column, column + shard_config.local_cols))

@@ -63,9 +63,9 @@ class DeviceBatches:
         """Looks up one batch, as Engine.lookup does; the result is float16 if ``as_float16``."""
         packed = self._packed(ids, lengths, weights)
         with torch.inference_mode(), self._streams() as stream:
-            answer = self.on_device(packed, lengths.size, ids.size, as_float16=as_float16)
-            values = self._empty(answer.shape, answer.dtype)
-            values.copy_(answer, non_blocking=True)
+            result = self.on_device(packed, lengths.size, ids.size, as_float16=as_float16)
+            values = self._empty(result.shape, result.dtype)
+            values.copy_(result, non_blocking=True)
             if stream is not None:
                 stream.synchronize()
         array: np.ndarray = values.numpy()
@@ -83,14 +83,14 @@ class DeviceBatches:
         words = packed.to(self._device, non_blocking=True)
         offsets, numbers = words[: bags + 1], words[bags + 1 : bags + 1 + ids]
         if words.numel() == bags + 1 + ids:
-            answer = self._lookup(numbers, offsets, None)
+            result = self._lookup(numbers, offsets, None)
         else:
             assert self._weighted_lookup is not None
             weights = words[bags + 1 + ids :].view(torch.float32)
-            answer = self._weighted_lookup(numbers, offsets, weights)
+            result = self._weighted_lookup(numbers, offsets, weights)
         if self._has_means:
-            answer.div_(self._divisors(offsets))
-        return answer.to(torch.float16) if as_float16 else answer
+            result.div_(self._divisors(offsets))
+        return result.to(torch.float16) if as_float16 else result
 
     def _packed(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None

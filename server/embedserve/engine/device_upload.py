@@ -97,7 +97,7 @@ def copy_all(
         running = [threads.submit(_copy_group, one, progress, buffer_bytes) for one in groups]
         for copied in running:
             copied.result()
-    progress.say()
+    progress.log()
 
 
 def _copy_group(group: Sequence[RowCopy], progress: _Progress, buffer_bytes: int) -> None:
@@ -167,19 +167,19 @@ class _Progress:
         self._all_bytes = nbytes
         self._done_bytes = 0
         self._lock = threading.Lock()
-        self._start_s = self._said_s = time.perf_counter()
+        self._start_s = self._logged_s = time.perf_counter()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
             self._done_bytes += nbytes
             now_s = time.perf_counter()
-            is_due = now_s - self._said_s >= PROGRESS_S
+            is_due = now_s - self._logged_s >= PROGRESS_S
             if is_due:
-                self._said_s = now_s
+                self._logged_s = now_s
         if is_due:
-            self.say()
+            self.log()
 
-    def say(self) -> None:
+    def log(self) -> None:
         seconds = time.perf_counter() - self._start_s
         logger.info(
             "%s: copied %.2f of %.2f GB to its devices in %.1f s, %.1f GB/s",

@@ -44,7 +44,7 @@ class _Golden:
     numbers: np.ndarray
     lengths: np.ndarray
     weights: np.ndarray | None
-    answers: tuple[np.ndarray, ...]
+    results: tuple[np.ndarray, ...]
 
 
 class Engine:
@@ -151,8 +151,8 @@ class Engine:
             return self._on_gpus.lookup(ids, lengths, weights, as_float16)
         with torch.inference_mode():
             flat = None if weights is None else torch.from_numpy(weights)
-            answer = look_up(torch.from_numpy(ids), torch.from_numpy(lengths), flat)
-            values: np.ndarray = answer.numpy()
+            result = look_up(torch.from_numpy(ids), torch.from_numpy(lengths), flat)
+            values: np.ndarray = result.numpy()
         if self._means:
             divide_means(values, lengths, self._means)
         return self.to_float16(values) if as_float16 else values
@@ -187,13 +187,13 @@ class Engine:
         if self.manifest.is_pooled:
             ones = np.ones(bags.ids.size, np.float32)
             all_weights.append(ones if bags.weights is None else bags.weights)
-        answered = []
+        results = []
         for lookup in self.each():
             for _ in range(WARM_UP_CALLS):
-                answers = [lookup(numbers, lengths, weights) for weights in all_weights]
-            answered.append(answers[0 if bags.weights is None else 1])
+                by_weights = [lookup(numbers, lengths, weights) for weights in all_weights]
+            results.append(by_weights[0 if bags.weights is None else 1])
             check_answers(
-                answered[-1],
+                results[-1],
                 goldens,
                 numbers,
                 self.manifest,
@@ -201,7 +201,7 @@ class Engine:
                 str(version.path),
                 as_float16=self.device_type == "cuda",  # as FBGEMM dequantizes on CUDA
             )
-        self._golden = _Golden(numbers, lengths, bags.weights, tuple(answered))
+        self._golden = _Golden(numbers, lengths, bags.weights, tuple(results))
 
     def check(self) -> None:
         """Checks that published rows are as they were at warm-up, and changed rows as in training.
@@ -215,9 +215,9 @@ class Engine:
             self.live_goldens.check(self.lookup)
         golden = self._golden
         assert golden is not None  # warm_up has set it
-        for lookup, before in zip(self.each(), golden.answers, strict=True):
-            answer = lookup(golden.numbers, golden.lengths, golden.weights)
-            if not np.array_equal(answer, before, equal_nan=True):
+        for lookup, before in zip(self.each(), golden.results, strict=True):
+            result = lookup(golden.numbers, golden.lengths, golden.weights)
+            if not np.array_equal(result, before, equal_nan=True):
                 raise StoreError(
                     f"{self._version.path}: rows have changed since the start: its goldens are "
                     "answered otherwise now"

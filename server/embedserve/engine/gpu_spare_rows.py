@@ -31,7 +31,7 @@ BLOCK_BYTES = 16 << 20
 
 @dataclass
 class _Target:
-    """Where the spare rows of a table lie on the GPU.
+    """Location of the spare rows of a table on the GPU.
 
     Attributes:
         rows: uint8 [n, pitch], the spare rows on the GPU.
@@ -72,14 +72,14 @@ class GpuSpareRows:
         pages = self._pages
         tables = self._with_groups(config)
         sizes = [
-            _whole(pitch_of(table) * (group.first_row + group.count), pages.page_bytes)
+            _round_up(pitch_of(table) * (group.first_row + group.count), pages.page_bytes)
             for table, group in tables
         ]
         *offsets, total = accumulate(sizes, initial=0)
         address = pages.reserve(total)
         ends = []
         for (table, _), offset in zip(tables, offsets, strict=True):
-            size = _whole(pitch_of(table) * table.num_embeddings, pages.page_bytes)
+            size = _round_up(pitch_of(table) * table.num_embeddings, pages.page_bytes)
             pages.attach_new(address + offset, size)
             ends.append(address + offset + size)
         data = pages.tensor(address, total)
@@ -122,7 +122,7 @@ class GpuSpareRows:
             # The pages between the table and its first spare row stay without memory.
             page_bytes = self._pages.page_bytes
             first = max(target.attached, target.rows.data_ptr() // page_bytes * page_bytes)
-            size = _whole(end - first, page_bytes)
+            size = _round_up(end - first, page_bytes)
             self._pages.attach(first, size)
             target.attached = first + size
 
@@ -164,7 +164,7 @@ def _check_numbers(group: RowGroup) -> None:
 
 def _check_room(live: LiveRows, device: torch.device, page_bytes: int) -> None:
     tables = [table for group in live.table_groups for table in group.tables]
-    nbytes = sum(_whole(pitch_of(one) * one.num_embeddings, page_bytes) for one in tables)
+    nbytes = sum(_round_up(pitch_of(one) * one.num_embeddings, page_bytes) for one in tables)
     changed, free = changed_bytes_max(live, page_bytes), torch.cuda.mem_get_info(device)[0]
     if nbytes + changed + WORK_BYTES > free:
         raise StoreError(
@@ -179,5 +179,5 @@ def _blocks(positions: NDArray[np.int64], pitch: int) -> Iterator[NDArray[np.int
     return (positions[start : start + step] for start in range(0, len(positions), step))
 
 
-def _whole(nbytes: int, unit: int) -> int:
+def _round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit

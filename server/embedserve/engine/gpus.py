@@ -61,11 +61,11 @@ def gpus_for(devices: str) -> Gpus:
 def find_gpus() -> Gpus:
     """Returns the state of this host's GPUs, as torch reports it. Starts CUDA on each GPU, which
     takes some hundred MB of its memory."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # torch reports an outdated driver only as a warning
         count = torch.cuda.device_count()
     if not count:
-        return Gpus(problem="; ".join(_first_line(one.message) for one in said))
+        return Gpus(problem="; ".join(_first_line(one.message) for one in caught))
     try:
         torch.cuda.init()
         free_bytes = tuple(torch.cuda.mem_get_info(gpu)[0] for gpu in range(count))
@@ -92,8 +92,8 @@ def _operator_problem() -> str:
     return "" if has_kernel else "FBGEMM has no CUDA kernels here: it is fbgemm-gpu-cpu"
 
 
-def _first_line(said: object) -> str:
-    return next(iter(str(said).splitlines()), "")
+def _first_line(message: object) -> str:
+    return next(iter(str(message).splitlines()), "")
 
 
 def why_unusable(gpus: Gpus) -> str:

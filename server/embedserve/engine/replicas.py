@@ -24,7 +24,7 @@ class Replicas:
             each: at least one lookup, such as that of a DeviceBatches.
         """
         self.each = tuple(each)
-        self._under_way = [0] * len(self.each)
+        self._in_flight = [0] * len(self.each)
         self._turn = 0
         self._lock = Lock()
 
@@ -43,14 +43,14 @@ class Replicas:
             return self.each[chosen](ids, lengths, weights, as_float16)
         finally:
             with self._lock:
-                self._under_way[chosen] -= work
+                self._in_flight[chosen] -= work
 
     def _begin(self, work: int) -> int:
         """Chooses a replica, adds ``work`` to its load, and returns its index."""
         count = len(self.each)
         with self._lock:
             in_turn = ((self._turn + i) % count for i in range(count))
-            chosen = min(in_turn, key=self._under_way.__getitem__)
-            self._under_way[chosen] += work
+            chosen = min(in_turn, key=self._in_flight.__getitem__)
+            self._in_flight[chosen] += work
             self._turn = chosen + 1
         return chosen

@@ -82,7 +82,7 @@ def with_inputs(frozen: Any, stand_ins: Sequence[torch.Tensor]) -> Traced | None
     graph: Any = frozen.graph.copy()
     for stand_in in stand_ins:
         value = graph.addInput()
-        found = [one for one in graph.findAllNodes("prim::Constant") if _is(one, stand_in)]
+        found = [one for one in graph.findAllNodes("prim::Constant") if _holds(one, stand_in)]
         for node in found:
             node.output().replaceAllUsesWith(value)
         if not found:
@@ -114,7 +114,8 @@ def _without_attributes(graph: Any, module: Any, value: Any) -> bool:
     return True
 
 
-def _is(constant: Any, tensor: torch.Tensor) -> bool:
+def _holds(constant: Any, tensor: torch.Tensor) -> bool:
+    """Returns whether the node ``constant`` has ``tensor`` itself, not an equal one."""
     has_tensor = constant.hasAttribute("value") and constant.kindOf("value") == "t"
     return bool(has_tensor and constant.t("value").data_ptr() == tensor.data_ptr())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 TRACEPARENT = b"traceparent"
 _SAMPLED = 1
-_FORM = re.compile(
+_PATTERN = re.compile(
     rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?"
 )
 TRACEPARENT_BYTES_MAX = 256
@@ -33,7 +33,7 @@ def read_traceparent(value: bytes | None) -> TraceContext | None:
     """Parses a traceparent header; returns None if it is absent or malformed."""
     if not value or len(value) > TRACEPARENT_BYTES_MAX:
         return None
-    found = _FORM.fullmatch(value)
+    found = _PATTERN.fullmatch(value)
     if found is None or (found[1] == b"00" and found[5]):
         return None
     is_sampled = bool(int(found[4], 16) & _SAMPLED)
