@@ -74,8 +74,7 @@ class AuthMiddleware:
                 certificate = scope.get(CERTIFICATE)
                 scope[CALLER] = self._authenticator.check(authorization, certificate, roles)
             except EmbedServeError as error:
-                given_id = one_header(scope["headers"], REQUEST_ID)
-                app = error_response(error, error.http_status, scope["path"], given_id)
+                app = error_response(error, error.http_status, scope)
                 fields = partial(self._fields, scope)
                 self._log.log(
                     logging.INFO, f"rejected with {error.code}", error.message, fields=fields
@@ -90,20 +89,14 @@ class AuthMiddleware:
         return {"address": address, "method": scope["method"], "path": path}
 
 
-def error_response(
-    error: EmbedServeError, status: int, path: str, given_id: bytes | None
-) -> Response:
-    """Returns ``error`` in the JSON format of all errors, or in that of the Open Inference
-    Protocol.
-
-    Args:
-        path: path of the request, which selects the format.
-        given_id: the request's X-Request-Id.
-    """
+def error_response(error: EmbedServeError, status: int, scope: Scope) -> Response:
+    """Returns ``error`` as the response to the request in ``scope``, whose path selects the format:
+    the JSON of all errors, or that of the Open Inference Protocol."""
+    given_id = one_header(scope["headers"], REQUEST_ID)
     headers = {"X-Request-Id": request_id_of(given_id).decode()}
     if error.retry_after_s:
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    encode = encode_infer_error if is_infer_path(path) else encode_error
+    encode = encode_infer_error if is_infer_path(scope["path"]) else encode_error
     return Response(encode(error), status, headers, media_type="application/json")

@@ -17,7 +17,6 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve import __version__
-from embedserve.access.authenticator import one_header
 from embedserve.api import delta_hold, open_inference_routes, plan, shared_memory, slow
 from embedserve.api.admin import AdminOperations
 from embedserve.api.admin import router as admin_router
@@ -35,7 +34,6 @@ from embedserve.metrics.scrape_text import RECEIVED_S, ScrapeText
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
-from embedserve.tracing.request_id import REQUEST_ID
 
 START_PAGE = """<!doctype html>
 <html lang="en"><title>embedserve</title>
@@ -354,20 +352,16 @@ def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     """Gives every error the JSON format of the embed routes or of the Open Inference Protocol."""
 
-    def respond(request: Request, error: EmbedServeError, status: int) -> Response:
-        given_id = one_header(request.scope["headers"], REQUEST_ID)
-        return error_response(error, status, request.scope["path"], given_id)
-
     async def on_known_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)
-        return respond(request, error, error.http_status)
+        return error_response(error, error.http_status, request.scope)
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         shaped = InvalidRequestError(f"{request.method} {request.scope['path']}: {error.detail}")
         if error.status_code == 404:
             shaped.code = "NOT_FOUND"
-        response = respond(request, shaped, error.status_code)
+        response = error_response(shaped, error.status_code, request.scope)
         response.headers.update(error.headers or {})
         if response.headers.get("allow") == "GET":
             response.headers["allow"] = "GET, HEAD"  # AsgiHandler responds to HEAD like to GET
@@ -377,11 +371,12 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        return respond(request, InvalidRequestError(f"{field}: {first['msg']}", field), 400)
+        invalid = InvalidRequestError(f"{field}: {first['msg']}", field)
+        return error_response(invalid, 400, request.scope)
 
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
         """Responds with 500. Starlette then raises ``error`` again, for AsgiHandler to log."""
-        return respond(request, EngineError(INTERNAL), EngineError.http_status)
+        return error_response(EngineError(INTERNAL), EngineError.http_status, request.scope)
 
     app.add_exception_handler(EmbedServeError, on_known_error)
     app.add_exception_handler(HTTPException, on_routing_error)
