@@ -68,7 +68,6 @@ class Http2Connection:
         frame_writer: sending half.
         on_output: callback when there are bytes to send.
         flow_control: windows of the receiving half.
-        abuse_budget: token bucket of frames without a request.
         blocks: decoder of header blocks.
         streams: open streams, by stream identifier.
         streams_max: limit of concurrent streams; 0 once new streams are no longer accepted.
@@ -86,12 +85,12 @@ class Http2Connection:
     """
 
     __slots__ = (
+        "_abuse_budget",
         "_control",
         "_left",
         "_requests",
         "_resets",
         "_turn_left",
-        "abuse_budget",
         "blocks",
         "certificate",
         "closed_streams",
@@ -132,7 +131,7 @@ class Http2Connection:
         self.closed_streams = ClosedStreams(self.frame_writer.out)
         self.required_frame_type: int | None = SETTINGS
         self._resets = ResponseTokenBucket(self.frame_writer, RESETS_PER_FRAME)
-        self.abuse_budget = TokenBucket()
+        self._abuse_budget = TokenBucket()  # of frames without a request
         self.shutdown = GracefulShutdown(self)
         self._control = ControlFrames(self)
         self._requests = RequestFrames(self)
@@ -275,15 +274,20 @@ class Http2Connection:
         elif kind != self.required_frame_type:
             raise violation("another frame within a header block")
 
-    def spend(self, bucket: TokenBucket, what: str, nbytes: int = 0) -> None:
-        """Takes tokens from ``bucket`` and work units from the event-loop iteration.
+    def spend(self, what: str, nbytes: int = 0, bucket: TokenBucket | None = None) -> None:
+        """Takes work units from the event-loop iteration, and tokens from ``bucket``, by default
+        the one of frames without a request.
+
+        Args:
+            what: kind of the frame, in the plural.
+            nbytes: bytes of its payload that take time to process.
 
         Raises:
             ProtocolViolation: the bucket is empty, as the client has sent too many ``what``.
         """
         count = 1 + nbytes // ABUSE_BYTES
         self._turn_left -= count * ABUSE_WORK
-        if not bucket.try_take(count):
+        if not (bucket or self._abuse_budget).try_take(count):
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {what}")
 
     def spend_turn(self, work: int) -> None:
@@ -326,7 +330,7 @@ class Http2Connection:
 
     def reset(self, stream_id: int, what: str) -> None:
         """Ends a stream without a response. It counts as one of too many ``what``."""
-        self.spend(self._resets, what)
+        self.spend(what, bucket=self._resets)
         stream = self.streams.get(stream_id)
         if stream is not None:
             self._forget(stream).reset()

@@ -73,7 +73,7 @@ class ControlFrames:
         if kind != RST_STREAM:
             # A SETTINGS frame may hold many settings; the payload of other frames is not parsed.
             nbytes = len(payload) if kind == SETTINGS else 0
-            self._connection.spend(self._connection.abuse_budget, "frames that ask nothing", nbytes)
+            self._connection.spend("frames that ask nothing", nbytes)
         act = self._on_frame.get(kind)
         if act is not None:
             act(stream_id, flags, payload)

@@ -46,7 +46,6 @@ class RequestFrames:
     """
 
     __slots__ = (
-        "_abuse_budget",
         "_block_head",
         "_connection",
         "_flow_control",
@@ -56,7 +55,6 @@ class RequestFrames:
     def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
         self._flow_control = connection.flow_control
-        self._abuse_budget = connection.abuse_budget
         self.block = b""
         self._block_head = (0, 0)  # stream identifier and flags of its HEADERS frame
 
@@ -92,7 +90,7 @@ class RequestFrames:
         connection = self._connection
         if connection.required_frame_type != CONTINUATION or stream_id != self._block_head[0]:
             raise violation("CONTINUATION without its HEADERS")
-        connection.spend(self._abuse_budget, "CONTINUATION frames")
+        connection.spend("CONTINUATION frames")
         self.block += payload
         self._check_block()
         if flags & END_HEADERS:
@@ -123,7 +121,7 @@ class RequestFrames:
             len(connection.streams) >= connection.streams_max
             or connection.frame_writer.unsent_bytes > UNSENT_BYTES_MAX
         ):
-            connection.spend(self._abuse_budget, "streams over the limit")
+            connection.spend("streams over the limit")
             connection.closed_streams.reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         if isinstance(opened, str):
@@ -142,7 +140,7 @@ class RequestFrames:
             self._on_trailers(stream, flags, block)
             return
         self._connection.closed_streams.discard_headers(stream_id, flags)
-        self._connection.spend(self._abuse_budget, "HEADERS on streams that were reset", len(block))
+        self._connection.spend("HEADERS on streams that were reset", len(block))
         self._decode(block)
 
     def _decode(self, block: bytes) -> Headers:
@@ -197,7 +195,7 @@ class RequestFrames:
             stream.handler.receive(payload, True)
         else:
             if not nbytes:
-                self._connection.spend(self._abuse_budget, "empty DATA frames")
+                self._connection.spend("empty DATA frames")
             stream.handler.receive(payload, False)
 
     def _on_late_data(self, stream_id: int, flags: int, length: int) -> None:
@@ -206,7 +204,7 @@ class RequestFrames:
         if not connection.was_opened(stream_id):
             raise violation(f"DATA on stream {stream_id}, which is not open")
         if not (length and connection.closed_streams.may_be_in_flight(stream_id)):
-            connection.spend(self._abuse_budget, "DATA on streams that ended")
+            connection.spend("DATA on streams that ended")
         connection.closed_streams.discard_data(stream_id, flags, length)
 
     def close(self) -> None:
