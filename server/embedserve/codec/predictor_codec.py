@@ -148,7 +148,7 @@ def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:
         for message in found.get(name, ()):
             _extract(message, {})  # it must be well-formed even so
             if len(message):
-                say_not_read(name)
+                log_ignored(name)
     unary = _merged("unary_features", found)
     if unary.num_features or unary.values:
         raise unary.wrong("num_features", f"is {unary.num_features}: no model here has such")
@@ -184,7 +184,7 @@ def _int32(values: Sequence[memoryview]) -> int:
 
 
 @cache
-def say_not_read(field: str) -> None:
+def log_ignored(field: str) -> None:
     """Logs once per process that ``field`` is ignored. TorchRec's clients send such fields with
     every request."""
     logger.info("Predictor/Predict: %s are not read, this server has the tables alone", field)
@@ -309,11 +309,8 @@ def _header_counts(counts: Mapping[str, int]) -> bytes:
 def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTensor]]:
     """Returns (the bytes before the values of each key, the tensors of the keys). For pooled
     responses they are cached with the model, by the number of examples."""
-    key = (
-        None
-        if result.extra_chunks or result.lengths is not None
-        else ("predict", len(result.values))
-    )
+    is_cached = not result.extra_chunks and result.lengths is None
+    key = ("predict", len(result.values)) if is_cached else None
     made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
         tensors = tensors_of(result)

@@ -331,7 +331,8 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     size = values.nbytes
     start = model.response_prefix_cache.get((size, values.itemsize))
     if start is None:
-        start = _start(model, len(values), size, values.itemsize)
+        start = _start(model, len(values), values.itemsize, size)
+        model.cache_response_prefix((size, values.itemsize), start)
     if result.seq is None:
         return (start, values.data), len(start) + size
     end = SEQ_TAG + varint(result.seq)
@@ -340,10 +341,13 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
 def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order. None of them takes long to encode."""
-    values = [_little_endian(one) for one in (result.values, *result.extra_chunks)]
+    values = [
+        one.astype(one.dtype.newbyteorder("<"), copy=False)
+        for one in (result.values, *result.extra_chunks)
+    ]
     batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
     size = sum(one.nbytes for one in values)
-    yield _leading_fields(result.model, batch_size, values[0].itemsize) + VALUES_TAG + varint(size)
+    yield _start(result.model, batch_size, values[0].itemsize, size)
     for one in values:
         yield one.data
     if result.lengths is not None:
@@ -359,28 +363,18 @@ def encode_chunks(result: LookupResult) -> Iterator[bytes | memoryview]:
         yield SEQ_TAG + varint(result.seq)
 
 
-def _little_endian(values: np.ndarray) -> np.ndarray:
-    return values.astype(values.dtype.newbyteorder("<"), copy=False)
-
-
-def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
-    """Returns all bytes before the values of a pooled response, and caches them with the model."""
-    start = _leading_fields(model, batch_size, itemsize) + VALUES_TAG + varint(size)
-    model.cache_response_prefix((size, itemsize), start)
-    return start
-
-
-def _leading_fields(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
-    """Returns the fields before the values, serialized."""
+def _start(model: ModelInfo, batch_size: int, itemsize: int, size: int) -> bytes:
+    """Returns all bytes before the values, which have ``size`` bytes."""
     output_dtype = embedding_pb2.FLOAT16 if itemsize == 2 else embedding_pb2.FLOAT32
-    return embedding_pb2.EmbedResponse(
+    fields = embedding_pb2.EmbedResponse(
         model=model.name,
         version=model.version,
         keys=model.keys,
         length_per_key=model.length_per_key,
         batch_size=batch_size,
         output_dtype=output_dtype,
-    ).SerializeToString()
+    )
+    return fields.SerializeToString() + VALUES_TAG + varint(size)
 
 
 def encode_error(error: EmbedServeError) -> bytes:

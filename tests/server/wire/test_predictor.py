@@ -14,7 +14,7 @@ from server.fake_engine import FEATURES, Bags, FakeEngine
 from server.live import GRPC_SERVERS, Live, live_server
 from server.predictions import predicted, prediction_request, sparse, weighted
 
-from embedserve.codec.predictor_codec import say_not_read
+from embedserve.codec.predictor_codec import log_ignored
 from embedserve_proto import predictor_pb2 as pb
 from embedserve_proto.predictor_pb2_grpc import PredictorStub
 
@@ -48,7 +48,7 @@ async def test_ids_may_be_32_bit(live: Live, examples: int) -> None:
 async def test_dense_features_are_ignored_and_logged_once(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_not_read.cache_clear()
+    log_ignored.cache_clear()
     caplog.set_level(logging.INFO, "embedserve")
     request = prediction_request(KEYS, BAGS)
     request.float_features.MergeFrom(pb.FloatFeatures(num_features=13, values=b"odd"))
