@@ -16,19 +16,19 @@ and each second in the long run. Each takes a token."""
 class TokenBucket:
     """A token bucket that refills with time. The refill is computed only when it runs out."""
 
-    __slots__ = ("_at_s", "_left", "_most", "_per_second")
+    __slots__ = ("_at_s", "_capacity", "_left", "_per_second")
 
     def __init__(
-        self, most: float = ABUSE_TOKENS_MAX, per_second: float = ABUSE_TOKENS_PER_S
+        self, capacity: float = ABUSE_TOKENS_MAX, per_second: float = ABUSE_TOKENS_PER_S
     ) -> None:
-        self._left = self._most = most
+        self._left = self._capacity = capacity
         self._per_second = per_second
         self._at_s = perf_counter()
 
     def try_take(self, count: int = 1) -> bool:
         """Takes ``count`` tokens. Returns False, and takes none, if the bucket has run out."""
         if self._left < count:
-            self._left = min(self._most, self._left + self._take_refill())
+            self._left = min(self._capacity, self._left + self._take_refill())
             if self._left < count:
                 return False
         self._left -= count
