@@ -178,7 +178,7 @@ class Codecs:
             try_encode_inline=message_responses.try_encode_inline,
             peek_model=infer_messages.peek_model,
             estimate_size=infer_messages.estimate_size,
-            bind_regions=partial(_bind_regions, message.decode_request),
+            bind_regions=lambda regions: partial(message.decode_request, regions=regions),
         )
         self.infer_streamed = replace(
             self.infer_message,
@@ -224,9 +224,5 @@ def _infer(decoder: BodyDecoder, json_bytes: int | None = None) -> Codec:
         estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
         encode_error=body_responses.encode_error,
         json_bytes=body_responses.json_bytes_of,
-        bind_regions=partial(_bind_regions, decode),
+        bind_regions=lambda regions: partial(decode, regions=regions),
     )
-
-
-def _bind_regions(decode: Callable[..., LookupRequest], regions: Regions) -> Decode:
-    return partial(decode, regions=regions)

@@ -98,13 +98,11 @@ class BodyDecoder:
                 if cached is not None:
                     return cached
         if regions and json_bytes in (None, len(body)):
-            template = self.shared_memory_templates.find(body, limits)
-            if template is not None:
-                if is_inline and not template.is_quick:
-                    raise WouldBlockError
-                cached = template.read(regions, model)
-                if cached is not None:
-                    return cached
+            cached = self.shared_memory_templates.read(
+                body, regions, limits, model, is_inline=is_inline
+            )
+            if cached is not None:
+                return cached
         head, rest = _cut(body, json_bytes, limits)
         if len(head) > limits.request_values_max:  # a shorter JSON cannot hold that many values
             check_cost(head, limits)

@@ -113,11 +113,10 @@ class MessageDecoder:
             request = self.templates.read(body, limits)
             if request is not None:
                 return request
-        template = self.shared_memory_templates.find(body, limits) if regions else None
-        if template is not None and regions is not None:
-            if is_inline and not template.is_quick:
-                raise WouldBlockError
-            request = template.read(regions)
+        if regions:
+            request = self.shared_memory_templates.read(
+                body, regions, limits, None, is_inline=is_inline
+            )
             if request is not None:
                 return request
         parsed = _parse_inline(body, limits) if is_inline else _parse_any(body, limits)

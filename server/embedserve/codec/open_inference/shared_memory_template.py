@@ -120,9 +120,9 @@ class SharedMemoryTemplate:
         ids = whole[: self._ids_bytes].view(_INT64)
         return LookupRequest(model, self._features, ids, lengths, None, self._batch_size)
 
-    def read(self, regions: Regions, model: str | None = None) -> LookupRequest | None:
-        """Returns the request with its response options. ``model`` None means the model of the
-        first request."""
+    def read(self, regions: Regions, model: str | None) -> LookupRequest | None:
+        """Returns the request with its response options, or None as ``read_inputs`` does. ``model``
+        None means the model of the first request."""
         output = self._output
         assert output is not None
         options = output.format_options
@@ -198,12 +198,17 @@ def _location(name: str, offset: int, nbytes: int, regions: Regions) -> MemorySl
 class SharedMemoryTemplateCache(TemplateCache[SharedMemoryTemplate]):
     """Cache of recent templates."""
 
-    def find(self, body: bytes, limits: Limits) -> SharedMemoryTemplate | None:
-        """Returns the template of requests with the bytes ``body``, checked against these
-        ``limits``."""
+    def read(
+        self, body: bytes, regions: Regions, limits: Limits, model: str | None, *, is_inline: bool
+    ) -> LookupRequest | None:
+        """Returns the request in ``body``; None if no template of these bytes and ``limits`` is
+        cached, and as SharedMemoryTemplate.read does. Raises WouldBlockError if ``is_inline``, and
+        it would take long."""
         for template in self.templates:
             if template.has_body(body, limits):
-                return template
+                if is_inline and not template.is_quick:
+                    raise WouldBlockError
+                return template.read(regions, model)
         return None
 
     def cache_template(
