@@ -114,7 +114,6 @@ class RequestParser:
     def on_message_begin(self) -> None:
         self.message_since_s = perf_counter()
         self.is_in_head = True
-        self._head_bytes = self.body_bytes = 0
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
