@@ -40,6 +40,7 @@ def test_busy_table_is_row_wise_only_if_its_rows_were_counted_by_rank() -> None:
     even = AccessCounts(by_table, {"hot": [500.0, 400.0]}, {"hot": [0, 500]})
     plan = balanced_plan(tables, even, world_size=2)
     assert kinds(plan)["hot"] == "row_wise"
+    assert plan.constraints["hot"] == TableConstraints(("row_wise",))  # on other ranks, too
     assert plan.tables["cold"].shards[0].rank == 1
     assert balance(plan, tables, even) == pytest.approx(1)
     of_other_ranks = balanced_plan(tables, even, world_size=3)
