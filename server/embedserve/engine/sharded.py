@@ -109,7 +109,7 @@ def distribute(
             init_data_parallel=False,
         )
     if device_type == "cuda" and plan.world_size == 1:
-        _take_batches_as_they_come(sharded.module)
+        _leave_batches_on_gpu(sharded.module)
     return sharded
 
 
@@ -125,7 +125,7 @@ def _first_rank_on(gpu: int) -> Iterator[None]:
         embedding_lookup.rank_device = original
 
 
-def _take_batches_as_they_come(sharded: Any) -> None:
+def _leave_batches_on_gpu(sharded: Any) -> None:
     """Makes ``sharded``, which is on one GPU, leave batches on that GPU. torchrec would move them
     to GPU 0, except for a model on the meta device."""
     input_dist = getattr(sharded, "_input_dist_module", sharded)  # separate in pooled models
