@@ -91,7 +91,11 @@ def decode_request(
             check_feature_count("features", len(parsed.features), limits)
         request = _request(parsed, model)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _problem(body, error) from error
+        # No local variable holds the new error: with its traceback it would form a reference cycle,
+        # and keep all parsed values alive until the next collection.
+        raise (
+            explain_invalid_json(body) or InvalidRequestError(f"body: {error}", "body")
+        ) from error
     if parsed.output_dtype is not None:
         request.output_dtype = parsed.output_dtype
     if parsed.version is not None:
@@ -252,15 +256,6 @@ def _ones(bags: list[Any]) -> list[Any]:
     if bags and type(bags[0]) is list:
         return [[1.0] * len(bag) for bag in bags]
     return [1.0] * len(bags)
-
-
-def _problem(body: bytes, error: Exception) -> EmbedServeError:
-    """Returns the error in ``body``.
-
-    The caller raises it, and no local variable has it: an error that a variable of its own frame
-    holds is a reference cycle, which would keep all parsed values alive until the next collection.
-    """
-    return explain_invalid_json(body) or InvalidRequestError(f"body: {error}", "body")
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:

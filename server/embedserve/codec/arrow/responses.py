@@ -39,7 +39,7 @@ from embedserve.codec.arrow.stream import (
     SCHEMA,
     message_of,
 )
-from embedserve.codec.open_inference.outputs import OutputTensor, tensors_of
+from embedserve.codec.open_inference.outputs import tensors_of
 from embedserve.lookup_types import EncodedResponse, LookupResult, with_size
 from embedserve.request_checks import SEQ_DIGITS_MAX
 
@@ -138,8 +138,8 @@ def _body(result: LookupResult) -> _BodyBuffers:
     dtype = _DTYPES[itemsize]
     if not _is_by_key(result):
         values = [result.values, *result.extra_chunks]
-        chunks = [np.ascontiguousarray(one, dtype).data for one in values]
-        body.add_vectors(sum(map(len, values)), values[0].shape[1], itemsize, chunks)
+        whole = [np.ascontiguousarray(one, dtype).data for one in values]
+        body.add_vectors(sum(map(len, values)), values[0].shape[1], itemsize, whole)
         return body
     tensors = tensors_of(result)
     for at, tensor in enumerate(tensors):
@@ -148,13 +148,9 @@ def _body(result: LookupResult) -> _BodyBuffers:
             np.cumsum(result.lengths[at], out=offsets[1:])
             body.add_node(offsets.size - 1)
             body.add_buffer(offsets.nbytes, (offsets.data,))
-        body.add_vectors(*tensor.shape, itemsize, _chunks(tensor, result, dtype))
+        chunks = (np.ascontiguousarray(one, dtype).data for one in tensor.chunks(result))
+        body.add_vectors(*tensor.shape, itemsize, chunks)
     return body
-
-
-def _chunks(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iterator[ByteChunk]:
-    for values in tensor.chunks(result):
-        yield np.ascontiguousarray(values, dtype).data
 
 
 def _start(result: LookupResult, body: _BodyBuffers) -> bytes:

@@ -192,7 +192,10 @@ def read_batches(
             raise WouldBlockError if is_inline else _too_many_batches(cost // batch_cost)
         if message.kind != RECORD_BATCH:
             raise malformed(f"the message at byte {at} is another schema")
-        batch = _read_batch(message, schema, rows, limits)
+        try:
+            batch = _read_batch(message, schema, rows, limits)
+        except MALFORMED as error:
+            raise malformed(f"a record batch cannot be read: {error}") from error
         if batch is not None:
             rows += batch.rows
             found.append(batch)
@@ -211,14 +214,8 @@ def _too_many_batches(count: int) -> RequestTooLargeError:
 def _read_batch(
     message: ArrowMessage, schema: Schema, first: int, limits: Limits
 ) -> RecordBatch | None:
-    """Returns the batch in ``message``; None for a batch without rows."""
-    try:
-        return _batch(message, schema, first, limits)
-    except MALFORMED as error:
-        raise malformed(f"a record batch cannot be read: {error}") from error
-
-
-def _batch(message: ArrowMessage, schema: Schema, first: int, limits: Limits) -> RecordBatch | None:
+    """Returns the batch in ``message``; None for a batch without rows. Raises one of MALFORMED if
+    it cannot be read."""
     table = message.header
     compression = table.table(COMPRESSION)
     if compression is not None:

@@ -45,7 +45,7 @@ from embedserve.codec.open_inference.tensors import (
     wrong,
 )
 from embedserve.config import Limits
-from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, WouldBlockError
 from embedserve.request_checks import check_min_seq
 from embedserve.shared_memory.region import MemorySlice, Regions
@@ -110,7 +110,9 @@ class BodyDecoder:
             _check_utf8(head)
             parsed = _DECODER.decode(head)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise _problem(error) from error
+            # No local variable holds the new error, as in json_codec.py.
+            problem = f"body is not an inference request: {error}"
+            raise InvalidRequestError(problem, "body") from error
         tensors = _tensors(parsed.inputs, rest, limits, regions, is_inline=is_inline)
         request, template = read_request(model, *tensors, regions, limits, is_inline=is_inline)
         parameters = parsed.parameters or Parameters()
@@ -208,12 +210,6 @@ def _check_utf8(head: bytes) -> None:
     for start in range(0, len(head), UTF8_BYTES):  # avoids a copy of all of it
         decoder.decode(head[start : start + UTF8_BYTES])
     decoder.decode(b"", final=True)
-
-
-def _problem(error: Exception) -> EmbedServeError:
-    """Returns the error for the caller to raise. An error in a local variable of its own frame is a
-    reference cycle."""
-    return InvalidRequestError(f"body is not an inference request: {error}", "body")
 
 
 def _cut(body: bytes, json_bytes: int | None, limits: Limits) -> tuple[bytes, memoryview]:
