@@ -9,6 +9,7 @@ import errno
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import ref
 
 T = TypeVar("T")
 
@@ -30,10 +31,12 @@ async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
 
 def _begun(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    begun: asyncio.Future[T] = loop.create_future()
+    waiting = ref(begun)  # frames of ``run`` and ``work`` reach ``tell``, and so what it refers to
 
     def tell(result: T | None, error: Exception | None) -> None:
-        if done.cancelled():
+        done = waiting()
+        if done is None or done.cancelled():
             return
         if error is not None:
             done.set_exception(error)
@@ -60,7 +63,7 @@ def _begun(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
     except RuntimeError as error:
         _running.discard(thread)
         raise BlockingIOError(errno.EAGAIN, str(error)) from error
-    return done
+    return begun
 
 
 def is_any_running() -> bool:
