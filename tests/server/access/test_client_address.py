@@ -30,6 +30,7 @@ def client_address(peer: str = PROXY, **headers: str) -> str:
         ("[2001:DB8::7]", "2001:db8::7"),
         ("[2001:db8::7]:4711", "2001:db8::7"),
         ("[2001:db8::77", PROXY),
+        ("2001:db8::7]", PROXY),
         ("::ffff:192.0.2.7", "192.0.2.7"),
         ("fe80::1%eth0", "fe80::1"),
         ("192.0.2.7, 10.1.1.1, fd00::9", "192.0.2.7"),
@@ -106,6 +107,13 @@ def test_one_ipv6_address_may_be_trusted() -> None:
 
 def test_unix_socket_peer_is_no_trusted_proxy() -> None:
     assert client_address(peer="a Unix socket", x_forwarded_for="192.0.2.7") == "a Unix socket"
+
+
+def test_address_cut_by_the_limit_is_not_used() -> None:
+    value = "198.151.100.177" + ", 10.1.1.1" * 101
+    assert len(value) == FORWARDED_BYTES_MAX + 1
+    assert client_address(x_forwarded_for=value) == "10.1.1.1"
+    assert client_address(x_forwarded_for=value[1:]) == "98.151.100.177"
 
 
 def test_long_forwarded_header_is_parsed_quickly_from_its_end() -> None:
