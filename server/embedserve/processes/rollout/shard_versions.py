@@ -91,6 +91,8 @@ class ShardVersions:
     async def update(self) -> None:
         """Loads and unloads versions until the shard holds what it is to hold, as far as memory is
         free."""
+        for name in self._counts.keys() - self._metrics.keys():
+            del self._counts[name]  # a version that is loaded again has a minute again
         for model in self._models():
             to_hold = await run_in_daemon_thread(
                 "follow",

@@ -138,6 +138,23 @@ async def test_version_is_unloaded_after_a_minute_without_requests(
     assert sorted(shard.metrics) == ["shop@7", "shop@8"]
 
 
+async def test_version_that_is_loaded_again_has_a_minute_again() -> None:
+    shard = Shard(6, 7, to_hold=to_hold(7))
+    await shard.shard_versions.update()
+    shard.now_s += IDLE_S
+    await shard.shard_versions.update()
+    shard.now_s += IDLE_S
+    await shard.shard_versions.update()
+    await shard.load("shop@6")  # by an administrator
+    await shard.shard_versions.update()
+    shard.now_s += IDLE_S - 1
+    await shard.shard_versions.update()
+    assert shard.steps == ["unload 6", "load 6"]
+    shard.now_s += 1
+    await shard.shard_versions.update()
+    assert shard.steps == ["unload 6", "load 6", "unload 6"]
+
+
 async def test_version_that_fails_to_load_is_retried_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
