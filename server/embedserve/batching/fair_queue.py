@@ -69,7 +69,7 @@ class FairQueue:
             start, _, source = self._starts[0]
             if source.pending:
                 return next(iter(source.pending))
-            self._now = max(self._now, start)
+            self._now = start
             heapq.heappop(self._starts)
             del self._sources[source.key]
         return None
