@@ -47,7 +47,7 @@ class Server:
         self.delta_versions = DeltaVersions(settings, {"m": one})
         self.notifications = 0
         self.delta_versions.on_change = self._count_notification
-        self.now_s = 0.0
+        self.now_s = 1.0  # at 0.0 a stall would have no start
         self.target = Target(0, "", 0, TargetPhase.SERVE)
         self.may_listen: dict[int, bool] = {}
         self.adopted_versions: list[int] = []
