@@ -151,7 +151,7 @@ def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:
                 log_ignored(name)
     unary = _merged("unary_features", found)
     if unary.num_features or unary.values:
-        raise unary.wrong("num_features", f"is {unary.num_features}: no model here has such")
+        raise unary.wrong("num_features", f"is {unary.num_features}: no model has unary features")
     batch_size = _int32(found["batch_size"]) if "batch_size" in found else 0
     return batch_size, _merged(IDS, found), _merged(SCORED, found)
 
