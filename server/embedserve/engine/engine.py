@@ -125,13 +125,13 @@ class Engine:
 
     @property
     def runs_modules(self) -> bool:
-        """Returns whether a lookup runs through a torch module instead of a function compiled from
+        """Whether a lookup runs through a torch module instead of a function compiled from
         it."""
         return any(one.program is None for one in self.compiled)
 
     @property
     def rounds_codes(self) -> bool:
-        """Returns whether lookups dequantize int8 or int4 rows in float16, as CUDA kernels do. The
+        """Whether lookups dequantize int8 or int4 rows in float16, as CUDA kernels do. The
         results may then differ by more than the bounds of a delta's goldens."""
         on_gpu = self.device_type == "cuda"
         return on_gpu and any(table.dtype in CODES_MAX for table in self.manifest.tables)

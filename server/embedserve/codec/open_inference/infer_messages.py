@@ -37,6 +37,7 @@ from embedserve.codec.open_inference.shared_memory_template import (
     read_request,
 )
 from embedserve.codec.open_inference.shared_memory_tensors import (
+    INLINE_TEXT_BYTES_MAX,
     LocatedTensor,
     is_in_shared_memory,
     location_in,
@@ -61,8 +62,6 @@ _InputMessage = pb.ModelInferRequest.InferInputTensor
 SMALL_BYTES = 16 << 10
 """Bytes of a message, without its raw contents, that the protobuf library parses whole. This costs
 the event loop a few hundred microseconds at most."""
-INLINE_TEXT_BYTES_MAX = 64 << 10
-"""Bytes of strings that are decoded on the event loop's thread."""
 INLINE_FIELDS_MAX = 4096
 """Fields of a message that is decoded, or whose size is estimated, on the event loop's thread."""
 

@@ -278,9 +278,8 @@ def _join_features(
         if one.padded is not None:
             padded = _array(one.padded, _INT64).reshape(batch_size, -1)
             is_id = padded >= 0
-            data: TensorData = padded[is_id].view(
-                np.uint8
-            )  # in bytes, as the data of other tensors
+            # In bytes, as the data of other tensors.
+            data: TensorData = padded[is_id].view(np.uint8)
             lengths.append(is_id.sum(axis=1, dtype=_INT32))
             counts.append(len(data) // _INT64.itemsize)
         else:

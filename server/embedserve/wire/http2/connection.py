@@ -395,7 +395,6 @@ class Http2Connection:
             handler, stream.handler = stream.handler, NULL_HANDLER
             handler.reset()
         self.flow_control.close()
-        self._left = b""
-        self._requests.close()
+        self._left = self._requests.block = b""
         self.blocks.clear()
         self.has_more = False

@@ -207,10 +207,6 @@ class RequestFrames:
             connection.spend("DATA on streams that ended")
         connection.closed_streams.discard_data(stream_id, flags, length)
 
-    def close(self) -> None:
-        """Releases an incomplete header block after the connection has ended."""
-        self.block = b""
-
 
 def _end_body(stream: Stream) -> None:
     if stream.missing_bytes:
