@@ -86,10 +86,10 @@ class TensorLookup(nn.Module):
         self.features = list(features)
         self.takes_offsets = takes_offsets
         starts, self.width = self._result_columns(device)
-        pieces = [(starts[key], dim) for key, dim in zip(keys, dims, strict=True)]
-        self.pieces = _joined(pieces)
+        blocks = [(starts[key], dim) for key, dim in zip(keys, dims, strict=True)]
+        self.blocks = _merge_adjacent(blocks)
         self.has_gaps = sum(dims) < self.width
-        columns = [column for start, dim in pieces for column in range(start, start + dim)]
+        columns = [column for start, dim in blocks for column in range(start, start + dim)]
         self.columns: torch.Tensor
         self.register_buffer("columns", torch.tensor(columns, device=device))
 
@@ -110,21 +110,21 @@ class TensorLookup(nn.Module):
     ) -> torch.Tensor:
         kjt = _to_kjt(self.features, ids, bags, weights, self.takes_offsets)
         values: torch.Tensor = self.sharded(kjt).values()
-        if self.pieces == [(0, self.width)]:
+        if self.blocks == [(0, self.width)]:
             return values
         if self.has_gaps:
             return values.index_select(1, self.columns)
-        return torch.cat([values.narrow(1, start, count) for start, count in self.pieces], dim=1)
+        return torch.cat([values.narrow(1, start, count) for start, count in self.blocks], dim=1)
 
 
-def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns (start, count) of consecutive column ranges, with adjacent ranges merged."""
-    joined: list[tuple[int, int]] = []
-    for start, count in pieces:
-        if joined and sum(joined[-1]) == start:
-            start, count = joined[-1][0], joined.pop()[1] + count
-        joined.append((start, count))
-    return joined
+def _merge_adjacent(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns ``blocks`` of columns, (start, count) each, with adjacent blocks merged."""
+    merged: list[tuple[int, int]] = []
+    for start, count in blocks:
+        if merged and sum(merged[-1]) == start:
+            start, count = merged[-1][0], merged.pop()[1] + count
+        merged.append((start, count))
+    return merged
 
 
 @torch.fx.wrap

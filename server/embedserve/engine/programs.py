@@ -49,7 +49,7 @@ class Programs:
         known = next((_alive(refs) for one, refs in self._by_layout if one == layout), None)
         is_new = known is None or known[0] is not programs[0]
         others = [one for one in self._kept if known is None or one[0] is not known[0]]
-        self._kept = _last([*others, programs])
+        self._kept = _programs_to_keep([*others, programs])
         del others, known
         self._by_layout = [
             (one, refs) for one, refs in self._by_layout if one != layout and _alive(refs)
@@ -79,7 +79,7 @@ def _alive(refs: tuple[ref[Program], ...]) -> tuple[Program, ...] | None:
     return found if len(found) == len(refs) else None
 
 
-def _last(kept: list[tuple[Program, ...]]) -> list[tuple[Program, ...]]:
+def _programs_to_keep(kept: list[tuple[Program, ...]]) -> list[tuple[Program, ...]]:
     """Returns the programs to keep, the least recently used first."""
     scripted = [one for one in kept if any(program.kind == SCRIPTED for program in one)]
     gone = {id(one) for one in scripted[:-SCRIPTED_MAX]}
