@@ -103,7 +103,7 @@ class BodyDecoder:
             )
             if cached is not None:
                 return cached
-        head, rest = _cut(body, json_bytes, limits)
+        head, rest = _split_body(body, json_bytes, limits)
         if len(head) > limits.request_values_max:  # a shorter JSON cannot hold that many values
             check_cost(head, limits)
         try:
@@ -212,7 +212,8 @@ def _check_utf8(head: bytes) -> None:
     decoder.decode(b"", final=True)
 
 
-def _cut(body: bytes, json_bytes: int | None, limits: Limits) -> tuple[bytes, memoryview]:
+def _split_body(body: bytes, json_bytes: int | None, limits: Limits) -> tuple[bytes, memoryview]:
+    """Returns (the JSON, the bytes of the tensors behind it)."""
     if json_bytes is None:
         return body, memoryview(b"")
     if json_bytes > len(body):

@@ -83,7 +83,7 @@ class MessageTemplate:
         requested = [_Request.InferRequestedOutputTensor(name=one) for one in outputs]
         self._tail = _Request(outputs=requested).SerializeToString()
         self._middles: dict[int, _Middles] = {}
-        self._fits: Limits | None = None
+        self._checked_limits: Limits | None = None
         self._output: OutputOptions | None = None  # of a request without an id
         self.nbytes = sum(len(one[0]) for one in (*self._ids, *self._lengths))
         self.nbytes += len(self.head) + len(self._tail)
@@ -91,7 +91,7 @@ class MessageTemplate:
     def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
         """Returns the request in ``body``, which begins with the head. Returns None where the body
         has another template or anything is wrong with it."""
-        if limits is not self._fits and not self._is_allowed(limits):
+        if limits is not self._checked_limits and not self._is_allowed(limits):
             return None
         position, request_id = len(self.head), ""
         try:
@@ -122,7 +122,7 @@ class MessageTemplate:
         text_bytes_max = min(limits.request_text_bytes_max, limits.request_values_max)
         if len(self._features) > limits.request_features_max or self.nbytes > text_bytes_max:
             return False
-        self._fits = limits
+        self._checked_limits = limits
         return True
 
     def _read_sizes(
