@@ -124,8 +124,8 @@ def statistics(
             quota.check_model(name, "")
         infos = [one for one in infos if one.name in quota.models]
     if name:
-        asked = served(pipeline, name, version)
-        infos = [asked] if version else [one for one in infos if one.name == asked.name]
+        info = served(pipeline, name, version)
+        infos = [info] if version else [one for one in infos if one.name == info.name]
     pipeline.metrics.flush()
     metrics = pipeline.metrics.models
     return [_statistics_of(info, metrics[info.served_as].version) for info in infos]
@@ -137,8 +137,8 @@ def _statistics_of(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
     A request succeeds or fails only after it was handed to the version. Requests rejected earlier,
     such as for an unknown model, count as neither, nor do requests whose client disconnected.
 
-    Queue and compute counts are updated when a batch is taken. All counts are in requests, as in
-    Triton, and as perf_analyzer expects.
+    Queue and compute counts are updated when a batch is taken. All counts of "inference_stats" are
+    in requests, as in Triton, and as perf_analyzer expects.
     """
     outcomes = metrics.requests.total()
     failures = sum(count for outcome, count in outcomes.items() if outcome not in NO_FAILURES)
