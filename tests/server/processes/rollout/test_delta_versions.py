@@ -256,6 +256,14 @@ def test_version_stalled_at_the_served_delta_does_not_fail(server: Server) -> No
     assert (server.target.phase, server.failure.reason) == (TargetPhase.PREPARE, "")
 
 
+def test_version_that_stalls_once_it_has_caught_up_does_not_fail(server: Server) -> None:
+    server.delta_versions.served["m"].live.commit(2, 9)
+    server.report_store(2)
+    server.next.caught_up.set(True)
+    stall(server, "delta 4 is damaged")
+    assert (server.target.phase, server.failure.reason) == (TargetPhase.PREPARE, "")
+
+
 def test_version_without_memory_for_changed_rows_fails(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
