@@ -16,8 +16,6 @@ the timeouts sent are few, under 256; each is rounded up by at most an eighth.""
 class CallHeaders:
     """Header blocks of the calls of one method at one shard."""
 
-    __slots__ = ("_blocks", "_last", "_last_s", "_start")
-
     def __init__(
         self, authority: str, path: str, *, scheme: str = "http", metadata: Headers | None = None
     ) -> None:

@@ -36,8 +36,6 @@ class RecentLatency:
         hung_s: seconds after which a call hangs: ten times the quantile, at least 50 ms.
     """
 
-    __slots__ = ("_counts", "_new", "hedge_s", "hung_s")
-
     def __init__(self) -> None:
         self._counts = [0.0] * BUCKETS
         self._new = 0

@@ -53,25 +53,6 @@ class PartReplica:
         reason: why there is no connection, or no list of models.
     """
 
-    __slots__ = (
-        "_backoff_s",
-        "_call_later",
-        "_connect",
-        "_connecting",
-        "_hung_s",
-        "_is_closed",
-        "_listed",
-        "_on_change",
-        "_poll_call",
-        "_polls",
-        "_served",
-        "_timer",
-        "_unanswered_s",
-        "address",
-        "connection",
-        "reason",
-    )
-
     def __init__(
         self,
         address: Address,

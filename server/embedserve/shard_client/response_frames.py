@@ -44,18 +44,6 @@ needs no buffer."""
 class ResponseFrames:
     """Reads the frames of one connection."""
 
-    __slots__ = (
-        "_block",
-        "_block_head",
-        "_blocks",
-        "_client",
-        "_control",
-        "_cut",
-        "_left",
-        "_message_bytes_max",
-        "_window",
-    )
-
     def __init__(self, client: Http2Client, message_bytes_max: int) -> None:
         """
         Args:

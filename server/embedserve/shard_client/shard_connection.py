@@ -82,28 +82,6 @@ class ShardConnection(asyncio.Protocol):
         last_received_s: time.monotonic() when bytes arrived last.
     """
 
-    __slots__ = (
-        "_client",
-        "_connecting",
-        "_embed",
-        "_has_ended",
-        "_list_models",
-        "_loop",
-        "_may_ping",
-        "_on_end",
-        "_on_ready",
-        "_options",
-        "_pinged_s",
-        "_replies",
-        "_silence_s",
-        "_start_s",
-        "_timer",
-        "_transport",
-        "address",
-        "is_ready",
-        "last_received_s",
-    )
-
     def __init__(
         self,
         address: Address,

@@ -9,8 +9,6 @@ BURST = 10.0
 class ShareBudget:
     """A token bucket that calls refill, a share of a token each."""
 
-    __slots__ = ("_left", "_share")
-
     def __init__(self, share: float) -> None:
         """
         Args:

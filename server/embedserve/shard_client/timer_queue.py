@@ -46,8 +46,6 @@ class TimerQueue:
         call_later: starts a timer.
     """
 
-    __slots__ = ("_armed_s", "_count", "_heap", "_is_delayed", "_timer", "call_later", "clock")
-
     def __init__(self, clock: Callable[[], float], call_later: CallLater) -> None:
         self.clock = clock
         self.call_later = call_later
