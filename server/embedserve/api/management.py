@@ -352,12 +352,12 @@ def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     """Gives every error the JSON format of the embed routes or of the Open Inference Protocol."""
 
-    async def on_known_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EmbedServeError)
+    @app.exception_handler(EmbedServeError)
+    async def on_known_error(request: Request, error: EmbedServeError) -> Response:
         return error_response(error, error.http_status, request.scope)
 
-    async def on_routing_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def on_routing_error(request: Request, error: HTTPException) -> Response:
         shaped = InvalidRequestError(f"{request.method} {request.scope['path']}: {error.detail}")
         if error.status_code == 404:
             shaped.code = "NOT_FOUND"
@@ -367,18 +367,14 @@ def _add_error_handlers(app: FastAPI) -> None:
             response.headers["allow"] = "GET, HEAD"  # AsgiHandler responds to HEAD like to GET
         return response
 
-    async def on_invalid_body(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         invalid = InvalidRequestError(f"{field}: {first['msg']}", field)
         return error_response(invalid, 400, request.scope)
 
+    @app.exception_handler(Exception)
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
         """Responds with 500. Starlette then raises ``error`` again, for AsgiHandler to log."""
         return error_response(EngineError(INTERNAL), EngineError.http_status, request.scope)
-
-    app.add_exception_handler(EmbedServeError, on_known_error)
-    app.add_exception_handler(HTTPException, on_routing_error)
-    app.add_exception_handler(RequestValidationError, on_invalid_body)
-    app.add_exception_handler(Exception, on_unexpected_error)
