@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http_stream import Headers
 
@@ -50,10 +49,6 @@ class CallHeaders:
         self._last_s = timeout_s
         self._last = self._blocks.get(rounded) or self._encode(rounded)
         return self._last
-
-    def traced_block(self, timeout_s: float, traceparent: bytes) -> bytes:
-        """Returns the header block of a call with a traceparent header; it is not cached."""
-        return self.block(timeout_s) + encode([(TRACEPARENT, traceparent)])
 
     def _encode(self, microseconds: int) -> bytes:
         value = b"%du" % min(microseconds, MICROSECONDS_MAX)

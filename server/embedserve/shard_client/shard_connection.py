@@ -16,7 +16,9 @@ from embedserve.daemon_threads import run_in_daemon_thread
 from embedserve.shard_client.call_headers import CallHeaders
 from embedserve.shard_client.client_stream import ClientStream, OnReply
 from embedserve.shard_client.http2_client import LOST, Http2Client
+from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.http2 import frames
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http_stream import Headers
 
 SERVICE = "/embedserve.v1.EmbeddingService/"
@@ -164,10 +166,10 @@ class ShardConnection(asyncio.Protocol):
             ConnectionError: the connection accepts no more calls.
         """
         assert self._client is not None
+        block = self._embed.block(timeout_s)
         if traceparent:
-            block = self._embed.traced_block(timeout_s, traceparent)
-            return self._client.call(block, message, on_done)
-        return self._client.call(self._embed.block(timeout_s), message, on_done)
+            block += encode([(TRACEPARENT, traceparent)])
+        return self._client.call(block, message, on_done)
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> ClientStream:
         """Calls ListModels; like ``call``."""
