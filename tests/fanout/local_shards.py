@@ -77,7 +77,7 @@ class LocalShards:
         request = embedding_pb2.EmbedRequest.FromString(message)
         version = self.versions[expected.part]
         assert version.whole.fingerprint == expected.fingerprint
-        assert request.model == f"{expected.model}@{expected.version}"
+        assert request.model == str(expected.key)
         ids = np.frombuffer(request.ids_bytes, np.int64)
         lengths = np.frombuffer(request.lengths_bytes, np.int32)
         weights = (
@@ -89,8 +89,8 @@ class LocalShards:
             values = _selected(version, bags, values, set(request.output_keys))
         dtype = VALUE_DTYPES[embedding_pb2.OutputDType.Name(request.output_dtype).lower()]
         response = embedding_pb2.EmbedResponse(
-            model=expected.model,
-            version=expected.version,
+            model=expected.key.model,
+            version=expected.key.version,
             values=values.astype(dtype).tobytes(),
             output_dtype=request.output_dtype,
         )

@@ -17,6 +17,7 @@ from embedserve.fanout.row_cache import RowCache
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.model_names import VersionKey
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.parts.local_tables import with_local_part
 
@@ -42,23 +43,23 @@ parts return up to half as many bytes more, but dividing and adding takes half t
 class ExpectedPart(NamedTuple):
     """A part of a version. Only shards that list it with the same values are called."""
 
-    model: str
-    version: int
+    key: VersionKey
     fingerprint: str
     part: int
     part_count: int
 
     def __str__(self) -> str:
-        return f"part {self.part} of {self.part_count} of {self.model!r} version {self.version}"
+        model, version = self.key
+        return f"part {self.part} of {self.part_count} of {model!r} version {version}"
 
 
 def expected_parts(version: ModelVersion) -> list[ExpectedPart]:
     """Returns what the shards of each part of ``version`` have to serve."""
     manifest, hosts = version.whole, version.plan.hosts
     assert hosts is not None
+    key = VersionKey(manifest.model, manifest.version)
     return [
-        ExpectedPart(manifest.model, manifest.version, manifest.fingerprint, part, hosts.parts)
-        for part in range(hosts.parts)
+        ExpectedPart(key, manifest.fingerprint, part, hosts.parts) for part in range(hosts.parts)
     ]
 
 

@@ -232,8 +232,7 @@ class Shards:
     ) -> None:
         """Looks ``message`` up in ``expected``; see PartClient.look_up."""
         client = self._clients[expected.part_count][expected.part]
-        key = VersionKey(expected.model, expected.version)
-        client.look_up(key, message, deadline_s, on_done, calls)
+        client.look_up(expected.key, message, deadline_s, on_done, calls)
 
     def _expect(self, parts: Sequence[ExpectedPart]) -> None:
         """Lets replicas join for a version.
@@ -253,7 +252,7 @@ class Shards:
             self._clients[count] = clients
             self._discoveries[count] = asyncio.ensure_future(discovery)
         for client, expected in zip(self._clients[count], parts, strict=True):
-            client.expect(VersionKey(expected.model, expected.version), expected.fingerprint)
+            client.expect(expected.key, expected.fingerprint)
 
     def _adopt_options(self, options: ConnectionOptions) -> None:
         """Makes new connections with ``options``, and replaces those that are open."""
@@ -279,9 +278,8 @@ class Shards:
         """Returns which parts of a version have no replica, and why; "" if all have one."""
         missing = []
         for client, expected in zip(self._clients[len(parts)], parts, strict=True):
-            key = VersionKey(expected.model, expected.version)
-            if not client.stats.replicas.get(key):
-                missing.append(client.why_unavailable(key))
+            if not client.stats.replicas.get(expected.key):
+                missing.append(client.why_unavailable(expected.key))
         return "; ".join(missing)
 
     def _expect_and_check(self, parts: Sequence[ExpectedPart]) -> str:
@@ -296,10 +294,7 @@ class Shards:
         """Forgets versions that no engine has. Ends the connections to parts that none has, whose
         counts remain."""
         self._engines = [one for one in self._engines if one() is not None]
-        used = {
-            (len(one.expected_parts), VersionKey(one.manifest.model, one.manifest.version))
-            for one in self._opened()
-        }
+        used = {(len(one.expected_parts), one.expected_parts[0].key) for one in self._opened()}
         for count, clients in self._clients.items():
             for client in clients:
                 for key in [*client.stats.replicas]:
