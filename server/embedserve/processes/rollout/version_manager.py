@@ -310,11 +310,10 @@ class VersionManager:
         else:
             metrics.switch(info, perf_counter() - load.found_s)
         references: list[object] = [self.engines.get(name), self.versions.get(name)]
-        number_before = self.number(name)
         before = self._serve(name, version, engine, info)
         del self._loads[name]
-        if before is not None and number_before is not None:
-            self._retire(before, (name, number_before), references)
+        if before is not None:
+            self._retire(before, references)
 
     def _serve(
         self, name: str, version: ModelVersion, engine: LookupEngine, info: ModelInfo
@@ -328,15 +327,13 @@ class VersionManager:
 
     def _remove(self, name: str) -> None:
         """Stops serving ``name``."""
-        draining = name, self.versions[name].manifest.version
         before = self._models.remove(name)
         self._metrics.remove(name)
-        self._retire(before, draining, [self.engines.pop(name), self.versions.pop(name)])
+        self._retire(before, [self.engines.pop(name), self.versions.pop(name)])
 
-    def _retire(
-        self, batcher: Batcher, draining: tuple[str, int], references: list[object]
-    ) -> None:
+    def _retire(self, batcher: Batcher, references: list[object]) -> None:
         """Drains ``batcher``; then drops ``references``, the last ones to its version."""
+        draining = batcher.model.served_as, batcher.model.version
         self._models.draining.append(draining)
 
         def end() -> None:
