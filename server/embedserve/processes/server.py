@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
@@ -24,7 +24,7 @@ from embedserve.batching.batcher import BATCHES_PER_REPLICA
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
 from embedserve.errors import DRAINING
-from embedserve.file_reloader import FileReloader, poll_all
+from embedserve.file_reloader import poll_all
 from embedserve.metrics.metrics import CounterRoom, Metrics
 from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.model_info import ModelInfo
@@ -223,9 +223,7 @@ def _start_periodic(
 ) -> list[asyncio.Task[None]]:
     """Starts the periodic tasks: integrity checks of the models, reloads of files, and expiry."""
     authenticator, shared = pipeline.authenticator, pipeline.shared_memory
-    reloaders: list[FileReloader[Any]] = []
-    reloaders += [] if certificates is None else [certificates.reloader]
-    reloaders += [] if authenticator is None else [authenticator.reloader]
+    reloaders = [one.reloader for one in (certificates, authenticator) if one is not None]
     periodic = [
         asyncio.create_task(repeat(INTEGRITY_CHECK_S, pipeline.models.check_integrity)),
         asyncio.create_task(poll_all(reloaders)),
