@@ -16,7 +16,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import VALUE_DTYPES
 from embedserve.fanout.parted_version import ExpectedPart
-from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine
+from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.shards import Shards
 from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.lookup_types import Batch
@@ -29,6 +29,7 @@ from embedserve_store.goldens.reference_pooling import pool_stored
 from embedserve_store.parts.part import NO_ROWS, LocalTables, Part
 
 T = TypeVar("T")
+FAIL_ALL = MissingPolicy()
 
 
 class LocalShards:

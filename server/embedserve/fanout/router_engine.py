@@ -56,9 +56,6 @@ GOLDENS_PAUSE_S = 1.0
 GOLDENS_RETRY_S_MAX = 10.0
 """Seconds after which a lookup of goldens is not repeated."""
 
-FAIL_ALL = MissingPolicy()
-"""Policy without zeros: a part without a replica fails the requests for its rows."""
-
 
 class RouterEngine:
     """One version of a model whose rows are in shards.
@@ -83,11 +80,11 @@ class RouterEngine:
         self,
         version: ModelVersion,
         shards: Shards,
-        partial_dtype: str = "float32",
-        on_missing: MissingPolicy = FAIL_ALL,
-        local: LocalPart | None = None,
-        inline_bytes_max: int = 0,
-        row_cache_bytes: int = 0,
+        partial_dtype: str,
+        on_missing: MissingPolicy,
+        local: LocalPart | None,
+        inline_bytes_max: int,
+        row_cache_bytes: int,
     ) -> None:
         """
         Args:

@@ -83,11 +83,8 @@ class Shards:
         self._options = PartOptions(
             call_timeout_s=settings.shard_timeout_ms / 1000, hedge_share=settings.hedge_share
         )
-        self._partial_dtype = settings.partial_dtype
-        self._local_bytes = settings.local_bytes
-        self._row_cache_bytes = settings.row_cache
-        self._inline_bytes_max = settings.limits.inline_bytes_max
-        self._local = LocalParts(self._inline_bytes_max)
+        self._settings = settings
+        self._local = LocalParts(settings.limits.inline_bytes_max)
         self._on_missing = MissingPolicy.parse(settings.on_missing)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._connection_options: ConnectionOptions
@@ -137,7 +134,7 @@ class Shards:
         """
         torch.set_num_threads(1)  # its threads would spin while idle, on cores that others need
         warnings.filterwarnings("ignore", message=".*not writable.*")  # ids may be views of bodies
-        if self._local_bytes:
+        if self._settings.local_bytes:
             # Takes seconds, in which requests would wait if a later version were the first to have
             # local tables.
             import embedserve.engine.restore  # noqa: F401
@@ -147,15 +144,15 @@ class Shards:
         return engines
 
     def _engine(self, version: ModelVersion) -> RouterEngine:
-        local = self._local.open(version)
+        settings = self._settings
         return RouterEngine(
             version,
             self,
-            self._partial_dtype,
+            settings.partial_dtype,
             self._on_missing,
-            local,
-            self._inline_bytes_max,
-            self._row_cache_bytes,
+            self._local.open(version),
+            settings.limits.inline_bytes_max,
+            settings.row_cache,
         )
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
