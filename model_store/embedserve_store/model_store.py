@@ -58,7 +58,8 @@ class ModelStore:
     ) -> None:
         """
         Args:
-            cache: folder for the versions of remote stores. Default: ``default_cache``.
+            cache: folder for the versions of remote stores. Default, and if it is "":
+                ``default_cache``.
             progress: callback that reports the progress of pulls.
             selection: rows of the versions that ``load`` opens: a Part, LocalTables, or NO_ROWS.
                 From a remote store only these rows are pulled. Default: all rows.

@@ -28,7 +28,9 @@ def load_version(
 
 
 @contextlib.contextmanager
-def opened(store: str, cache: Path | None, selection: RowSelection = None) -> Iterator[ModelStore]:
+def opened(
+    store: str, cache: str | Path | None, selection: RowSelection = None
+) -> Iterator[ModelStore]:
     """Yields the store. Within the block, loading shows the progress of downloads. ``selection``
     is the part of versions that is loaded, by default all."""
     with transfer_progress() as progress:

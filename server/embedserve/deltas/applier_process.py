@@ -155,7 +155,7 @@ class BeatingStore(ModelStore):
     does not count as hung."""
 
     def __init__(self, settings: ServeSettings, heartbeat: Heartbeat) -> None:
-        super().__init__(settings.store, Path(settings.cache) if settings.cache else None)
+        super().__init__(settings.store, settings.cache)
         self._heartbeat = heartbeat
 
     def names_beside(self, model: str, path: str) -> Iterator[str]:

@@ -279,8 +279,7 @@ def read_parts(settings: ClusterSettings) -> int:
     """Returns the number of parts of the models; raises StoreError if they have none, or differ."""
     check_names(settings.model)
     counts: dict[str, int] = {}
-    cache = Path(settings.cache) if settings.cache else None
-    with opened(settings.store, cache, NO_ROWS) as store:
+    with opened(settings.store, settings.cache, NO_ROWS) as store:
         for name in settings.model or store.models():
             hosts = load_named(store, name).plan.hosts
             assert hosts is not None  # the store was opened as for a router

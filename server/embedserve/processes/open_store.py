@@ -19,12 +19,6 @@ def row_selection(settings: ServeSettings) -> RowSelection:
     return LocalTables(settings.local_bytes) if settings.shards else None
 
 
-def open_store(settings: ServeSettings) -> ModelStore:
-    """Returns the store of a server with ``settings``."""
-    cache = Path(settings.cache) if settings.cache else None
-    return ModelStore(settings.store, cache, selection=row_selection(settings))
-
-
 def open_folder(path: str, selection: RowSelection = None) -> ModelVersion:
     """Returns the version in the folder ``path``.
 

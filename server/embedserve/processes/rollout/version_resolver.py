@@ -13,7 +13,7 @@ from embedserve.processes.model_loading import (
     load_named,
     make_resident_and_verify,
 )
-from embedserve.processes.open_store import VersionsToHold, open_store, versions_to_hold
+from embedserve.processes.open_store import VersionsToHold, row_selection, versions_to_hold
 from embedserve.processes.rollout.messages import AliasSettings, StoreEntry
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError, UnopenedError
@@ -160,7 +160,9 @@ class VersionResolver:
 
     def _opened_store(self) -> ModelStore:
         if self._store is None:
-            self._store = open_store(self._settings)
+            settings = self._settings
+            selection = row_selection(settings)
+            self._store = ModelStore(settings.store, settings.cache, selection=selection)
         return self._store
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
@@ -58,8 +57,7 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
     """
     names = list(settings.model)
     check_names(names)
-    cache = Path(settings.cache) if settings.cache else None
-    with opened(settings.store, cache, row_selection(settings)) as store:
+    with opened(settings.store, settings.cache, row_selection(settings)) as store:
         # A model with a named version is served from the cache even if its remote store cannot be
         # reached. The store's list of models is therefore requested only where it is needed.
         if not all(split_name(name)[1] for name in names) or not names:
