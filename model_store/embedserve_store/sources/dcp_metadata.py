@@ -87,16 +87,12 @@ class StoredTensor:
 
 
 class _Record:
-    """Inert stand-in for a pickled object: holds its arguments and state, has no behaviour."""
+    """Inert stand-in for a pickled object: holds its state alone, has no behaviour."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+    state: Any = None
 
-    def __new__(cls, *_args: Any) -> _Record:
-        record = super().__new__(cls)
-        record.args, record.state = (), None
-        return record
+    def __init__(self, *_args: Any) -> None:
+        pass
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
