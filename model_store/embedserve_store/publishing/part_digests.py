@@ -46,14 +46,9 @@ class PartDigests:
         """
         found = {}
         for name, digests in self._digests.items():
-            if self.is_divided(name):
-                found[name] = tuple(digest.hexdigest() for digest in digests)
-                continue
+            is_whole = not self.is_divided(name)
             found[name] = tuple(
-                whole[name] if self._hosts.rows_on(name, part) else _SHA256_OF_NOTHING
-                for part in range(self._hosts.parts)
+                whole[name] if is_whole and self._hosts.rows_on(name, part) else digest.hexdigest()
+                for part, digest in enumerate(digests)
             )
         return found
-
-
-_SHA256_OF_NOTHING = hashlib.sha256().hexdigest()
