@@ -33,12 +33,7 @@ class Coverage:
     unchecked: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "examples": self.examples,
-            "rows": dict(self.rows),
-            "pooling": dict(self.pooling),
-            "unchecked": [*self.unchecked],
-        }
+        return vars(self) | {"unchecked": [*self.unchecked]}
 
     @classmethod
     def from_source(cls, source: dict[str, Any], where: str) -> Self | None:
