@@ -103,16 +103,13 @@ def check_table_names(tables: Sequence[TableSpec]) -> None:
             )
 
 
-def gpu_memory_bytes() -> list[int]:
-    """Returns the memory of each GPU of this host, in bytes."""
-    gpus = range(torch.cuda.device_count())
-    return [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
-
-
 def _memory(device_type: str, plan: Plan, device_memory_bytes: int | None) -> list[int]:
     if device_memory_bytes is not None:
         return [device_memory_bytes] * plan.world_size
-    return gpu_memory_bytes() if device_type == "cuda" else []
+    if device_type != "cuda":
+        return []
+    gpus = range(torch.cuda.device_count())
+    return [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
 
 
 def _checked(

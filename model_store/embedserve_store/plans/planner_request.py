@@ -140,7 +140,9 @@ def to_torchrec_constraints(
     features = len(table.feature_names)
     narrowest = own.min_partition
     if narrowest is None and types == ("column_wise",):
-        narrowest = _narrowest(table.stored_dim, world_size)
+        # These constraints mean that the table must be divided: every rank gets a shard if there
+        # are enough columns. By default torchrec divides only tables with at least 256 columns.
+        narrowest = max(COLUMN_MULTIPLE, -(-table.stored_dim // world_size))
     return ParameterConstraints(
         sharding_types=list(types),
         min_partition=narrowest,
@@ -149,12 +151,3 @@ def to_torchrec_constraints(
         batch_sizes=list(own.batch_sizes) if own.batch_sizes else None,
         is_weighted=own.is_weighted,
     )
-
-
-def _narrowest(columns: int, world_size: int) -> int:
-    """Returns the columns of a shard such that every rank gets a shard if there are enough columns.
-
-    Constraints that allow only column_wise mean that the table must be divided. By default torchrec
-    divides only tables with at least 256 columns.
-    """
-    return max(COLUMN_MULTIPLE, -(-columns // world_size))

@@ -19,11 +19,6 @@ SEVERAL_HOSTS_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 """Sharding types of TorchRec for training on several hosts. None of them is served."""
 
 
-def served_types(table: TableSpec) -> tuple[str, ...]:
-    """Returns the sharding types that are served for ``table``."""
-    return UNPOOLED_SHARDING_TYPES if table.pooling == "none" else SHARDING_TYPES
-
-
 def auto_types(table: TableSpec, device_type: str) -> tuple[str, ...]:
     """Returns the sharding types that "auto" chooses from on ``device_type``.
 
@@ -39,7 +34,8 @@ def auto_types(table: TableSpec, device_type: str) -> tuple[str, ...]:
 
 def why_not(sharding_type: object, table: TableSpec) -> str | None:
     """Returns the reason why ``table`` cannot have ``sharding_type``; None if it can."""
-    if sharding_type in served_types(table):
+    served = UNPOOLED_SHARDING_TYPES if table.pooling == "none" else SHARDING_TYPES
+    if sharding_type in served:
         return None
     if sharding_type in SEVERAL_HOSTS_TYPES:
         return f"{sharding_type} shards a table over several hosts, a server has one"
