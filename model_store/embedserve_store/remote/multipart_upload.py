@@ -51,6 +51,7 @@ class MultipartUpload:
     ) -> None:
         self._remote = remote
         self._name = name
+        self._where = f"{remote.url}/{name}"
         self._size = size
         self._part_bytes = max(remote_files.PART_BYTES, -(-size // PARTS_MAX))
         self._etags: dict[int, str] = {}
@@ -64,7 +65,7 @@ class MultipartUpload:
         else:
             self._id = found
             self._there = self._list_parts()
-            logger.info("%s/%s: %d parts are there", remote.url, name, len(self._there))
+            logger.info("%s: %d parts are there", self._where, len(self._there))
 
     def send(self, blocks: Iterator[bytes]) -> None:
         """Uploads the bytes of the object, except the parts that are there.
@@ -84,16 +85,13 @@ class MultipartUpload:
             for part in sent:
                 part.result()
         if self._copied:
-            where, counts = (
-                f"{self._remote.url}/{self._name}",
-                (len(self._copied), len(self._etags)),
-            )
-            logger.info("%s: the store copied %d of %d parts", where, *counts)
+            counts = len(self._copied), len(self._etags)
+            logger.info("%s: the store copied %d of %d parts", self._where, *counts)
 
     def _send_part(self, number: int, data: bytes) -> None:
         if number in self._there:
             if self._there[number] != _md5(data):
-                raise StalePartsError(f"{self._remote.url}/{self._name}: part {number} differs")
+                raise StalePartsError(f"{self._where}: part {number} differs")
             self._etags[number] = self._there[number]
             return
         if self._copy_part(number, data):
@@ -119,7 +117,7 @@ class MultipartUpload:
         at = unchanged.find(start, start + len(data)) if unchanged else None
         if unchanged is None or at is None:
             return False
-        where = f"{self._remote.url}/{self._name}: part {number}"
+        where = f"{self._where}: part {number}"
         try:
             etag = self._copy(unchanged.path, at, len(data), self._id, number)
         except StoreError as error:

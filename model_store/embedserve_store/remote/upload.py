@@ -182,21 +182,20 @@ def _send_file(
         return lambda: remote.write(path, data)
     number = int(target.rpartition("/")[2])
     unchanged = find_unchanged(remote, version, number) if name == TABLES else None
+
+    def send_parts(*, is_resumed: bool) -> Callable[[], None]:
+        upload = MultipartUpload(remote, path, size, is_resumed=is_resumed, unchanged=unchanged)
+        try:
+            upload.send(_checked(version, name, progress))
+        except DamagedError:
+            upload.abort()
+            raise
+        return upload.complete
+
     try:
-        upload = MultipartUpload(remote, path, size, is_resumed=True, unchanged=unchanged)
-        return _send_parts(upload, _checked(version, name, progress))
+        return send_parts(is_resumed=True)
     except StalePartsError:
-        upload = MultipartUpload(remote, path, size, is_resumed=False, unchanged=unchanged)
-        return _send_parts(upload, _checked(version, name, progress))
-
-
-def _send_parts(upload: MultipartUpload, blocks: Iterator[bytes]) -> Callable[[], None]:
-    try:
-        upload.send(blocks)
-    except DamagedError:
-        upload.abort()
-        raise
-    return upload.complete
+        return send_parts(is_resumed=False)
 
 
 def _checked(
