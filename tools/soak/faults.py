@@ -156,11 +156,6 @@ class Faults:
         self._servers = servers
         self._phases = phases
         self._random = random
-        self._acts: dict[str, Callable[[Fault], None]] = {
-            KILL: self._kill,
-            HANG: self._hang,
-            RESTART: self._restart,
-        }
 
     def run(self, plan: Sequence[tuple[float, str]]) -> None:
         """Injects the faults of a plan.
@@ -174,29 +169,21 @@ class Faults:
             now_s = time.monotonic()
             fault = Fault(kind, now_s, self._phases.is_overload(now_s))
             self.done.append(fault)
-            self._acts[kind](fault)
+            if kind == RESTART:
+                self._restart(fault)
+            else:
+                self._stop_worker(fault)
             fault.whole_s = time.monotonic()
 
-    def _kill(self, fault: Fault) -> None:
+    def _stop_worker(self, fault: Fault) -> None:
+        """Stops a worker and, unless it is to hang, kills it. Waits until it is replaced."""
         server = self._servers.now[-1]
         pid = self._random.choice(children(server.process.pid))
         os.kill(pid, signal.SIGSTOP)  # what it holds does not change meanwhile
         fault.held = held_ports(pid)
-        self._await_another(fault, server, pid, signal.SIGKILL)
-
-    def _hang(self, fault: Fault) -> None:
-        server = self._servers.now[-1]
-        pid = self._random.choice(children(server.process.pid))
-        os.kill(pid, signal.SIGSTOP)
-        fault.held = held_ports(pid)
-        self._await_another(fault, server, pid)
-
-    def _await_another(
-        self, fault: Fault, server: Running, pid: int, number: signal.Signals | None = None
-    ) -> None:
         again = server.log.read_text().count("is ready again")
-        if number is not None:
-            os.kill(pid, number)
+        if fault.kind == KILL:
+            os.kill(pid, signal.SIGKILL)
         fault.gone_s = fault.at_s + WHOLE_S_MAX
         _wait(lambda: pid not in children(server.process.pid), "the worker has not ended")
         fault.gone_s = time.monotonic()
