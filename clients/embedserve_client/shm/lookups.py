@@ -132,10 +132,8 @@ class SharedMemory:
         batch = lookup.batch
         model = cached.name if lookup.model is None else lookup.model
         try:
-            inputs, outputs = (
-                write_inputs(batch, region),
-                output_slices(cached.largest_layout(lookup).outputs(batch), lookup),
-            )
+            inputs = write_inputs(batch, region)
+            outputs = output_slices(cached.largest_layout(lookup).outputs(batch), lookup)
             call = self._calls.infer(region, inputs, outputs, lookup, model, left_s())
             answer: Answer = await send(call)
         except Overloaded:  # the server wrote nothing and will not
