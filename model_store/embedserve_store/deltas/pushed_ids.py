@@ -90,11 +90,9 @@ class PushedIds:
     def rows_after(self, changes: Mapping[str, ChangedIds]) -> dict[str, RowsOfIds]:
         """Returns functions by table that return the rows of ids after ``changes``; -1 for an id
         without a row. A collective."""
-        vocabularies = self._open()
-        if vocabularies is None:
-            return {}
+        self._open()
         return {
-            name: partial(vocabularies.rows_after, changes, name)
+            name: partial(self._vocabularies.rows_after, changes, name)
             for name, table in self._tables.items()
             if table.ids.rule == "map"
         }
@@ -130,10 +128,10 @@ class PushedIds:
         kept = self._kept
         return self._ranks.on_first(lambda: self._vocabularies.find_changes(every, kept))
 
-    def _open(self) -> LineVocabularies | None:
-        """Returns the vocabularies, None if the version has none; a collective."""
+    def _open(self) -> None:
+        """Reads the vocabularies, or what changed since, if the version has some; a collective."""
         if not self._has_any:
-            return None
+            return
         passed = self._line.advance_past_own()
         if self._opened is not None:
             self._opened.advance(passed)
@@ -143,7 +141,6 @@ class PushedIds:
             self._opened = LineVocabularies(self._line.base, id_maps, changed)
             self._kept = {name: self._published(change) for name, change in self._kept.items()}
         self._kept = compose_ids([passed, self._kept])
-        return self._opened
 
     @property
     def _vocabularies(self) -> LineVocabularies:
