@@ -90,11 +90,10 @@ class NatsBroker:
             options |= {"user": self._url.user, "password": self._url.password}
         elif self._url.user:
             options["token"] = self._url.user
-        host = f"[{self._url.host}]" if ":" in self._url.host else self._url.host
         self._is_connecting = True
         async with asyncio.timeout(CONNECT_S_MAX):
             await self._client.connect(
-                f"{self._url.scheme}://{host}:{self._url.port}",
+                str(self._url),
                 allow_reconnect=False,
                 connect_timeout=ceil(CONNECT_S_MAX),
                 ping_interval=ceil(CONNECT_S_MAX),
