@@ -42,9 +42,7 @@ def remove_version(
             process. Also raised if the store cannot be read or written.
     """
 
-    def record() -> None:
-        record_event(store, "delete", model, (version,), who=who)
-
+    record = partial(record_event, store, "delete", model, (version,), who=who)
     _remove(store, model, version, record, with_leftovers=True)
 
 

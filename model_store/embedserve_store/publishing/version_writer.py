@@ -150,12 +150,11 @@ def finish_version(
         name: hashlib.sha256((staging / name).read_bytes()).hexdigest() for name in CHECKED_FILES
     }
     manifest = replace(manifest, files=files)
-    if is_new := previous is None or not manifest.has_same_content(previous):
-        version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
-        manifest = replace(manifest, version=version)
+    if previous is not None and manifest.has_same_content(previous):
+        manifest, is_new = previous, False
     else:
-        assert previous is not None
-        manifest = previous
+        version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
+        manifest, is_new = replace(manifest, version=version), True
     return PublishedVersion(
         where=str(staging.parent / str(manifest.version)),
         version=manifest.version,
