@@ -61,8 +61,9 @@ def test_local_tables_stay_within_the_byte_limit(bytes_max: int) -> None:
     local = local_tables(TABLES, HOSTS, bytes_max)
     assert sum(table.nbytes for table in local) <= bytes_max
     hosts = with_local_part(HOSTS, [table.name for table in local])
-    hosts.rows_per_part()
+    assert hosts.parts == 3
     for table in TABLES:
+        assert list(hosts.rows[table.name]) == sorted(hosts.rows[table.name])
         counts = [len(hosts.rows_on(table.name, part)) for part in range(3)]
         before = [len(HOSTS.rows_on(table.name, part)) for part in range(2)]
         assert counts == ([0, 0, table.num_embeddings] if table in local else [*before, 0])
