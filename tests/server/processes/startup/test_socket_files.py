@@ -78,6 +78,22 @@ def test_socket_file_has_its_mode_and_is_removed_on_close(path: str, mode: int) 
     assert not os.path.exists(path)
 
 
+def test_socket_file_never_permits_more_than_its_mode(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the file before the bits that the umask removed are restored."""
+    modes: list[int] = []
+    monkeypatch.setattr(
+        os, "chmod", lambda path, mode: modes.append(stat.S_IMODE(os.stat(path).st_mode))
+    )
+    before = os.umask(0)
+    try:
+        listen_at(path, 0o600, "HTTP").close()
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+
+
 def test_stale_socket_file_is_replaced(stale: str) -> None:
     listening = listen_at(stale, 0o600, "HTTP")
     with socket.socket(socket.AF_UNIX) as client:
@@ -117,6 +133,11 @@ def test_missing_folder_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "missing", tmp_path / "file"):
         expect_rejected(f"{folder}/embed.sock", f"there is no folder {folder}")
+
+
+def test_path_that_the_system_rejects_is_named_in_the_error(tmp_path: Path) -> None:
+    """Fails by the ResourceWarning of a socket that nobody has closed, too."""
+    expect_rejected(str(tmp_path / ("s" * 120)), "AF_UNIX path too long")
 
 
 def test_locked_folder_is_named_in_the_error(tmp_path: Path, path: str) -> None:
