@@ -101,6 +101,14 @@ def test_stale_socket_file_is_replaced(stale: str) -> None:
     listening.close()
 
 
+def test_relative_path_is_in_the_current_folder(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(os.path.dirname(path))
+    listening = listen_at(os.path.basename(path), 0o600, "HTTP")
+    assert os.path.exists(path)
+    listening.close()
+    assert not os.path.exists(path)
+
+
 def test_socket_file_in_use_is_not_replaced(path: str) -> None:
     listening = listen_at(path, 0o600, "HTTP")
     expect_rejected(path, "Address already in use")
