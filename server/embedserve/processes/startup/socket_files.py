@@ -86,7 +86,8 @@ def _bind(path: str, mode: int) -> SocketFile:
 
 
 def _clear(path: str) -> None:
-    """Removes a socket without a listener; raises OSError for any other file."""
+    """Removes a socket without a listener; raises OSError for a file that is no socket. A socket in
+    use stays there, so that it cannot be bound."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -99,11 +100,9 @@ def _clear(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-            return
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE):  # both: it is in use
                 raise
-    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _folder_of(path: str) -> str:
