@@ -124,6 +124,23 @@ def test_indivisible_table_stays_whole(kind: str) -> None:
     assert hosts.rows["three"] == (0, 2500, 5000)
 
 
+@pytest.mark.parametrize(
+    "constraints",
+    [only("row_wise"), only("table_wise", "row_wise"), TableConstraints(pooling_factors=(2.0,))],
+)
+def test_table_whose_constraints_allow_a_division_is_cut(constraints: TableConstraints) -> None:
+    tables = (spec("one", 1000),)
+    hosts = plan_hosts(tables, plan_of(tables, {"one": constraints}), 2)
+    assert hosts.rows["one"] == (0, 500, 1000)
+
+
+def test_large_table_with_fewer_rows_than_parts_stays_whole() -> None:
+    tables = (spec("few", 3, 4096), spec("four", 4, 4096), spec("huge", 1000))
+    hosts = plan_hosts(tables, plan_of(tables), 4)
+    assert hosts.rows["few"] == (0, 3, 3, 3, 3)
+    assert hosts.rows["four"] == (0, 1, 2, 3, 4)
+
+
 def test_tables_that_share_a_feature_are_divided_at_the_same_rows() -> None:
     tables = (spec("long", 900, 8, "x"), spec("short", 300, 8, "x", "y"))
     hosts = plan_hosts(tables, plan_of(tables), 4)
