@@ -82,14 +82,12 @@ class AdminService:
         served = ", ".join(self._version_manager.versions)
         if self._version_manager.number(name) is None:
             raise ConflictError(f"model is {name!r}: this server has {served}", "model")
-        if len(self._version_manager.versions) == 1:
-            raise ConflictError(f"model is {name!r}, and nothing else is served", "model")
         serial = self._send_command(AdminCommand(Operation.UNLOAD, name))
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
                 while self._version_manager.command_handled < serial:
                     await self._version_manager.wait_for_change()
-                if self._version_manager.target(name) is not None:  # all others were unloaded
+                if self._version_manager.target(name) is not None:
                     raise ConflictError(f"model is {name!r}, and nothing else is served", "model")
                 while self._version_manager.number(name) is not None:
                     await self._version_manager.wait_for_change()
