@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import orjson
@@ -69,11 +70,7 @@ def make_shared_state(
         StoreError: there is no memory for the changed rows, or the rows of the stored plan cannot
             change and settings.strict_plan is set.
     """
-    try:
-        memory = VersionMemory.create(generation)
-        made = _shared_state(settings, version, memory)
-    except OSError as error:
-        raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
+    made = _shared_state(settings, version, partial(VersionMemory.create, generation))
     if divided := _divided(version, made.live.version):
         why = (
             f"{version.path}: the plan divides {divided} by columns, into unequal ranges of rows, "
@@ -93,10 +90,7 @@ def open_shared_state(
     Raises:
         StoreError: the memory cannot be opened, or is no more that of this rollout.
     """
-    try:
-        return _shared_state(settings, version, VersionMemory.open(memory, generation))
-    except OSError as error:
-        raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
+    return _shared_state(settings, version, partial(VersionMemory.open, memory, generation))
 
 
 def check_room(settings: ServeSettings, version: ModelVersion, available: int) -> None:
@@ -112,21 +106,24 @@ def check_room(settings: ServeSettings, version: ModelVersion, available: int) -
 
 
 def _shared_state(
-    settings: ServeSettings, version: ModelVersion, memory: VersionMemory
+    settings: ServeSettings, version: ModelVersion, get_memory: Callable[[], VersionMemory]
 ) -> SharedDeltaState:
-    """Returns ``version`` in ``memory``, new or as another process has left it. Raises StoreError,
-    or OSError if the address space is too small."""
-    live = LiveRows(
-        version,
-        changed_rows_bytes_max(settings, version),
-        settings.workers,
-        settings.delta_undo,
-        memory,
-        settings.delta_new_ids_percent,
-    )
-    return SharedDeltaState(
-        live, has_broker=bool(settings.delta_notify), are_signed=bool(settings.delta_key)
-    )
+    """Returns ``version`` in the memory that ``get_memory`` returns, new or as another process has
+    left it. Raises StoreError, also if the address space is too small."""
+    try:
+        live = LiveRows(
+            version,
+            changed_rows_bytes_max(settings, version),
+            settings.workers,
+            settings.delta_undo,
+            get_memory(),
+            settings.delta_new_ids_percent,
+        )
+        return SharedDeltaState(
+            live, has_broker=bool(settings.delta_notify), are_signed=bool(settings.delta_key)
+        )
+    except OSError as error:
+        raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
 
 
 def _divided(stored: ModelVersion, served: ModelVersion) -> str:
