@@ -189,7 +189,7 @@ class VersionManager:
         for name, target in names.items():
             self._reconcile_name(name, target)
         for name in [one for one in self._loads if one not in names]:
-            self._drop_load(name)
+            self._loads.pop(name).release()
         for name in [one for one in self.versions if one not in names]:
             if len(self.versions) > 1:  # the last one serves until another has been loaded
                 self._remove(name)
@@ -206,7 +206,7 @@ class VersionManager:
         load = self._loads.get(name)
         is_due = target.version != 0 and not self._serving_status(name).is_serving(target)
         if load is not None and not (is_due and load.target.generation == target.generation):
-            self._drop_load(name)
+            self._loads.pop(name).release()
             load = None
         if is_due and load is None:
             load = self._begin_load(name, target)
@@ -297,9 +297,6 @@ class VersionManager:
             )
         serving = tuple(self.engines.values())
         return self._restore(name, version, load.target, serving, load.mark_warming)
-
-    def _drop_load(self, name: str) -> None:
-        self._loads.pop(name).release()
 
     def _activate(self, name: str, load: _Load, prepared: Restored) -> None:
         """Switches to the prepared version."""
