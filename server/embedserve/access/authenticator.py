@@ -220,16 +220,11 @@ class Authenticator:
         )
 
 
-def one_header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """Returns the value of a header; None if it is absent, b"" if it is repeated, because client
-    and server could each pick a different value. Lines of LIST_HEADERS are joined instead."""
-    return headers_by_name(headers).get(name)
-
-
 def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     """Returns the value of each header by name, built once for all requests with the same headers.
 
-    A repeated header has the value b"". Repeated lines of LIST_HEADERS are joined with a comma.
+    A repeated header has the value b"", because client and server could each pick another one.
+    Repeated lines of LIST_HEADERS are joined with a comma.
     """
     found: dict[bytes, bytes] = {}
     lists: dict[bytes, list[bytes]] = {}

@@ -9,13 +9,7 @@ from functools import partial
 from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from embedserve.access.authenticator import (
-    CALLER,
-    CERTIFICATE,
-    Authenticator,
-    headers_by_name,
-    one_header,
-)
+from embedserve.access.authenticator import CALLER, CERTIFICATE, Authenticator, headers_by_name
 from embedserve.access.client_address import PEER, ClientAddresses
 from embedserve.access.grants import CALLERS
 from embedserve.api.console.routes import PAGE_PATHS
@@ -69,7 +63,7 @@ class AuthMiddleware:
         roles = roles_of(scope["path"]) if scope["type"] == "http" else NO_ROLES
         app = self._app
         if roles:
-            authorization = one_header(scope["headers"], b"authorization")
+            authorization = headers_by_name(scope["headers"]).get(b"authorization")
             try:
                 certificate = scope.get(CERTIFICATE)
                 scope[CALLER] = self._authenticator.check(authorization, certificate, roles)
@@ -92,7 +86,7 @@ class AuthMiddleware:
 def error_response(error: EmbedServeError, status: int, scope: Scope) -> Response:
     """Returns ``error`` as the response to the request in ``scope``, whose path selects the format:
     the JSON of all errors, or that of the Open Inference Protocol."""
-    given_id = one_header(scope["headers"], REQUEST_ID)
+    given_id = headers_by_name(scope["headers"]).get(REQUEST_ID)
     headers = {"X-Request-Id": request_id_of(given_id).decode()}
     if error.retry_after_s:
         headers["Retry-After"] = str(error.retry_after_s)

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 
-from embedserve.access.authenticator import CERTIFICATE, one_header
+from embedserve.access.authenticator import CERTIFICATE, headers_by_name
 from embedserve.access.grants import EMBEDDERS
 from embedserve.api.dependencies import PipelineDep, json_body_of, read_json
 from embedserve.errors import PermissionDeniedError
@@ -41,14 +41,14 @@ class RegionStatus(BaseModel):
 
 
 async def _owner(request: Request, pipeline: PipelineDep) -> str:
-    headers = request.scope["headers"]
-    if one_header(headers, ORIGIN_HEADER) is not None:
+    headers = headers_by_name(request.scope["headers"])
+    if ORIGIN_HEADER in headers:
         raise PermissionDeniedError("a browser's page has no shared memory: Origin is set")
     pipeline.models.check_loaded()
     authenticator = pipeline.authenticator
     if authenticator is None:
         return EVERYBODY
-    authorization = one_header(headers, b"authorization")
+    authorization = headers.get(b"authorization")
     # AuthMiddleware has already charged the request to the caller's rate limit.
     certificate = request.scope.get(CERTIFICATE)
     return authenticator.check(authorization, certificate, EMBEDDERS, charge=False).grant.name

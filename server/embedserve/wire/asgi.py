@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import unquote
 
-from embedserve.access.authenticator import CERTIFICATE, one_header
+from embedserve.access.authenticator import CERTIFICATE, headers_by_name
 from embedserve.access.client_address import PEER
 from embedserve.errors import (
     INTERNAL,
@@ -88,7 +88,7 @@ class AsgiHandler(Handler):
 
     def _reject(self, error: EmbedServeError) -> None:
         request = self._request
-        headers = request_id_header(one_header(request.headers, REQUEST_ID))
+        headers = request_id_header(headers_by_name(request.headers).get(REQUEST_ID))
         write_error(self._stream, error, headers, request.method, error_encoder(request.target))
 
     async def _run(self) -> None:
