@@ -221,10 +221,7 @@ def publish(
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     check_engine()
-    from embedserve_store.commands.per_table_option import (
-        parse_per_table_option,
-        parse_sharding,
-    )
+    from embedserve_store.commands.per_table_option import parse_per_table_option, parse_sharding
     from embedserve_store.commands.publish import parse_meta, publish_checkpoint
     from embedserve_store.plans.constraints import read_constraints
     from embedserve_store.terminal.sizes import parse_bytes

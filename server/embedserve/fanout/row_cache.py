@@ -15,12 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from embedserve.fanout.pooled_columns import (
-    ChunkLayout,
-    ChunkSums,
-    PooledColumns,
-    join_ranges,
-)
+from embedserve.fanout.pooled_columns import ChunkLayout, ChunkSums, PooledColumns, join_ranges
 from embedserve_store.format.manifest import Manifest
 
 WAYS = 4

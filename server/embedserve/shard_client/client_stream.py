@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from embedserve.shard_client.reply import (
-    INTERNAL,
-    OK,
-    Reply,
-    ResponseHeaders,
-    read_message,
-)
+from embedserve.shard_client.reply import INTERNAL, OK, Reply, ResponseHeaders, read_message
 from embedserve.wire.grpc.grpc_framing import PREFIX_BYTES
 
 if TYPE_CHECKING:

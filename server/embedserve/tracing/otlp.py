@@ -30,11 +30,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from embedserve import __version__
 from embedserve.call_trace import TracedCall
-from embedserve.metrics.rate_limited_logger import (
-    PERIOD_S,
-    SHOWN_CHARACTERS_MAX,
-    RateLimitedLogger,
-)
+from embedserve.metrics.rate_limited_logger import PERIOD_S, SHOWN_CHARACTERS_MAX, RateLimitedLogger
 from embedserve.tracing.bounded_session import BoundedSession
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.trace_context import TraceContext, read_traceparent

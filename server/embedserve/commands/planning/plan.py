@@ -29,11 +29,7 @@ from embedserve_store.ids.id_map import ids_file_bytes
 from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.host_plan import with_hosts
-from embedserve_store.plans.part_plan import (
-    check_parts_fit,
-    fullest_rank_bytes,
-    largest_part_bytes,
-)
+from embedserve_store.plans.part_plan import check_parts_fit, fullest_rank_bytes, largest_part_bytes
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan
 from embedserve_store.sources.description import read_description
 from embedserve_store.terminal.aligned_columns import out
