@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.periodic import repeat
@@ -70,10 +69,7 @@ class RayShards:
     name: str
 
 
-ShardSource: TypeAlias = DnsShards | FileShards | RayShards
-
-
-def parse_shards(value: str) -> ShardSource:
+def parse_shards(value: str) -> DnsShards | FileShards | RayShards:
     """Parses the value of ``--shards``.
 
     Raises:
