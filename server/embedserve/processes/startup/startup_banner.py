@@ -98,8 +98,7 @@ def curl_line(base: str, model: ModelInfo, options: str) -> str:
 
 def warn_about_settings(settings: ServeSettings) -> None:
     """Logs a warning for each setting that is valid but likely a mistake."""
-    reached = _reached_from_elsewhere(settings)
-    if reached:
+    if reached := _reached_from_elsewhere(settings):
         has_tls, asks_who = bool(settings.tls_cert), bool(settings.tokens or settings.tls_client_ca)
         if not (has_tls or asks_who):
             logger.warning(
