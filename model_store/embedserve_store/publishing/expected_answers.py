@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +149,7 @@ def expected_goldens(
     goldens, kept = _with_callers_ids(bags, manifest, id_maps)
     answers = expected.answers
     if any(one.dtype != "float32" for one in rows.values()):
-        answers = pool(manifest, bags, bags.ids, source_rows(rows))
+        answers = pool(manifest, bags, bags.ids, partial(source_rows, rows))
     return _first_examples(goldens, _answers_of(answers, bags, manifest, kept), manifest)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -243,7 +244,7 @@ def _source_answers(
 ) -> NDArray[np.float32]:
     if source.ebc is not None:
         return live.answers(source.ebc, manifest, replace(bags, ids=numbers))
-    return pool(manifest, bags, numbers, source_rows(source.rows))
+    return pool(manifest, bags, numbers, partial(source_rows, source.rows))
 
 
 def _encoded_blocks(

@@ -6,7 +6,7 @@ the goldens read a few rows. A whole table is never in memory. Imports torch onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -88,15 +88,8 @@ def checksums_of(rows: TableRows, first_column: int = 0) -> NDArray[np.uint64]:
 
 
 def source_rows(
-    rows: Mapping[str, TableRows],
-) -> Callable[[TableSpec, NDArray[np.int64]], NDArray[np.float32]]:
-    """Returns a function that reads the float32 values [n, dim] of a table's rows.
-
-    ``rows`` holds the rows of each table, by table name.
-    """
-
-    def rows_of(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        result: NDArray[np.float32] = rows[table.name].gather(wanted).float().numpy()
-        return result
-
-    return rows_of
+    rows: Mapping[str, TableRows], table: TableSpec, numbers: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Returns the float32 values [n, dim] of a table's rows ``numbers``, of the rows by table."""
+    result: NDArray[np.float32] = rows[table.name].gather(numbers).float().numpy()
+    return result
