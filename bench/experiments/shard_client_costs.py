@@ -98,15 +98,13 @@ class ConstantShard(asyncio.Protocol):
             if kind == DATA:
                 self._received += after - position
                 if flags & END_STREAM:
-                    self._answer(stream_id, LISTED if stream_id in lists else self._message)
+                    message = LISTED if stream_id in lists else self._message
+                    self._write(response(stream_id, message))
             position = after
         self._left = data[position:]
         if self._received > 1 << 28:
             self._write(frames.window_update(0, self._received))
             self._received = 0
-
-    def _answer(self, stream_id: int, message: bytes) -> None:
-        self._write(response(stream_id, message))
 
 
 def serve(message_bytes: int, channel: Connection) -> None:

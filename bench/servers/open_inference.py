@@ -45,16 +45,22 @@ def infer_ways(model: str) -> tuple[Way, Way, Way]:
 def infer_body(way: Way, model: str, tensors: Sequence[Tensor], output: str = "") -> bytes:
     """Returns a request for ``output``; for all outputs if it is ""."""
     if way.name == "JSON":
-        return json_request(tensors, output)
+        inputs = [{**tensor.head, "data": tensor.values.ravel().tolist()} for tensor in tensors]
+        return orjson.dumps({"inputs": inputs, **_outputs(output)})
     if way.name == "binary":
-        return binary_request(tensors, output)
-    return grpc_request(model, tensors, output)
+        return _binary_request(tensors, output)
+    return ModelInferRequest(
+        model_name=model,
+        inputs=[tensor.head for tensor in tensors],
+        outputs=[{"name": output}] if output else [],
+        raw_input_contents=[tensor.values.tobytes() for tensor in tensors],
+    ).SerializeToString()
 
 
 def infer_headers(way: Way, body: bytes) -> dict[str, str]:
     if way.name != "binary":
         return dict(way.headers)
-    return {**way.headers, HEAD_LENGTH: str(head_length(body))}
+    return {**way.headers, HEAD_LENGTH: str(body.index(HEAD_END) + len(HEAD_END))}
 
 
 def infer_values(way: Way, answer: bytes) -> np.ndarray:
@@ -65,12 +71,7 @@ def infer_values(way: Way, answer: bytes) -> np.ndarray:
     return (binary_answer if way.name == "binary" else grpc_answer)(answer)[1]
 
 
-def json_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
-    inputs = [{**tensor.head, "data": tensor.values.ravel().tolist()} for tensor in tensors]
-    return orjson.dumps({"inputs": inputs, **_outputs(output)})
-
-
-def binary_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
+def _binary_request(tensors: Sequence[Tensor], output: str) -> bytes:
     """Returns a body of JSON, followed by the tensors' bytes."""
     inputs = [
         {**tensor.head, "parameters": {"binary_data_size": tensor.values.nbytes}}
@@ -85,11 +86,6 @@ def _outputs(output: str) -> dict[str, object]:
     return {"outputs": [{"name": output}]} if output else {}
 
 
-def head_length(body: bytes) -> int:
-    """Returns the bytes of JSON in a body of ``binary_request``."""
-    return body.index(HEAD_END) + len(HEAD_END)
-
-
 def binary_answer(answer: bytes) -> tuple[int, np.ndarray]:
     """Returns (version of the model, values). The tensor's bytes follow the JSON."""
     found = re.search(rb'"binary_data_size":(\d+)', answer)
@@ -98,15 +94,6 @@ def binary_answer(answer: bytes) -> tuple[int, np.ndarray]:
     head = orjson.loads(answer[:-size])
     values = np.frombuffer(answer[-size:], "<f4").reshape(head["outputs"][0]["shape"])
     return int(head["model_version"]), values
-
-
-def grpc_request(model: str, tensors: Sequence[Tensor], output: str = "") -> bytes:
-    return ModelInferRequest(
-        model_name=model,
-        inputs=[tensor.head for tensor in tensors],
-        outputs=[{"name": output}] if output else [],
-        raw_input_contents=[tensor.values.tobytes() for tensor in tensors],
-    ).SerializeToString()
 
 
 def grpc_answer(answer: bytes) -> tuple[int, np.ndarray]:

@@ -110,12 +110,11 @@ class Triton(Server):
         (repository / MODEL / "config.pbtxt").write_text(config)
 
 
-def add_version(repository: Path, version: int) -> Path:
-    """Creates the version's folder with the model's script, and returns it."""
+def add_version(repository: Path, version: int) -> None:
+    """Creates the version's folder with the model's script."""
     folder = repository / MODEL / str(version)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(SCRIPTS / "triton_model.py", folder / "model.py")
-    return folder
 
 
 def tensors_of(request: Request) -> list[Tensor]:
