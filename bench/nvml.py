@@ -11,10 +11,10 @@ LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one PCI Express lane in each direction, by generation, without packet headers."""
 
 
-def driver_rows(library: str = LIBRARY) -> Iterator[tuple[str, str]]:
+def driver_rows() -> Iterator[tuple[str, str]]:
     """Yields (property, value) pairs; a single pair with the reason if there is no driver."""
     try:
-        nvml = ctypes.CDLL(library)
+        nvml = ctypes.CDLL(LIBRARY)
     except OSError as error:
         yield "NVML", f"left out: {error}"
         return

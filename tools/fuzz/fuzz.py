@@ -204,7 +204,7 @@ class Fuzzer:
             self.report.wrong.append(what)
 
 
-def fuzz(folder: Path, *, seconds: float, inputs_max: int = sys.maxsize, seed: int = 0) -> Report:
+def fuzz(folder: Path, *, seconds: float, inputs_max: int = sys.maxsize, seed: int) -> Report:
     """Fuzzes a server of its own and returns the report. The server's log is kept in ``folder``."""
     with (
         running_victim(folder / "server.log", "defaults") as victim,

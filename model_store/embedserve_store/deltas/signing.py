@@ -87,7 +87,7 @@ def check_stays_signed(last: DeltaManifest, key: SigningKey | None) -> None:
         )
 
 
-def signing_key(path: KeyFile | None = None) -> SigningKey | None:
+def signing_key(path: KeyFile | None) -> SigningKey | None:
     """Returns the private key in the PEM file ``path``, else in that of the variable KEY_VARIABLE.
 
     Returns None if neither is given.

@@ -12,9 +12,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 
 
-def cgroup_folders(
-    controller: str, proc: Path = PROC, cgroups: Path = CGROUPS
-) -> Iterator[tuple[int, Path]]:
+def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
     """Yields (version, folder) of each cgroup of this process and of its ancestors.
 
     The limit of each cgroup counts. A folder may not exist.

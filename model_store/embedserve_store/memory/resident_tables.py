@@ -65,9 +65,7 @@ def _dense_offsets(tables: TablesFile) -> dict[str, int]:
     return {table.name: start for table, start in zip(ordered, starts, strict=False)}
 
 
-def read_tables(
-    tables: TablesFile, data: NDArray[np.uint8], progress: Progress | None = None
-) -> None:
+def read_tables(tables: TablesFile, data: NDArray[np.uint8], progress: Progress | None) -> None:
     """Reads each table from the file to its offset in ``data``.
 
     Raises:

@@ -76,7 +76,7 @@ def default_sharding(
     tables: Sequence[TableSpec],
     described: Mapping[str, str],
     constraints: Constraints,
-    hosts: int | None = None,
+    hosts: int | None,
 ) -> dict[str, str]:
     """Returns the default sharding of each table.
 

@@ -59,8 +59,8 @@ def upload_next(
     folder: str | os.PathLike[str],
     url: str,
     first: int,
-    progress: TransferProgress | None = None,
-    check: Callable[[], None] | None = None,
+    progress: TransferProgress | None,
+    check: Callable[[], None] | None,
 ) -> int:
     """Uploads STORE/MODEL/VERSION to URL/MODEL under the lowest free number, and returns it.
 

@@ -105,7 +105,7 @@ def _own_output_dists(collection: Any) -> Iterator[torch.nn.Module]:
         yield plain.create_output_dist(device=collection._device)
 
 
-def collection_of(module: torch.nn.Module, prefix: str = "") -> Any:
+def collection_of(module: torch.nn.Module, prefix: str) -> Any:
     """Returns the sharded collection that describe_sharded describes."""
     return _chosen(module, prefix)[1]
 
@@ -143,7 +143,7 @@ def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
 def save_tables(
     module: torch.nn.Module,
     folder: str | os.PathLike[str],
-    prefix: str = "",
+    prefix: str,
     group: ProcessGroup | None = None,
 ) -> None:
     """Saves the tables of ``module`` under ``prefix``, and nothing else, as a checkpoint.
