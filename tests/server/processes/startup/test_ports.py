@@ -112,6 +112,16 @@ def test_workers_share_claimed_ports_and_other_claims_fail() -> None:
     shared.close()
 
 
+def test_grpc_port_of_a_worker_does_not_listen_if_grpcio_serves_it() -> None:
+    """grpcio binds the port again: connections that wait on this socket would be lost."""
+    shared = claim_ports("127.0.0.1", 0, 0).share()
+    with closing(shared), closing(shared.bind()) as worker:
+        worker.listen(with_grpc=False)
+        socket.create_connection(("127.0.0.1", shared.http)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", shared.grpc))
+
+
 def test_worker_that_cannot_bind_leaves_no_socket_open() -> None:
     """Fails by the ResourceWarning of a socket that nobody has closed."""
     ports = claim_ports("127.0.0.1", 0, 0)
