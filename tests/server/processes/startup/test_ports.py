@@ -51,6 +51,31 @@ def test_grpc_port_in_use_is_named_and_the_http_port_released(port_in_use: int) 
     claim_ports("127.0.0.1", free, 0).close()
 
 
+def test_management_port_in_use_is_named_in_the_error(port_in_use: int) -> None:
+    message = f"cannot listen on 127.0.0.1:{port_in_use} \\(management\\): Address already in use"
+    with pytest.raises(OSError, match=f"{message}; --management-port chooses another$"):
+        claim_ports("127.0.0.1", 0, 0, ("127.0.0.1", port_in_use))
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
+def test_host_may_be_an_ipv6_address() -> None:
+    with closing(claim_ports("::1", 0, 0)) as ports:
+        socket.create_connection(("::1", ports.http)).close()
+        message = f"^cannot listen on \\[::1\\]:{ports.http} \\(HTTP\\): Address already in use"
+        with pytest.raises(OSError, match=message):
+            claim_ports("::1", ports.http, 0)
+        assert ports.release_grpc() == f"[::1]:{ports.grpc}"
+
+
 def test_same_port_for_both_protocols_is_rejected() -> None:
     free = free_port()
     with pytest.raises(OSError, match=f"127.0.0.1:{free} \\(gRPC\\): Address already in use"):
@@ -99,11 +124,11 @@ def test_shared_ports_stay_claimed_and_closed_until_a_worker_listens(is_fresh: b
 
 
 def test_workers_share_claimed_ports_and_other_claims_fail() -> None:
-    shared = claim_ports("127.0.0.1", 0, 0).share()
+    shared = claim_ports("127.0.0.1", 0, 0, ("127.0.0.1", 0)).share()
     workers = [shared.bind() for _ in range(2)]
     for worker in workers:
         worker.listen(with_grpc=True)
-    for port in (shared.http, shared.grpc):
+    for port in (shared.http, shared.grpc, shared.management):
         socket.create_connection(("127.0.0.1", port)).close()
         with pytest.raises(OSError, match="Address already in use"):
             claim_ports("127.0.0.1", port, 0)
