@@ -1,6 +1,7 @@
 """Tests of the planner: a plan fits into the ranks' real memory, and uses only sharding that can be
 served."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from server.python import run_python
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import Topology
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
@@ -36,6 +38,17 @@ def test_tables_larger_than_torchrecs_default_host_are_planned(
     plan = make_plan(tables, sharding=sharding, world_size=1, device_type=device_type)
     plan.check(tables, "here")
     assert plan.bytes_per_rank(tables) == [tables[0].nbytes]
+
+
+def test_hints_of_the_planner_are_logged_only_to_callers_of_torchrec(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Publishing runs in the process of the training, which may use the planner, too."""
+    with caplog.at_level(logging.WARNING, "torchrec.distributed.planner"):
+        make_plan((table("t", 1000),), sharding="auto", world_size=2)
+        assert caplog.messages == []
+        Topology(world_size=2, compute_device="cpu")
+    assert "The topology was constructed directly" in caplog.text
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, *memory_bytes: int) -> None:
