@@ -40,6 +40,16 @@ def test_tables_larger_than_torchrecs_default_host_are_planned(
     assert plan.bytes_per_rank(tables) == [tables[0].nbytes]
 
 
+def test_planner_counts_the_memory_of_all_hosts() -> None:
+    """Each host has about half of every table, so that a rank may have one whole."""
+    tables = (table("a", 1000), table("b", 1000))
+    memory_bytes = tables[0].nbytes * 3 // 4
+    plan = make_plan(
+        tables, sharding="auto", world_size=2, hosts=2, device_memory_bytes=memory_bytes
+    )
+    assert {one.sharding_type for one in plan.tables.values()} == {"table_wise"}
+
+
 def test_hints_of_the_planner_are_logged_only_to_callers_of_torchrec(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
