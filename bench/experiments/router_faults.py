@@ -38,14 +38,7 @@ from time import perf_counter
 import load
 import numpy as np
 from e2e.parts_cluster import PARTS, Cluster, cluster, shard_metrics
-from experiments.router_costs import (
-    DIM,
-    TABLES,
-    Batches,
-    features_of,
-    make_store,
-    request_of,
-)
+from experiments.router_costs import DIM, TABLES, Batches, features_of, make_store, request_of
 from operations.overload import OVERLOAD, PEAK_CONNECTIONS, offer_grpc
 from running_servers import Running, running
 

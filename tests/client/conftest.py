@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 from client.fake import RESPONSE_S_MAX, FakeModel, RestFake, grpc_server, rest_server
 
-from embedserve_client import (
-    AsyncEmbedClient,
-    AsyncGrpcEmbedClient,
-    EmbedClient,
-    GrpcEmbedClient,
-)
+from embedserve_client import AsyncEmbedClient, AsyncGrpcEmbedClient, EmbedClient, GrpcEmbedClient
 
 MAKERS: dict[str, Any] = {
     "rest": EmbedClient,

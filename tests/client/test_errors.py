@@ -4,13 +4,7 @@ import pickle
 
 import pytest
 
-from embedserve_client.errors import (
-    InvalidRequest,
-    Overloaded,
-    ServerError,
-    TooLarge,
-    error_from,
-)
+from embedserve_client.errors import InvalidRequest, Overloaded, ServerError, TooLarge, error_from
 
 
 def test_unknown_code_becomes_a_server_error_that_names_the_code() -> None:

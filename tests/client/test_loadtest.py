@@ -18,14 +18,7 @@ from embedserve_client import IdRule, ModelInfo, ModelList, TableInfo
 from embedserve_client.core.models import model_list_from_json
 from embedserve_proto import embedding_pb2 as pb
 from ids import FeatureIds, ids_by_feature, read_vocabularies, spread, zipf_ranks
-from traffic import (
-    Settings,
-    Traffic,
-    choose_model,
-    kind_of_error,
-    name_of,
-    parse_sizes,
-)
+from traffic import Settings, Traffic, choose_model, kind_of_error, name_of, parse_sizes
 
 ROWS = 1000
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"

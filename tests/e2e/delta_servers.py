@@ -15,11 +15,7 @@ from running_servers import ANSWER_S_MAX, Running
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
-from embedserve_store import (
-    DeltaWriter,
-    TableSpec,
-    publish,
-)
+from embedserve_store import DeltaWriter, TableSpec, publish
 
 ROWS = {"user": 1000, "item": 50}
 CHANGED = {"user": 300, "item": 50}

@@ -7,24 +7,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from e2e.delta_servers import (
-    BAGS,
-    COUNTS,
-    DIM,
-    push,
-    ranks,
-    store,
-    wait_until,
-)
+from e2e.delta_servers import BAGS, COUNTS, DIM, push, ranks, store, wait_until
 from running_servers import ANSWER_S_MAX, running
 
 from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient
-from embedserve_store import (
-    DeltaWriter,
-    set_alias,
-)
+from embedserve_store import DeltaWriter, set_alias
 
 __all__ = ["ranks", "store"]
 HOLD = "/admin/deltas/hold"

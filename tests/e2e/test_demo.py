@@ -20,13 +20,7 @@ from documents import ROOT, Block, blocks
 from e2e.demo_server import Demo
 from forkserver import PYTHON, run_warm
 from reference import assert_same, pooled
-from running_servers import (
-    ANSWER_S_MAX,
-    COMMAND_S_MAX,
-    Running,
-    run_command,
-    run_warm_command,
-)
+from running_servers import ANSWER_S_MAX, COMMAND_S_MAX, Running, run_command, run_warm_command
 from server.arrow_streams import ARROW, metadata_in, read_table, stream_of, vectors
 
 from embedserve_client import EmbedClient, GrpcEmbedClient

@@ -24,14 +24,7 @@ from e2e.test_cluster_command import DIM, publish_rows
 from forkserver import PYTHON
 from processes import descendants
 from ray_nodes import RayNodes, ray_nodes
-from running_servers import (
-    command,
-    free_port,
-    is_running,
-    run_warm_command,
-    running,
-    started,
-)
+from running_servers import command, free_port, is_running, run_warm_command, running, started
 
 from embedserve.commands.token import make_token
 from embedserve_client import GrpcEmbedClient

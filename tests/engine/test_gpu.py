@@ -6,14 +6,7 @@ import pytest
 import torch
 from engine.conftest import Publish
 from lookup_cases import CASES, RELATIVE, Case, check, check_most_rows
-from reference import (
-    assert_same,
-    check_concurrent_lookups,
-    pooled,
-    sample,
-    stored_rows,
-    to_kjt,
-)
+from reference import assert_same, check_concurrent_lookups, pooled, sample, stored_rows, to_kjt
 from torchrec import KeyedJaggedTensor
 
 from embedserve.engine.attach_weights import attach_weights

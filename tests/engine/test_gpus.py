@@ -20,14 +20,7 @@ from embedserve.engine.gpus import (
     resolve_devices,
 )
 from embedserve.engine.restore import settle_devices
-from embedserve_store import (
-    Manifest,
-    Plan,
-    Shard,
-    StoreError,
-    TablePlan,
-    TableSpec,
-)
+from embedserve_store import Manifest, Plan, Shard, StoreError, TablePlan, TableSpec
 
 TWO = Gpus(2, (1 << 40, 1 << 40))
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."

@@ -11,11 +11,7 @@ import pytest
 from pooled import Tables, collection
 from reference import assert_same, expected, sample, stored_rows, to_kjt
 from server.python import run_warm_python
-from torchrec import (
-    EmbeddingCollection,
-    EmbeddingConfig,
-    PoolingType,
-)
+from torchrec import EmbeddingCollection, EmbeddingConfig, PoolingType
 
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.engine.compile import SCRIPTED, TRACED

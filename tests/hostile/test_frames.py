@@ -3,11 +3,7 @@
 import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer
-from hostile.frames import (
-    FRAME_SIZE_ERROR,
-    PROTOCOL_ERROR,
-    SETTINGS_TIMEOUT,
-)
+from hostile.frames import FRAME_SIZE_ERROR, PROTOCOL_ERROR, SETTINGS_TIMEOUT
 
 
 def test_client_goaway_does_not_stop_responses_in_flight(rest_peer: MakePeer) -> None:

@@ -3,14 +3,7 @@
 import grpc
 import pytest
 from interop.drivers import Call, Driver, go_driver, node_driver
-from interop.lookups import (
-    INVALID,
-    INVALID_FIELD,
-    large_request,
-    large_response,
-    lookup,
-    lookups,
-)
+from interop.lookups import INVALID, INVALID_FIELD, large_request, large_response, lookup, lookups
 from interop.tools import tool
 
 OK = grpc.StatusCode.OK

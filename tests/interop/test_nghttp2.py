@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 from grpc_messages import unframed
-from interop.lookups import (
-    SERVICE,
-    Lookup,
-    assert_responses,
-    large_request,
-    large_response,
-    lookup,
-)
+from interop.lookups import SERVICE, Lookup, assert_responses, large_request, large_response, lookup
 from interop.tools import run_tool
 
 JSON = ("-H", "content-type: application/json")

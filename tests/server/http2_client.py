@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import (
-    DataReceived,
-    ResponseReceived,
-    StreamEnded,
-    StreamReset,
-    TrailersReceived,
-)
+from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset, TrailersReceived
 
 READ_S_MAX = 60.0
 GOAWAY = 7

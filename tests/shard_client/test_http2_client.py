@@ -4,12 +4,7 @@ import logging
 from unittest.mock import Mock
 
 import pytest
-from hyperframe.frame import (
-    DataFrame,
-    HeadersFrame,
-    RstStreamFrame,
-    WindowUpdateFrame,
-)
+from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, WindowUpdateFrame
 from shard_client.shard_peer import (
     BLOCK,
     LIMIT,
@@ -24,13 +19,7 @@ from shard_client.shard_peer import (
 )
 
 from embedserve.shard_client.call_headers import CallHeaders
-from embedserve.shard_client.reply import (
-    INTERNAL,
-    RESOURCE_EXHAUSTED,
-    UNAVAILABLE,
-    UNKNOWN,
-    Reply,
-)
+from embedserve.shard_client.reply import INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE, UNKNOWN, Reply
 from embedserve.wire.grpc.grpc_framing import framed, parse_timeout
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.frames import (

@@ -19,17 +19,10 @@ from shard_client.shard_peer import (
     response_frames,
 )
 
-from embedserve.shard_client.reply import (
-    INTERNAL,
-    Reply,
-    lost,
-)
+from embedserve.shard_client.reply import INTERNAL, Reply, lost
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.http2 import frames
-from embedserve.wire.http2.frames import (
-    PADDED,
-    ErrorCode,
-)
+from embedserve.wire.http2.frames import PADDED, ErrorCode
 
 
 def test_client_begins_with_settings_and_a_large_window() -> None:

@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from conformance.asked import (
-    ANSWER_S_MAX,
-    ServerUnderTest,
-    check_outputs,
-    check_status,
-)
+from conformance.asked import ANSWER_S_MAX, ServerUnderTest, check_outputs, check_status
 
 from embedserve_proto import open_inference_pb2 as pb
 

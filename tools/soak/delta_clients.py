@@ -17,13 +17,7 @@ from soak import delta_ids
 
 from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
-from embedserve_store import (
-    DeltaLine,
-    DeltaWriter,
-    ModelStore,
-    RevertedError,
-    WriterFencedError,
-)
+from embedserve_store import DeltaLine, DeltaWriter, ModelStore, RevertedError, WriterFencedError
 
 MODEL = "m"
 TABLES = 8

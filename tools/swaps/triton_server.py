@@ -23,13 +23,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from servers.open_inference import (
-    binary_answer,
-    grpc_answer,
-    grpc_load,
-    infer_body,
-    infer_headers,
-)
+from servers.open_inference import binary_answer, grpc_answer, grpc_load, infer_body, infer_headers
 from servers.triton import LOAD, MODEL, Triton, add_version, tensors_of
 from swaps.server import DIM, TABLES, CallTarget, Codec, SwapServer, row_values
 from workloads import Request as Jagged

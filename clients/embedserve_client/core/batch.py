@@ -23,13 +23,7 @@ from embedserve_client.core.bags import (
     strings_of,
     weights_of,
 )
-from embedserve_client.core.columns import (
-    Column,
-    check_distinct,
-    columns_of,
-    is_column,
-    numpy_of,
-)
+from embedserve_client.core.columns import Column, check_distinct, columns_of, is_column, numpy_of
 from embedserve_client.core.short_repr import short
 from embedserve_client.errors import InvalidRequest
 

@@ -15,12 +15,7 @@ from numpy.typing import NDArray
 from embedserve_client.core.batch import RequestBatch
 from embedserve_client.core.result import EmbedResult, Layout, OutputDType
 from embedserve_client.core.short_repr import short
-from embedserve_client.errors import (
-    EmbedServeClientError,
-    InvalidRequest,
-    ServerError,
-    error_from,
-)
+from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError, error_from
 from embedserve_proto import embedding_pb2 as pb
 
 _LITTLE_FLOAT32 = np.dtype("<f4")

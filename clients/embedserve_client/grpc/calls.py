@@ -14,12 +14,7 @@ import grpc
 
 from embedserve_client.core.addresses import names_several
 from embedserve_client.core.retry_loop import CLOSED
-from embedserve_client.errors import (
-    EmbedServeClientError,
-    ServerError,
-    Unavailable,
-    error_from,
-)
+from embedserve_client.errors import EmbedServeClientError, ServerError, Unavailable, error_from
 
 T = TypeVar("T")
 M = TypeVar("M")

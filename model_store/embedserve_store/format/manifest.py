@@ -19,12 +19,7 @@ from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.json_fields import parse_json, typed
 from embedserve_store.format.manifest_checksum import SHA256_PATTERN, check_seal
 from embedserve_store.format.table_groups import table_groups
-from embedserve_store.format.table_spec import (
-    TableSpec,
-    answer_keys,
-    check_tables,
-    check_weighted,
-)
+from embedserve_store.format.table_spec import TableSpec, answer_keys, check_tables, check_weighted
 
 if TYPE_CHECKING:  # commands that read no rows need no numpy
     import numpy as np

@@ -8,12 +8,7 @@ from typing import Generic, TypeVar
 
 from embedserve.access.authenticator import Authenticator, ClientCertificate
 from embedserve.errors import EmbedServeError, OverloadedError
-from embedserve.pipeline import (
-    UPLOAD_S_MAX,
-    RequestContext,
-    ResponseWriter,
-    late_request,
-)
+from embedserve.pipeline import UPLOAD_S_MAX, RequestContext, ResponseWriter, late_request
 from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.wire.http_stream import Handler, HttpStream
 

@@ -11,13 +11,7 @@ import pytest
 from interop.cluster.host import prepare
 from interop.cluster.images import save_images
 from interop.cluster.kubectl import Kubectl, Namespaced, Publish, Start
-from interop.cluster.manifests import (
-    Manifest,
-    persistent_volume,
-    publishing_job,
-    render,
-    secret,
-)
+from interop.cluster.manifests import Manifest, persistent_volume, publishing_job, render, secret
 from interop.cluster.node import running_node
 from interop.lookups import MODEL
 from interop.pods import has_way_out

@@ -15,9 +15,7 @@ from server.waiting import WAIT_S_MAX, until
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.config import Limits
-from embedserve.errors import (
-    OverloadedError,
-)
+from embedserve.errors import OverloadedError
 from embedserve.metrics.model_metrics import ModelMetrics
 
 HOUR_S = 3600

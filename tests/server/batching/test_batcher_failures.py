@@ -17,11 +17,7 @@ from server.waiting import WAIT_S_MAX, until
 
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
-from embedserve.errors import (
-    DeadlineExceededError,
-    EngineError,
-    InvalidRequestError,
-)
+from embedserve.errors import DeadlineExceededError, EngineError, InvalidRequestError
 from embedserve.metrics.model_metrics import ModelMetrics
 
 

@@ -9,14 +9,7 @@ import pyarrow as pa
 
 from embedserve.codec.arrow.flatbuffers import INT64, Number, TableFields
 from embedserve.codec.arrow.requests import ArrowDecoder
-from embedserve.codec.arrow.stream import (
-    BUFFERS,
-    END,
-    NODES,
-    RECORD_BATCH,
-    ROWS,
-    message_of,
-)
+from embedserve.codec.arrow.stream import BUFFERS, END, NODES, RECORD_BATCH, ROWS, message_of
 from embedserve.config import Limits
 
 ARROW = ArrowDecoder()

@@ -18,12 +18,7 @@ from server.codec.crafted_arrow import (
 )
 
 from embedserve.codec.arrow.flatbuffers import INT16, UINT8, Number
-from embedserve.codec.arrow.stream import (
-    COMPRESSION,
-    END,
-    SCHEMA,
-    message_of,
-)
+from embedserve.codec.arrow.stream import COMPRESSION, END, SCHEMA, message_of
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.request_checks import check_lengths
 

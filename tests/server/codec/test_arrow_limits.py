@@ -7,9 +7,7 @@ import pytest
 from server.arrow_streams import columns_of, stream_of
 from server.codec.crafted_arrow import ARROW, LIMITS, CraftedStream
 
-from embedserve.codec.arrow.stream import (
-    END,
-)
+from embedserve.codec.arrow.stream import END
 from embedserve.config import Limits
 from embedserve.errors import RequestTooLargeError
 

@@ -14,13 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from server.fake_engine import Bags, make_request
 from server.fake_models import ruled_info
-from server.strategies import (
-    JSON_VALUE,
-    bags_of,
-    bags_of_ids,
-    mutated_json,
-    weights_or_none,
-)
+from server.strategies import JSON_VALUE, bags_of, bags_of_ids, mutated_json, weights_or_none
 
 from embedserve.codec.json_codec import decode_request, encode_error
 from embedserve.codec.json_errors import CHUNK, explain_invalid_json

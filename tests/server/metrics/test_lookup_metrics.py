@@ -17,10 +17,7 @@ from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.model_metrics import COLUMNS_MIN, name_cells
 from embedserve.metrics.request_metrics import LookupMetrics
 from embedserve.metrics.row_to_rank import DIVIDED_CELLS, ROWS_SAMPLED_MAX
-from embedserve.metrics.shared_counters import (
-    WorkerCounters,
-    single_worker_counters,
-)
+from embedserve.metrics.shared_counters import WorkerCounters, single_worker_counters
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest

@@ -2,11 +2,7 @@
 
 import pytest
 
-from embedserve.tracing.trace_context import (
-    TRACEPARENT_BYTES_MAX,
-    TraceContext,
-    read_traceparent,
-)
+from embedserve.tracing.trace_context import TRACEPARENT_BYTES_MAX, TraceContext, read_traceparent
 
 TRACE, SPAN = b"4bf92f3577b34da6a3ce929d0e0e4736", b"00f067aa0ba902b7"
 TRACE_AND_SPAN = (TRACE.decode(), SPAN.decode())

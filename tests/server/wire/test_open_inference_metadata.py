@@ -7,18 +7,9 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, Live, live_server
-from server.open_inference import (
-    InferRequest,
-    jagged,
-)
+from server.open_inference import InferRequest, jagged
 from server.openapi import validate
-from server.wire.inference_requests import (
-    BAGS,
-    as_binary,
-    infer,
-    live,
-    stub,
-)
+from server.wire.inference_requests import BAGS, as_binary, infer, live, stub
 
 from embedserve_proto import open_inference_pb2 as pb
 

@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 import torch
 from server.python import run_warm_python
-from store.deltas.conftest import (
-    DIMS,
-    failing_writes,
-    ids_of,
-    last_of,
-    line_of,
-    numbers_of,
-    rows,
-)
+from store.deltas.conftest import DIMS, failing_writes, ids_of, last_of, line_of, numbers_of, rows
 
 from embedserve_store import (
     Bags,

@@ -14,14 +14,7 @@ import pytest
 import torch
 from forkserver import PYTHON, WarmPopen
 from server.python import environment
-from store.deltas.conftest import (
-    deltas_in,
-    failing_writes,
-    gate_writes,
-    line_of,
-    rows,
-    tag_row,
-)
+from store.deltas.conftest import deltas_in, failing_writes, gate_writes, line_of, rows, tag_row
 from store.deltas.test_goldens import BAGS, pushed_goldens, version_results
 from store.deltas.tracked_training import USER, gathered, ranker, stepper
 

@@ -21,13 +21,7 @@ from store.deltas.conftest import WRITE_S_MAX, failing_writes, gate_writes
 from store.deltas.tracked_training import batch, gathered, ranker, stepper
 from torchrec import KeyedJaggedTensor
 
-from embedserve_store import (
-    DeltaWriter,
-    RevertedError,
-    StoreError,
-    publish_sharded,
-    undo_deltas,
-)
+from embedserve_store import DeltaWriter, RevertedError, StoreError, publish_sharded, undo_deltas
 
 STEPS = (3, 1, 0, 2)
 """Number of training steps before each push."""

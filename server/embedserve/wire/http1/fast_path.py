@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING
 
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
-from embedserve.pipeline import (
-    UPLOAD_S_MAX,
-    RequestContext,
-    ResponseWriter,
-    late_request,
-)
+from embedserve.pipeline import UPLOAD_S_MAX, RequestContext, ResponseWriter, late_request
 from embedserve.tracing.request_id import ExtraHeaders
 from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.connections import READ_BYTES, yield_to_others

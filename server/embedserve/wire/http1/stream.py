@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from embedserve.wire.http_stream import (
-    NULL_HANDLER,
-    Handler,
-    Headers,
-    HttpRequest,
-    MakeHandler,
-)
+from embedserve.wire.http_stream import NULL_HANDLER, Handler, Headers, HttpRequest, MakeHandler
 
 if TYPE_CHECKING:
     from embedserve.wire.http1.connection import Http1Connection

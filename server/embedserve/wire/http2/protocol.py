@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from embedserve.access.authenticator import CERTIFICATE
 from embedserve.access.client_address import peer_address
-from embedserve.wire.connections import (
-    FIRST_BYTES_S_MAX,
-    Connection,
-    LingeringClose,
-    ReadProgress,
-)
+from embedserve.wire.connections import FIRST_BYTES_S_MAX, Connection, LingeringClose, ReadProgress
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.upload_budget import UploadBudget

@@ -17,12 +17,7 @@ from embedserve.codec.json_codec import encode_error
 from embedserve.errors import InvalidRequestError
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.tls import TlsMetrics
-from embedserve.wire.connections import (
-    DRAIN_IDLE_S,
-    Connection,
-    LingeringClose,
-    ProtocolDetector,
-)
+from embedserve.wire.connections import DRAIN_IDLE_S, Connection, LingeringClose, ProtocolDetector
 from embedserve.wire.tls.certificates import advance
 from embedserve.wire.tls.transport import TlsTransport
 

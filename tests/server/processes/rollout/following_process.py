@@ -18,12 +18,7 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.daemon_threads import is_any_running
 from embedserve.processes.open_store import open_folder
-from embedserve.processes.rollout.messages import (
-    LoadState,
-    NameStatus,
-    Target,
-    TargetPhase,
-)
+from embedserve.processes.rollout.messages import LoadState, NameStatus, Target, TargetPhase
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.single_process import start_rollouts

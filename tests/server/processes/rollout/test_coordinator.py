@@ -12,11 +12,7 @@ from server.processes.rollout.coordinated_workers import (
     prepare,
 )
 
-from embedserve.processes.rollout.messages import (
-    Operation,
-    StoreEntry,
-    WorkerStatus,
-)
+from embedserve.processes.rollout.messages import Operation, StoreEntry, WorkerStatus
 
 
 def test_all_workers_prepare_before_any_switches(

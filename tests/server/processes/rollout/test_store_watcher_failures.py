@@ -13,9 +13,7 @@ import pytest
 from server.processes.rollout.following_process import FollowingProcess, add_version
 from server.thread_limit import make_thread_start_fail
 
-from embedserve.processes.rollout.messages import (
-    StoreEntry,
-)
+from embedserve.processes.rollout.messages import StoreEntry
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve_store import StoreError, set_alias
 from embedserve_store.errors import UnopenedError

@@ -21,12 +21,7 @@ from server.processes.rollout.switching_process import (
 from server.thread_limit import make_thread_start_fail
 from server.waiting import until
 
-from embedserve.processes.rollout.messages import (
-    Failure,
-    LoadState,
-    NameStatus,
-    TargetPhase,
-)
+from embedserve.processes.rollout.messages import Failure, LoadState, NameStatus, TargetPhase
 from embedserve_store import StoreError
 from embedserve_store.errors import UnreachableError
 from embedserve_store.memory.mapped_tables import populate

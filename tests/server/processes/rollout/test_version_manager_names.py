@@ -11,11 +11,7 @@ from server.waiting import until
 
 from embedserve.errors import UnknownModelError
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
-from embedserve.processes.rollout.messages import (
-    AliasSettings,
-    Failure,
-    LoadState,
-)
+from embedserve.processes.rollout.messages import AliasSettings, Failure, LoadState
 
 
 async def test_version_with_more_features_than_counters_fails(

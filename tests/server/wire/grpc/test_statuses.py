@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 
 from embedserve.errors import InvalidRequestError, OverloadedError
 from embedserve.wire.grpc.grpc_framing import GrpcCallError
-from embedserve.wire.grpc.statuses import (
-    CODES,
-    MESSAGE_BYTES_MAX,
-    error_trailers,
-)
+from embedserve.wire.grpc.statuses import CODES, MESSAGE_BYTES_MAX, error_trailers
 
 
 def test_status_codes_equal_those_of_grpc() -> None:

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from server.arrow_streams import ARROW, columns_of, stream_of
 from server.fake_engine import FakeEngine, model_info
 from server.live import PROTOBUF, make_pipeline
-from server.raw_http import (
-    OurServer,
-    PlainServer,
-    chunked,
-    cut,
-    get,
-    post,
-    read_response,
-)
+from server.raw_http import OurServer, PlainServer, chunked, cut, get, post, read_response
 from server.waiting import until
 from server.wire.http1.sample_requests import BODY, CLOSING_REQUEST, MISSING_ROW_BODY, OTHER_BODY
 

@@ -5,12 +5,7 @@ from time import perf_counter
 import pytest
 from hyperframe.frame import Frame, SettingsFrame
 from server.wire.http2.peer import OK, Peer, data, has_ended, of, resets
-from server.wire.http2.uploads import (
-    FRAME_BYTES,
-    is_budget_free,
-    send_body,
-    window_increments,
-)
+from server.wire.http2.uploads import FRAME_BYTES, is_budget_free, send_body, window_increments
 
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.inbound_flow_control import (

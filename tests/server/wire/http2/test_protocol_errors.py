@@ -3,13 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from hyperframe.frame import (
-    Frame,
-    PingFrame,
-    PriorityFrame,
-    RstStreamFrame,
-    SettingsFrame,
-)
+from hyperframe.frame import Frame, PingFrame, PriorityFrame, RstStreamFrame, SettingsFrame
 from server.wire.http2.peer import (
     OK,
     POST,
