@@ -80,6 +80,17 @@ def test_call_without_another_replica_is_not_hedged() -> None:
 # Hung replicas
 
 
+def assert_avoided_until_it_sends_something(bench: Bench) -> None:
+    """Asserts that replica a, which has been silent, is not called before it sends something."""
+    for _ in range(20):
+        bench.look_up()
+    assert {call.host for call in bench.calls} == {"b"}
+    bench.connections["a"].last_received_s = bench.time.now_s + 1e-9
+    for _ in range(20):
+        bench.look_up()
+    assert {call.host for call in bench.calls} == {"a", "b"}
+
+
 def test_silent_replica_is_avoided_until_it_responds() -> None:
     bench = Bench("ab", PartOptions(hedge_share=0))
     bench.add_latencies(0.001)
@@ -98,13 +109,7 @@ def test_silent_replica_is_avoided_until_it_responds() -> None:
         call.answer()
     assert len(bench.replies) == 40
     assert bench.connections["a"].calls == []
-    for _ in range(20):
-        bench.look_up()
-    assert {call.host for call in bench.calls} == {"b"}
-    bench.connections["a"].last_received_s = bench.time.now_s + 1e-9
-    for _ in range(20):
-        bench.look_up()
-    assert {call.host for call in bench.calls} == {"a", "b"}
+    assert_avoided_until_it_sends_something(bench)
 
 
 def test_silent_replica_is_avoided_although_no_deadline_lets_a_call_hang() -> None:
@@ -120,13 +125,7 @@ def test_silent_replica_is_avoided_although_no_deadline_lets_a_call_hang() -> No
     assert silent.pings == 1
     for call in bench.connections["b"].calls[:]:
         call.answer()
-    for _ in range(20):
-        bench.look_up()
-    assert {call.host for call in bench.calls} == {"b"}
-    silent.last_received_s = bench.time.now_s + 1e-9
-    for _ in range(20):
-        bench.look_up()
-    assert {call.host for call in bench.calls} == {"a", "b"}
+    assert_avoided_until_it_sends_something(bench)
 
 
 def test_replica_that_sends_something_between_given_up_calls_is_not_hung() -> None:

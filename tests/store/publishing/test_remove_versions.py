@@ -20,6 +20,12 @@ from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 from embedserve_store.verification import verify
 
+by_delete_and_prune = pytest.mark.parametrize(
+    "remove",
+    [lambda url: remove_version(url, "m", 1), lambda url: prune(url, "m", 2)],
+    ids=["delete", "prune"],
+)
+
 
 @pytest.fixture(params=["folder", "URL"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -221,11 +227,7 @@ def test_interrupted_remote_prune_records_the_removed_versions(
     assert removals(url) == [("prune", [1, 2], "ann")]
 
 
-@pytest.mark.parametrize(
-    "remove",
-    [lambda url: remove_version(url, "m", 1), lambda url: prune(url, "m", 2)],
-    ids=["delete", "prune"],
-)
+@by_delete_and_prune
 def test_version_is_removed_if_the_response_to_the_first_removal_is_lost(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[str], object]
 ) -> None:
@@ -279,11 +281,7 @@ def alias_during_removal(url: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RemoteFolder, "sizes", alias_then_list_sizes)
 
 
-@pytest.mark.parametrize(
-    "remove",
-    [lambda url: remove_version(url, "m", 1), lambda url: prune(url, "m", 2)],
-    ids=["delete", "prune"],
-)
+@by_delete_and_prune
 def test_remote_version_aliased_during_removal_is_restored(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[str], object]
 ) -> None:
