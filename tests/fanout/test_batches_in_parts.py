@@ -53,9 +53,8 @@ class PartitionedModel:
     def merged(self, batch: PartedBatch) -> np.ndarray:
         """Returns the results of ``batch`` after those of its parts."""
         lookups = batch.lookups()
-        for lookup, values in zip(lookups, self.part_results(lookups), strict=True):
-            batch.add(lookup.part, values)
-        return batch.merge()
+        parts = [lookup.part for lookup in lookups]
+        return batch.merge(dict(zip(parts, self.part_results(lookups), strict=True)))
 
     def whole_results(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
@@ -195,9 +194,8 @@ def test_merged_sums_are_bitwise_equal_in_any_response_order_and_packed_or_not()
         found = one.batch(pooled, ids, lengths, weights)
         lookups = found.lookups()
         part_values = one.part_results(lookups)
-        for i in order:
-            found.add(lookups[i].part, part_values[i])
-        results.add(found.merge().tobytes())
+        values = {lookups[i].part: part_values[i] for i in order}
+        results.add(found.merge(values).tobytes())
     assert len(results) == 1
 
 
@@ -238,4 +236,4 @@ def test_batch_without_ids_calls_no_part_and_returns_zeros(pooled: Pooled) -> No
     one = PartitionedModel(POOLED, HOSTS)
     found = one.batch(pooled, np.empty(0, np.int64), np.zeros(8, np.int32))
     assert found.lookups() == []
-    assert np.array_equal(found.merge(), np.zeros((2, 44), np.float32))
+    assert np.array_equal(found.merge({}), np.zeros((2, 44), np.float32))

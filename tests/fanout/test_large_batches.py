@@ -125,7 +125,7 @@ def test_batch_fails_if_no_thread_can_be_started(
 
 
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0])
-@pytest.mark.parametrize("step", ["lookups", "add", "merge"])
+@pytest.mark.parametrize("step", ["lookups", "merge"])
 @all_kinds
 def test_failing_step_fails_the_batch_once_and_frees_its_budget(
     published: Published,

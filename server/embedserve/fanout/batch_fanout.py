@@ -73,12 +73,13 @@ class BatchFanout:
         self._cache = cache
         self._until_s = until_s
         self._finish = finish
+        self._values: dict[int, np.ndarray] = {}  # of the parts that have answered
         self._missing: list[np.ndarray] = []  # ids of missing parts, each [features, examples]
         self._is_large = version.is_large(batch, has_cache=cache is not None)
         self._loop = asyncio.get_running_loop()
         self._divided: PartedBatch  # from here on set by _divide
         self._lookups: list[PartLookup]
-        self._left: int  # lookups whose values are not added yet
+        self._left: int  # lookups that have not ended
 
     def begin(self) -> None:
         """Divides the batch, and begins its lookups."""
@@ -173,8 +174,8 @@ class BatchFanout:
                 find = partial(self._lacking, part, isinstance(values, MissingPartError))
                 self._run(find, partial(self._fail, part, values))
             else:
-                add = partial(self._divided.add, part, values)
-                self._run(add, lambda _: self._end_if_last())
+                self._values[part] = values
+                self._end_if_last()
         except Exception:
             self._give_up()
 
@@ -227,7 +228,7 @@ class BatchFanout:
 
     def _result(self) -> np.ndarray:
         """Returns the values of the batch: sums, or means where a table has mean pooling."""
-        values, lengths = self._divided.merge(), self._found_lengths()
+        values, lengths = self._divided.merge(self._values), self._found_lengths()
         if self._version.means:
             divide_means(values, lengths, self._version.means)
         return values

@@ -63,9 +63,10 @@ class PartMessages:
         self._model = model
         self._version = version
         # Responses begin with these fields, and end with the number of examples and the values.
-        self._response_start = embedding_pb2.EmbedResponse(
+        start = embedding_pb2.EmbedResponse(
             model=model, version=version, keys=part.keys, length_per_key=part.length_per_key
-        ).SerializeToString()
+        )
+        self._response_start = start.SerializeToString() + EXAMPLES
 
     def encode(self, lookup: PartLookup) -> list[bytes]:
         """Returns the request of ``lookup`` in chunks. The arrays are copied once: they are small,
@@ -89,11 +90,9 @@ class PartMessages:
             MismatchedResponseError: the response has another version, shape or dtype.
         """
         nbytes = self._dtype.itemsize * shape[0] * shape[1]
-        if len(body) > nbytes:
-            start = len(body) - nbytes
-            examples = EXAMPLES + varint(shape[0])
-            if body[:start] == self._response_start + examples + self._values + varint(nbytes):
-                return np.frombuffer(body, self._dtype, offset=start).reshape(shape)
+        start = self._response_start + varint(shape[0]) + self._values + varint(nbytes)
+        if len(body) == len(start) + nbytes and body.startswith(start):
+            return np.ndarray(shape, self._dtype, body, len(start))
         try:
             response = embedding_pb2.EmbedResponse.FromString(body)
         except Exception as error:

@@ -6,7 +6,6 @@ part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,8 +38,7 @@ class PartLookup(NamedTuple):
     shape: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class DividedIds:
+class DividedIds(NamedTuple):
     """Ids of a batch, part by part, then feature by feature.
 
     Attributes:

@@ -37,11 +37,15 @@ class PooledBatch(ABC):
         self._partition, self._columns, self._divided = partition, columns, divided
         self._cached = cached
         self._examples = divided.lengths.shape[2]
-        self._set_up()
 
     @abstractmethod
-    def _set_up(self) -> None:
-        """Sets what the kind of batch needs besides."""
+    def merge(self, values: dict[int, np.ndarray]) -> np.ndarray:
+        """Returns the sums of the batch, float32 [examples, sum of dims].
+
+        Args:
+            values: values of the parts, float32 or float16, in the shapes of their lookups. A part
+                without any counts as zeros. Emptied, so that a response need not stay in memory.
+        """
 
     def count_ids_on(self, part: int) -> np.ndarray:
         """Returns the numbers of ids on ``part``, int [features, examples]."""
@@ -52,9 +56,6 @@ class PooledBatch(ABC):
 class DenseBatch(PooledBatch):
     """A batch with its empty bags. No bag is moved: what the parts return is added column by
     column."""
-
-    def _set_up(self) -> None:
-        self._values: dict[int, np.ndarray] = {}
 
     def lookups(self) -> list[PartLookup]:
         """Returns the lookups of the parts that have ids of the batch."""
@@ -72,51 +73,53 @@ class DenseBatch(PooledBatch):
     def prepare(self) -> None:
         """Does nothing: there is nothing to prepare while the parts look up."""
 
-    def add(self, part: int, values: np.ndarray) -> None:
-        """Takes the values of ``part``, float32 or float16, in the shape of its lookup."""
-        self._values[part] = values
-
-    def merge(self) -> np.ndarray:
-        """Returns the sums of the batch, float32 [examples, sum of dims]. Parts that have added
-        nothing count as zeros."""
+    def merge(self, values: dict[int, np.ndarray]) -> np.ndarray:
+        """Returns the sums of the batch; see PooledBatch.merge."""
         columns = self._columns
         sums = np.zeros((self._examples, columns.whole_width), np.float32)
-        for part in sorted(self._values):
-            values = _as_float32(self._values[part])
+        for part in sorted(values):
+            own_values = _as_float32(values.pop(part))
             for own, whole in columns.part_spans[part]:
-                sums[:, whole] += values[:, own]
+                sums[:, whole] += own_values[:, own]
         if self._cached is not None:
             sums += columns.whole.without_padding(self._cached)
         return sums
 
 
 class PackedBatch(PooledBatch):
-    """A batch without its empty bags."""
+    """A batch without its empty bags.
 
-    def _set_up(self) -> None:
-        parts, features, examples = self._divided.lengths.shape
-        # A bag is one (part, feature, example) that has an id.
-        flat = self._divided.lengths.reshape(-1)
-        bags = np.flatnonzero(flat)
+    A bag is one (part, feature, example) that has an id. Bags of one part and feature are of one
+    kind: part * features + feature. They are in the order of their kinds.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        columns: PooledColumns,
+        divided: DividedIds,
+        cached: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(partition, columns, divided, cached)
+        parts, features, examples = divided.lengths.shape
+        flat = divided.lengths.reshape(-1)
+        self._bags = bags = np.flatnonzero(flat != 0)
         self._bag_lengths = flat[bags]
-        # Index of the bag's part and feature: part * features + feature.
-        self._part_features = part_features = bags // examples
-        self._bag_examples = bags - part_features * examples
-        self._bag_parts = part_features // features
-        counts = np.bincount(part_features, minlength=parts * features)
+        self._kinds = kinds = bags // examples
+        counts = np.bincount(kinds, minlength=parts * features)
         self._sizes = counts.reshape(parts, features).max(axis=1)  # examples of each part's lookup
-        # Position of each bag in its feature, on its part.
-        self._bag_positions = np.arange(bags.size) - (counts.cumsum() - counts)[part_features]
+        # Position of each bag among those of its kind.
+        self._positions = np.arange(bags.size) - (counts.cumsum() - counts)[kinds]
 
     def lookups(self) -> list[PartLookup]:
         """Returns the lookups of the parts that have ids of the batch."""
         partition, divided, sizes = self._partition, self._divided, self._sizes
-        ends = (sizes * partition.feature_counts).cumsum()
+        counts = sizes * partition.feature_counts
+        ends = counts.cumsum()
         spans = [0, *ends.tolist()]
         lengths = np.zeros(spans[-1], np.int32)
-        indices = partition.feature_index.reshape(-1)[self._part_features]
-        starts = (ends - sizes * partition.feature_counts)[self._bag_parts]
-        lengths[starts + indices * sizes[self._bag_parts] + self._bag_positions] = self._bag_lengths
+        starts = (ends - counts)[:, None] + sizes[:, None] * partition.feature_index
+        lengths[starts.reshape(-1)[self._kinds] + self._positions] = self._bag_lengths
         return [
             divided.part_lookup(part, lengths[start:end], (size, self._columns.widths[part]))
             for part, (size, (start, end)) in enumerate(
@@ -129,51 +132,53 @@ class PackedBatch(PooledBatch):
     def _sum(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns which chunks of the parts are added: their indices, and for each chunk of the
         result where its indices begin."""
-        columns, parts = self._columns, self._bag_parts
-        counts = self._sizes * columns.part_chunks
-        firsts = counts.cumsum() - counts
-        sources = firsts[parts] + self._bag_positions * columns.part_chunks[parts]
-        targets = self._bag_examples * columns.whole.chunks
+        columns, kinds, features = self._columns, self._kinds, self._divided.lengths.shape[1]
+        chunks = columns.part_chunks
+        counts = self._sizes * chunks
+        firsts = (counts.cumsum() - counts).repeat(features)
+        sources = firsts[kinds] + self._positions * chunks.repeat(features)[kinds]
+        targets = (self._bags - kinds * self._examples) * columns.whole.chunks
         # Bags are in the order of the parts.
         total = self._examples * columns.whole.chunks
-        indices, offsets, _ = columns.sums.prepare(self._part_features, sources, targets, total)
+        indices, offsets, _ = columns.sums.prepare(kinds, sources, targets, total)
         return indices, offsets
-
-    @cached_property
-    def _values(self) -> tuple[np.ndarray, list[int]]:
-        """Returns the padded values of all parts, float32 and zeros at first, and where those of
-        each part begin."""
-        ends = (self._sizes * self._columns.part_chunks).cumsum() * self._columns.width
-        return np.zeros(ends[-1], np.float32), [0, *ends.tolist()]
 
     def prepare(self) -> None:
         """Prepares the sum while the parts look up."""
-        _ = self._sum, self._values
+        _ = self._sum
 
-    def add(self, part: int, values: np.ndarray) -> None:
-        """Takes the values of ``part``, float32 or float16, in the shape of its lookup. They are
-        copied, so that a response need not stay in memory."""
-        values_of_all, starts = self._values
-        layout = self._columns.part_layouts[part]
-        own = values_of_all[starts[part] : starts[part + 1]].reshape(len(values), -1)
-        layout.copy_padded(_as_float32(values), own)
-
-    def merge(self) -> np.ndarray:
-        """Returns the sums of the batch, float32 [examples, sum of dims]. Parts that have added
-        nothing count as zeros."""
-        columns, (values, _) = self._columns, self._values
+    def merge(self, values: dict[int, np.ndarray]) -> np.ndarray:
+        """Returns the sums of the batch; see PooledBatch.merge."""
+        columns = self._columns
         shape = (self._examples, columns.whole.chunks * columns.width)
-        if not values.size:
+        if not values:
             sums = np.zeros(shape, np.float32) if self._cached is None else self._cached
             return columns.whole.without_padding(sums)
         indices, offsets = self._sum
         summed = torch.nn.functional.embedding_bag(
-            indices, torch.from_numpy(values).view(-1, columns.width), offsets, mode="sum"
+            indices, self._chunks_of(values), offsets, mode="sum"
         )
         sums = summed.numpy().reshape(shape)
         if self._cached is not None:
             sums += self._cached
         return columns.whole.without_padding(sums)
+
+    def _chunks_of(self, values: dict[int, np.ndarray]) -> torch.Tensor:
+        """Returns the padded values of all parts, float32 [chunks, width of a chunk]. They are
+        copied, and taken out of ``values`` one after the other, so that a response need not stay
+        in memory."""
+        columns = self._columns
+        chunks = (self._sizes * columns.part_chunks).tolist()
+        rows = np.empty((sum(chunks), columns.width), np.float32)
+        end = 0
+        for part, count in enumerate(chunks):
+            start, end = end, end + count
+            if part in values:
+                own = _as_float32(values.pop(part))
+                columns.part_layouts[part].copy_padded(own, rows[start:end].reshape(len(own), -1))
+            else:
+                rows[start:end] = 0
+        return torch.from_numpy(rows)
 
 
 def _as_float32(values: np.ndarray) -> np.ndarray:

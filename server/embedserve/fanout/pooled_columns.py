@@ -90,6 +90,7 @@ class ChunkSums:
         self._sources, self._targets = flat.reshape(-1, 2).T
         self._counts = np.array([len(own) for own in chunks], np.int64)
         self._starts = self._counts.cumsum() - self._counts
+        self._is_single = bool((self._counts <= 1).all())
 
     def prepare(
         self,
@@ -109,8 +110,9 @@ class ChunkSums:
             total: number of chunks of the whole result.
             weights: weight of each row; None for 1.
         """
-        counts, pairs = self._counts[kinds], self._starts[kinds]
-        if not (counts == 1).all():  # several chunks in a vector, or several tables of a feature
+        pairs = self._starts[kinds]
+        if not self._is_single:  # several chunks in a vector, or several tables of a feature
+            counts = self._counts[kinds]
             pairs = join_ranges(pairs, counts)
             sources, targets = np.repeat(sources, counts), np.repeat(targets, counts)
             weights = None if weights is None else np.repeat(weights, counts)

@@ -50,7 +50,6 @@ class UnpooledBatch:
         self._divided = partition.divide(flat, counts.astype(np.int32))
         # int32 [parts, features], the number of distinct rows.
         self._counts = self._divided.lengths[:, :, 0]
-        self._values: dict[int, np.ndarray] = {}
 
     def lookups(self) -> list[PartLookup]:
         """Returns the lookups of the parts that have ids of the batch, one example for each."""
@@ -70,20 +69,20 @@ class UnpooledBatch:
     def prepare(self) -> None:
         """Does nothing: there is nothing to prepare while the parts look up."""
 
-    def add(self, part: int, values: np.ndarray) -> None:
-        """Takes the values of ``part``, float32 or float16, in the shape of its lookup."""
-        self._values[part] = values
+    def merge(self, values: dict[int, np.ndarray]) -> np.ndarray:
+        """Returns the rows of the batch, float32 [n, dim]: for each key one row for each id.
 
-    def merge(self) -> np.ndarray:
-        """Returns the rows of the batch, float32 [n, dim]: for each key one row for each id. Rows
-        of parts that have added nothing are zeros."""
+        Args:
+            values: values of the parts, float32 or float16, in the shapes of their lookups. Rows of
+                a part without any are zeros.
+        """
         manifest = self._partition.manifest
         dim = manifest.length_per_key[0]
         nothing = np.empty((0, dim), np.float16)  # float16 widens no other dtype
         # Distinct rows by feature and table: ascending, and so part by part.
         pieces: defaultdict[tuple[int, str], list[np.ndarray]] = defaultdict(lambda: [nothing])
         for part in self._parts_with_ids():
-            rows, start = self._values.get(part), 0
+            rows, start = values.get(part), 0
             for feature, table in self._partition.columns[part]:
                 end = start + int(self._counts[part, feature])
                 piece = (
