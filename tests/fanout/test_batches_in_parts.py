@@ -196,6 +196,7 @@ def test_merged_sums_are_bitwise_equal_in_any_response_order_and_packed_or_not()
         part_values = one.part_results(lookups)
         values = {lookups[i].part: part_values[i] for i in order}
         results.add(found.merge(values).tobytes())
+        assert not values  # no response stays in memory
     assert len(results) == 1
 
 

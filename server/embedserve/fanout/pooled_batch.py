@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property
+from io import BytesIO
 from itertools import pairwise
 
 import numpy as np
@@ -168,17 +169,15 @@ class PackedBatch(PooledBatch):
         copied, and taken out of ``values`` one after the other, so that a response need not stay
         in memory."""
         columns = self._columns
-        chunks = (self._sizes * columns.part_chunks).tolist()
-        rows = np.empty((sum(chunks), columns.width), np.float32)
-        end = 0
-        for part, count in enumerate(chunks):
-            start, end = end, end + count
+        row_bytes = 4 * columns.width * columns.part_chunks
+        rows = BytesIO()
+        for part, nbytes in enumerate((self._sizes * row_bytes).tolist()):
             if part in values:
-                own = _as_float32(values.pop(part))
-                columns.part_layouts[part].copy_padded(own, rows[start:end].reshape(len(own), -1))
+                own_values = _as_float32(values.pop(part))
+                rows.write(columns.part_layouts[part].padded(own_values).data)
             else:
-                rows[start:end] = 0
-        return torch.from_numpy(rows)
+                rows.write(bytes(nbytes))
+        return torch.frombuffer(rows.getbuffer(), dtype=torch.float32).view(-1, columns.width)
 
 
 def _as_float32(values: np.ndarray) -> np.ndarray:

@@ -55,6 +55,7 @@ class ChunkLayout:
     def __init__(self, dims: Sequence[int], width: int) -> None:
         counts = [-(-dim // width) for dim in dims]
         starts, firsts = [0, *accumulate(dims)], [0, *accumulate(counts)]
+        self._width = width
         self.chunks, self.first_chunks = firsts[-1], firsts[:-1]
         self.is_padded = self.chunks * width != starts[-1]
         self.spans = [
@@ -62,13 +63,14 @@ class ChunkLayout:
             for start, first, dim in zip(starts, firsts, dims, strict=False)
         ]
 
-    def copy_padded(self, values: np.ndarray, padded: np.ndarray) -> None:
-        """Copies vectors [n, sum of widths] to their columns of ``padded``."""
+    def padded(self, values: np.ndarray) -> np.ndarray:
+        """Returns vectors [n, sum of widths] padded to whole chunks."""
         if not self.is_padded:
-            padded[:] = values
-            return
+            return values
+        padded = np.zeros((len(values), self.chunks * self._width), np.float32)
         for columns, padded_columns in self.spans:
             padded[:, padded_columns] = values[:, columns]
+        return padded
 
     def without_padding(self, padded: np.ndarray) -> np.ndarray:
         """Returns the vectors [n, sum of widths] of ``padded``."""

@@ -264,8 +264,7 @@ class RowCache:
         way = np.where(present == 0, -1, is_used).argmin(axis=1)
         is_new = ~is_full & ~(present == keys[:, None]).any(axis=1)
         bucket, way, first = bucket[is_new], way[is_new], first[is_new]
-        rows = np.zeros((first.size, layout.chunks * self._width), np.float32)
-        layout.copy_padded(vectors[first], rows)
+        rows = layout.padded(vectors[first])
         chunks = self._first_chunks[feature] + (bucket * WAYS + way) * layout.chunks
         places = chunks[:, None] + np.arange(layout.chunks)
         self._chunk_rows[torch.from_numpy(places)] = torch.from_numpy(
