@@ -13,6 +13,7 @@ from embedserve_store.sources.description import read_description
 from embedserve_store.sources.description_draft import draft_description
 from embedserve_store.terminal.console import say
 from embedserve_store.terminal.sanitize import sanitize
+from embedserve_store.writing.small_files import write_output
 
 
 def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path | None) -> None:
@@ -22,7 +23,8 @@ def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path 
         expected: file of a training model's answers, which fill in what the checkpoint lacks.
 
     Raises:
-        StoreError: the checkpoint has no tables or cannot be read, or ``output`` exists.
+        StoreError: the checkpoint has no tables or cannot be read, ``output`` exists or cannot be
+            written.
     """
     answers = None if expected is None else read_expected(expected)
     draft = draft_description(open_checkpoint(checkpoint), prefix, answers)
@@ -30,11 +32,9 @@ def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path 
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise StoreError(f"{output}: is there already and may hold your changes") from error
+    if output.exists():
+        raise StoreError(f"{output}: is there already and may hold your changes")
+    write_output(output, text.encode())
     is_marked = bool(read_description(output).guesses)
     todo = "make right what is marked check, remove the marks, then publish with it"
     say(f"wrote {output}: {todo if is_marked else 'nothing is left to check, publish with it'}")

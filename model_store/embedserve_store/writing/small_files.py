@@ -11,6 +11,8 @@ import os
 import secrets
 from pathlib import Path
 
+from embedserve_store.errors import StoreError
+
 ASIDE_PREFIX = ".new-"
 """Prefix of the temporary name under which a small file is written."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -56,6 +58,27 @@ def write_new(path: Path, data: bytes) -> bool:
         aside.unlink(missing_ok=True)
     sync(path.parent)
     return True
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Writes a file that a user has named. An existing one is replaced whole, or not at all.
+
+    Raises:
+        StoreError: an error of the file system.
+    """
+    target = path.resolve()
+    aside = target.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
+    try:
+        if target.exists() and not target.is_file():  # a pipe or a terminal
+            target.write_bytes(data)
+            return
+        try:
+            write_synced(aside, data)
+            os.replace(aside, target)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _link(aside: Path, path: Path) -> None:

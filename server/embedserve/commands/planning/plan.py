@@ -36,6 +36,7 @@ from embedserve_store.terminal.aligned_columns import out
 from embedserve_store.terminal.console import console, say
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
 from embedserve_store.transfer.file_check import IDS, TABLES
+from embedserve_store.writing.small_files import write_output
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding
@@ -229,7 +230,7 @@ def _show(
             f"{human_bytes(memory_bytes)}, {100 * fullest / memory_bytes:.0f}%"
         )
     if options.output:
-        options.output.write_bytes(to_json_bytes(plan.to_json()))
+        write_output(options.output, to_json_bytes(plan.to_json()))
         say(f"wrote {options.output}")
 
 
