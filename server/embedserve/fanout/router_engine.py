@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from time import monotonic, perf_counter, sleep
 from typing import TYPE_CHECKING
 
@@ -162,10 +161,7 @@ class RouterEngine:
                 budget.end(nbytes)
 
         fanout = BatchFanout(self._parted, batch, messages, required, cache, until_s, end)
-        expire = partial(
-            finish, DeadlineExceededError("the deadline passed while its batch waited for others")
-        )
-        budget.begin(nbytes, fanout.begin, until_s, expire)
+        budget.begin(nbytes, fanout.begin, until_s, lambda: finish(_late_error()))
 
     def lookup(
         self,
@@ -240,6 +236,10 @@ class RouterEngine:
         """Raises StoreError if the rows in this process have changed. The shards check theirs."""
         if self._local is not None:
             self._local.check()
+
+
+def _late_error() -> DeadlineExceededError:
+    return DeadlineExceededError("the deadline passed while its batch waited for others")
 
 
 def _result(answer: Future[np.ndarray], loop: asyncio.AbstractEventLoop) -> np.ndarray:
