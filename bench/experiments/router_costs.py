@@ -9,17 +9,22 @@ Each round asks the server of whole tables and then the routers; the ratios with
 counts. With ``--small 4`` four of the tables have 1,000 rows, and a router that looks them up
 itself (``--local-bytes``) is measured beside one that calls shards for them. With ``--row-cache
 BYTES`` ids have Zipf's distribution, and a router that keeps rows is measured beside one that does
-not. Reports milliseconds of one caller with the CPU time of all shards, batches/s of 16 callers,
-and the CPU time and bytes of a router for a batch.
+not. With ``--pinned`` the callers and the servers they ask share a core, and the shards have the
+cores in turn: otherwise the kernel may run two shards on one core while another is idle.
+
+Reports milliseconds of one caller with the CPU time of all shards, batches/s of 16 callers, and the
+CPU time and bytes of a router for a batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter, thread_time
 
@@ -167,7 +172,23 @@ async def _own_work(
     return float(np.median(cpu_s[count:])) * 1e6, received / count
 
 
-def measure(parts: int, rounds: int, count: int, small: int, row_cache: int, users: int) -> None:
+def pin(pid: int, core: int) -> None:
+    """Runs all threads of a process, and those that they start, on one core."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), {core})
+
+
+def measure(
+    parts: int,
+    rounds: int,
+    count: int,
+    small: int,
+    row_cache: int,
+    users: int,
+    *,
+    is_pinned: bool = False,
+) -> None:
     batches = Batches(small, users, is_zipf=row_cache > 0)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -192,6 +213,13 @@ def measure(parts: int, rounds: int, count: int, small: int, row_cache: int, use
             options = ["--shards", settings.shards, "--local-bytes", str(settings.local_bytes)]
             options += ["--row-cache", str(settings.row_cache)]
             servers[name] = stack.enter_context(running(store, folder / f"{name}.log", *options))
+        if is_pinned:
+            cores = sorted(os.sched_getaffinity(0))
+            for one in servers.values():
+                pin(one.process.pid, cores[-1])
+            for pid, core in zip(pids, cycle(cores), strict=False):
+                pin(pid, core)
+            pin(os.getpid(), cores[-1])
         for _ in range(rounds):
             line = []
             for name, server in servers.items():
@@ -215,10 +243,17 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=0, help="tables of 1,000 rows, of 8")
     parser.add_argument("--row-cache", type=int, default=0, help="bytes of a router's row cache")
     parser.add_argument("--users", type=int, default=USERS, help="of a batch")
+    parser.add_argument("--pinned", action="store_true", help="pins each process to a core")
     options = parser.parse_args()
     for parts in options.parts:
         measure(
-            parts, options.rounds, options.count, options.small, options.row_cache, options.users
+            parts,
+            options.rounds,
+            options.count,
+            options.small,
+            options.row_cache,
+            options.users,
+            is_pinned=options.pinned,
         )
 
 
