@@ -25,7 +25,8 @@ def feature_major_order(sizes: np.ndarray, features: int) -> np.ndarray:
     first_bag = np.repeat(starts, sizes)
     place = np.arange(sizes.sum()) - np.repeat(examples_before, sizes)
     stride = np.repeat(sizes, sizes)
-    order: np.ndarray = first_bag + place + np.arange(features)[:, None] * stride
+    order: np.ndarray = np.arange(features)[:, None] * stride
+    order += first_bag + place
     return order.reshape(-1)
 
 
@@ -55,6 +56,11 @@ def bags_to_ids(
         ends = lengths.cumsum(dtype=np.int64)
     ordered = lengths[bag_order]
     ordered_ends = ordered.cumsum(dtype=np.int64)
-    shift = (ends - lengths)[bag_order] - (ordered_ends - ordered)
     total = int(ordered_ends[-1]) if ordered_ends.size else 0
-    return np.repeat(shift, ordered) + np.arange(total)
+    # In place: not every build of Python lets numpy reuse the memory of intermediate results.
+    shift = (ends - lengths)[bag_order]
+    shift -= ordered_ends
+    shift += ordered
+    positions: np.ndarray = np.repeat(shift, ordered)
+    positions += np.arange(total)
+    return positions
