@@ -1,18 +1,18 @@
-"""The event loop policy of servers in tests; a conftest.py imports it."""
+"""The event loop of servers in tests; a conftest.py imports its hook."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import uvloop
 
 
-@pytest.fixture(scope="session")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """Returns uvloop's policy, which the server uses in production.
+@pytest.hookimpl(optionalhook=True)  # hosts of the GPU tests may lack pytest-asyncio
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Returns uvloop's event loop, which the server uses in production.
 
     asyncio leaves Nagle's algorithm on, which delays responses, and accepts each connection in a
     task. Before Python 3.12.9 and 3.13.2 its transports do not pause a writer in ``writelines``
     (CVE-2024-12254).
     """
-    policy: asyncio.AbstractEventLoopPolicy = uvloop.EventLoopPolicy()
-    return policy
+    return {"uvloop": uvloop.new_event_loop}

@@ -5,12 +5,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
-from event_loop import event_loop_policy
+from event_loop import pytest_asyncio_loop_factories
 from protocols.drivers import PROTOCOLS, Driver
 from protocols.servers import Servers
 from server.waiting import given_up_after
 
-__all__ = ["event_loop_policy"]
+__all__ = ["pytest_asyncio_loop_factories"]
 TEST_S_MAX = 120
 
 

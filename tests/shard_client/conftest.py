@@ -1,11 +1,11 @@
 """Fixtures of connections to shards: uvloop, like in a router, and longer timeouts."""
 
 import pytest
-from event_loop import event_loop_policy
+from event_loop import pytest_asyncio_loop_factories
 
 from embedserve.shard_client import shard_connection
 
-__all__ = ["event_loop_policy"]
+__all__ = ["pytest_asyncio_loop_factories"]
 
 PATIENCE_S = 60.0
 

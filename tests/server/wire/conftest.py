@@ -1,5 +1,5 @@
 """Fixtures of the wire tests: the servers run on uvloop, as they do for users."""
 
-from event_loop import event_loop_policy
+from event_loop import pytest_asyncio_loop_factories
 
-__all__ = ["event_loop_policy"]
+__all__ = ["pytest_asyncio_loop_factories"]
