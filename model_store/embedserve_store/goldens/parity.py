@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import CODES_MAX, TableSpec
 from embedserve_store.format.tables_file import TablesFile
@@ -158,6 +158,17 @@ def _compare(
             largest = float(np.abs(expected[block]).max())
             raise StoreError(
                 f"{problem.format(repr(key))}: off by {off:.3g} where the largest is {largest:.3g}"
+            )
+
+
+def check_finite(answers: NDArray[np.float32], manifest: Manifest, bags: Bags, where: str) -> None:
+    """Raises InvalidModelError if a result of a model is NaN or infinite."""
+    for key, block in blocks(manifest, bags):
+        broken = answers[block][~np.isfinite(answers[block])]
+        if broken.size:
+            raise InvalidModelError(
+                f"{where}: the vectors of {key!r} hold {broken[0]}: a row is not finite, or the "
+                "sum of a bag is beyond the range of float32"
             )
 
 

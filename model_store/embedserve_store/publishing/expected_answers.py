@@ -19,7 +19,7 @@ from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.manifest import KeyColumns, Manifest
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
-from embedserve_store.goldens.parity import blocks, is_near
+from embedserve_store.goldens.parity import blocks, check_finite, is_near
 from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources.expected_tables import POOLINGS, fitting, outputs_of
@@ -219,6 +219,7 @@ def _check_answers(
             f"expected: answers is {list(expected.answers.shape)}, its bags and the description "
             f"mean {list(shape)}"
         )
+    check_finite(expected.answers, manifest, bags, "expected")
     given = _by_key(expected.answers, bags, manifest)
     for columns in manifest.columns:
         found, table = given[columns.key], columns.table

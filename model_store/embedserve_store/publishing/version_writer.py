@@ -26,7 +26,7 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile
 from embedserve_store.format.version_folder import to_json_bytes
 from embedserve_store.goldens.goldens_file import Bags, Goldens, save_goldens
-from embedserve_store.goldens.parity import check_answers
+from embedserve_store.goldens.parity import check_answers, check_finite
 from embedserve_store.goldens.reference_pooling import pool, pool_stored, row_numbers
 from embedserve_store.goldens.row_checksums import row_checksums
 from embedserve_store.goldens.sampled_bags import sample_bags
@@ -221,6 +221,7 @@ def _write_goldens(
     numbers = row_numbers(bags, IdTranslator(manifest, id_maps))
     if source_answers is None:
         source_answers = _source_answers(content.source, manifest, bags, numbers)
+        check_finite(source_answers, manifest, bags, f"model {manifest.model!r}")
     stored_answers = pool_stored(manifest, bags, numbers, tables)
     goldens = Goldens(bags, source_answers, stored_answers)
     check_answers(stored_answers, goldens, numbers, manifest, tables, f"model {manifest.model!r}")

@@ -153,6 +153,14 @@ def test_rows_beyond_the_range_of_the_dtype_are_rejected(
     publish(ebc, tmp_path, model="m", dtype="float32")
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_whose_sums_overflow_are_rejected(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    ebc.embedding_bags["user"].weight.data[:] = 3e38
+    with pytest.raises(InvalidModelError, match=r"'user' hold inf: .* the sum of a bag is beyond"):
+        publish(ebc, tmp_path, model="m")
+    assert everything_under(tmp_path) == []
+
+
 def test_tensor_with_the_negative_bit_is_rejected(tmp_path: Path) -> None:
     """The bytes are the negatives of the values."""
     negated = torch.complex(torch.rand(8, 4), torch.rand(8, 4)).conj().imag

@@ -245,6 +245,14 @@ def test_model_that_pools_in_another_way_than_its_tables_say_is_rejected(
     assert not (tmp_path / "m").exists()
 
 
+def test_diverged_model_is_rejected(tmp_path: Path) -> None:
+    dmp = sharded(nn.ModuleDict({"ebc": bags()}))
+    dmp.state_dict()["ebc.embedding_bags.item.weight"].data[:] = float("nan")
+    with pytest.raises(InvalidModelError, match="the vectors of 'item' hold nan: a row is not"):
+        publish_sharded(dmp, tmp_path, model="m")
+    assert not (tmp_path / "m").exists()
+
+
 def test_url_is_rejected_before_anything_is_saved() -> None:
     with pytest.raises(InvalidModelError, match=r"s3://b/store: the ranks save their shards in"):
         publish_sharded(sharded(nn.ModuleDict({"ec": words()})), "s3://b/store", model="m")
