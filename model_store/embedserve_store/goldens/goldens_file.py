@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError, reading
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.regular_file import stat_regular
 from embedserve_store.ids.translate import IdTranslator
 
 
@@ -103,8 +104,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str
     from safetensors import SafetensorError, safe_open
 
     try:
-        with reading(path), safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        with reading(path):
+            stat_regular(path)
+            with safe_open(path, framework="numpy") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return tensors, file.metadata() or {}
     except (SafetensorError, TypeError) as error:  # TypeError: numpy does not have the dtype
         raise StoreError(
             f"{path}: not a safetensors file that can be read, or truncated: {error}"

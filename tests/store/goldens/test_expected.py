@@ -2,6 +2,7 @@
 rejected."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,18 @@ def test_malformed_file_is_rejected_with_a_one_line_error(
 def test_unreadable_file_is_rejected(path: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"none: cannot be read: No such file or directory$"):
         read_expected(tmp_path / "none")
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(StoreError, match="is no regular file"):
         read_expected(tmp_path)
     path.write_text(json.dumps(METADATA))
     with pytest.raises(StoreError, match="not a safetensors file"):
         read_expected(path)
+
+
+def test_named_pipe_is_rejected_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # lets a reader continue that should not wait
+    try:
+        with pytest.raises(StoreError, match="pipe: is no regular file"):
+            read_expected(tmp_path / "pipe")
+    finally:
+        os.close(writer)
