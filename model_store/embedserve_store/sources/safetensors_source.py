@@ -72,8 +72,8 @@ def _header(file: SourceFile) -> tuple[Mapping[str, Any], int]:
     metadata = header.pop("__metadata__", None)
     if isinstance(metadata, dict) and _SHARDED in metadata:
         raise StoreError(
-            f"{file.path}: holds one rank's shards; consolidate them "
-            "(torch.distributed.checkpoint's consolidate_safetensors_files)"
+            f"{file.path}: holds one rank's shards: give the consolidated file, or save again in "
+            "the default format of torch.distributed.checkpoint"
         )
     return header, 8 + size
 

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import trainer
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from pooled import collection
+from safetensors.torch import load_file
 from server.python import run_warm_python
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -243,6 +246,18 @@ def test_model_that_pools_in_another_way_than_its_tables_say_is_rejected(
     with pytest.raises(InvalidModelError, match=rf"key {wrong}"):
         publish_sharded(dmp, tmp_path, model="m")
     assert not (tmp_path / "m").exists()
+
+
+def test_torch_writes_one_shard_of_a_rank_as_safetensors(tmp_path: Path) -> None:
+    """Hence docs/troubleshooting.md says to save column-wise tables in another format."""
+    model = nn.ModuleDict({"ebc": bags()})
+    dmp = trainer.shard_model(model, {"user": "column_wise", "item": "table_wise"})
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(dmp.state_dict(), storage_writer=writer)
+    (file,) = tmp_path.glob("*.safetensors")
+    shapes = {name: rows.shape for name, rows in load_file(file).items()}
+    assert shapes["ebc.embedding_bags.item.weight"] == (20, 4)
+    assert shapes["ebc.embedding_bags.user.weight"] == (30, 4), "the other four columns are lost"
 
 
 def test_diverged_model_is_rejected(tmp_path: Path) -> None:

@@ -124,5 +124,5 @@ def test_tensors_in_any_order_and_empty_tensors_are_read(tmp_path: Path) -> None
 def test_shards_of_one_rank_are_rejected_with_advice(tmp_path: Path) -> None:
     sharding = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0, 0]}})}
     save_file({"a": WEIGHT}, tmp_path / "m.safetensors", metadata=sharding)
-    with pytest.raises(StoreError, match="holds one rank's shards; consolidate them"):
+    with pytest.raises(StoreError, match="holds one rank's shards: give the consolidated file"):
         open_safetensors(tmp_path)
