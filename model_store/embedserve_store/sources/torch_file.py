@@ -169,9 +169,9 @@ def _load(view: io.BufferedReader[Any], where: str) -> Any:
 def _refusal(message: str) -> str:
     """Returns torch's load error as a line, without its advice to allow code."""
     forbidden = re.search(r"GLOBAL (\S+)", message)
-    if forbidden and "sharded_tensor" in forbidden[1]:
+    if part := re.search(r"[\w.]*(?:sharded_tensor[\w.]*|LocalShardsWrapper|DTensor)", message):
         return (
-            f"refused: it holds {forbidden[1]}, one rank's part of a sharded model; "
+            f"refused: it holds {part[0]}, one rank's part of a sharded model; "
             "save with torch.distributed.checkpoint"
         )
     if forbidden:

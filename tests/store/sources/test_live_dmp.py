@@ -18,8 +18,11 @@ from server.python import run_warm_python
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from unpooled import unpooled_collection
@@ -141,6 +144,22 @@ def test_state_dict_with_shards_of_one_rank_is_rejected_with_advice(tmp_path: Pa
     torch.save(state, tmp_path / "s.pt")
     with pytest.raises(StoreError, match=r"ShardedTensor, .* save with torch\.distributed\.check"):
         open_checkpoint(tmp_path / "s.pt")
+
+
+def test_distributed_tensors_of_one_rank_are_rejected_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TorchRec's have shards of their own. Those of FSDP are rejected before their module is
+    imported, as in the command line."""
+    save_again = r"one rank's part .* save with torch\.distributed\.checkpoint$"
+    rows = torch.ones(12, 32)
+    torch.save({"t": LocalShardsWrapper([rows], [(0, 0)])}, tmp_path / "shards.pt")
+    with pytest.raises(StoreError, match=f"LocalShardsWrapper, {save_again}"):
+        open_checkpoint(tmp_path / "shards.pt")
+    torch.save({"t": distribute_tensor(rows, init_device_mesh("cpu", (1,)))}, tmp_path / "d.pt")
+    monkeypatch.setattr("torch._weights_only_unpickler._marked_safe_globals_set", set())
+    with pytest.raises(StoreError, match=f"DTensor, {save_again}"):
+        open_checkpoint(tmp_path / "d.pt")
 
 
 def test_ranks_save_and_publish_their_shards_collectively(tmp_path: Path) -> None:
