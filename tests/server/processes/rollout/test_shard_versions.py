@@ -35,6 +35,7 @@ def to_hold(*numbers: int, aliased: Collection[int] = ()) -> VersionsToHold:
         (to_hold(7, 8), {6, 7}, {7}, ("unload", 7)),  # 7 failed in the routers: they stay with 6
         (to_hold(7, 8), {6, 8}, {8}, None),  # 8 is the newest: it stays until routers use it
         (to_hold(7, 8, aliased=[7]), {6, 7}, {7}, None),  # an alias names 7
+        (to_hold(3, 7, 8, aliased=[3]), {5, 6, 7}, {7}, ("unload", 7)),  # also if 3 is missing, too
         (to_hold(3, 7, 8, aliased=[3]), {3, 7}, set(), ("load", 8)),  # aliases count apart
         (to_hold(7, 8), {5, 6}, {5, 6}, ("unload", 5)),
         (to_hold(7, 8), {6}, {6}, ("load", 8)),  # the last one stays until another is loaded
@@ -70,10 +71,11 @@ def test_unreadable_store_is_logged_once(store: Path, caplog: pytest.LogCaptureF
 
 
 class Shard:
-    """A shard of model shop, its clock, and the versions that it holds.
+    """A shard of model shop, its clock, and the versions that it holds. The store cannot read other
+    models.
 
     Attributes:
-        to_hold: versions that it should hold.
+        to_hold: versions of shop that it should hold.
         unloadable: versions that cannot be loaded.
         without_parts: versions without parts.
         unfit: versions that the shard knows to have no parts.
@@ -94,7 +96,9 @@ class Shard:
             settings, parts, parts, self.metrics, lambda: self.now_s
         )
 
-    def versions_to_hold(self, model: str, unfit: Collection[int]) -> VersionsToHold:
+    def versions_to_hold(self, model: str, unfit: Collection[int]) -> VersionsToHold | None:
+        if model != "shop":
+            return None
         self.unfit = set(unfit)
         return self.to_hold
 
@@ -196,6 +200,16 @@ async def test_last_version_stays_while_no_newer_version_can_be_loaded() -> None
     shard.now_s += RETRY_S
     await shard.shard_versions.update()
     assert shard.steps == ["unload 5", "load 8", "unload 6", "load 7"]
+
+
+async def test_versions_of_an_unreadable_model_stay_and_do_not_count_for_another_model() -> None:
+    shard = Shard(to_hold=to_hold(7, 8))
+    for name in ("films@1", "films@2", "shop@7"):
+        shard.metrics[name] = ModelMetrics(model_info())
+    for _ in range(2):
+        await shard.shard_versions.update()
+        shard.now_s += IDLE_S
+    assert shard.steps == ["load 8"]
 
 
 async def test_versions_named_in_settings_do_not_change() -> None:
