@@ -220,7 +220,7 @@ class VersionManager:
     def apply_alias_settings(self, name: str, alias_settings: AliasSettings) -> None:
         """Applies ``alias_settings`` if their version serves. Until then the previous version keeps
         its own, permanently if the new version cannot be loaded."""
-        if name in self.versions and alias_settings.version in (0, self.number(name)):
+        if alias_settings.version in (0, self.number(name)):
             self._models.set_share(name, alias_settings.share)
             self._models.set_shadow(name, alias_settings.shadow)
 
