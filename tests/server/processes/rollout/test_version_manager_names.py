@@ -11,7 +11,13 @@ from server.waiting import until
 
 from embedserve.errors import UnknownModelError
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
-from embedserve.processes.rollout.messages import AliasSettings, Failure, LoadState
+from embedserve.processes.rollout.messages import (
+    AliasSettings,
+    Failure,
+    LoadState,
+    NameStatus,
+    WorkerStatus,
+)
 
 
 async def test_version_with_more_features_than_counters_fails(
@@ -74,8 +80,18 @@ async def test_version_prepared_for_a_removed_name_is_released(process: Switchin
     del process.engines[8]
     targets = process.remove("shop@canary")
     assert set(process.reports[-1].names) == set(targets)
+    assert process.pipeline.models.pending_versions == {}
     gc.collect()  # frees asyncio's futures
     await until(lambda: engine() is None)
+
+
+async def test_name_whose_first_version_waits_loads_nothing(process: SwitchingProcess) -> None:
+    """Covers a name that is unloaded and requested again before this process is notified."""
+    for name in ("shop@canary", "shop"):
+        process.desire(name, version=0)
+    assert process.rollout.status() == WorkerStatus({"shop": NameStatus(7)})
+    assert process.pipeline.models.pending_versions == {}
+    await process.check_served(7)
 
 
 async def test_last_name_serves_until_another_name_does(process: SwitchingProcess) -> None:
