@@ -68,6 +68,21 @@ def test_worker_that_cannot_follow_to_the_served_version_is_ended(
     assert workers.adopted == [("shop", PATH)]
 
 
+def test_rollback_does_not_wait_for_workers_that_start_with_its_version(workers: Workers) -> None:
+    """Covers workers that all ended with the new version, and start with the former one."""
+    workers.adopt_failure = "8 was deleted"
+    workers.report_store(EIGHT)
+    workers.load(0, 1)
+    workers.kill(0, 1)
+    workers.start(0, 1)
+    assert workers.served_versions() == [7, 7]
+    workers.report_store(StoreEntry(7, path="/store/shop/7"))
+    for worker in (0, 1):
+        workers.report(worker)
+    assert workers.take_target_changes()[-2:] == activate(0, 1, version=7)
+    assert not any(map(workers.coordinator.is_preparing, (0, 1)))
+
+
 def test_worker_behind_listens_only_once_it_has_followed(workers: Workers) -> None:
     """Covers a worker that becomes ready once the next rollout has begun: it would serve a version
     that is two rollouts old."""

@@ -148,7 +148,7 @@ async def test_rows_of_a_replaced_version_are_unmapped(
     ],
 )
 async def test_version_that_fails_to_load_is_not_served_and_may_be_retried(
-    process: SwitchingProcess, error: Exception, reason: str
+    process: SwitchingProcess, error: Exception, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(number: int) -> None:
         raise error
@@ -158,6 +158,8 @@ async def test_version_that_fails_to_load_is_not_served_and_may_be_retried(
     process.prepare(8)
     await until(lambda: process.state().state is LoadState.FAILED)
     assert process.state() == NameStatus(7, 1, LoadState.FAILED, reason)
+    logged = [] if isinstance(error, StoreError) else ["shop version 8 cannot be loaded"]
+    assert [one.message for one in caplog.records if one.exc_info is not None] == logged
     process.fail(8, reason)
     assert process.pending_version() == (8, "failed", reason)
     assert process.desired_and_failed() == (True, True)

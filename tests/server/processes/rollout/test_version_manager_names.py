@@ -23,13 +23,15 @@ from embedserve.processes.rollout.messages import (
 async def test_version_with_more_features_than_counters_fails(
     process: SwitchingProcess,
 ) -> None:
-    many = model_info("shop", {f"f{i}": (2, 1) for i in range(COLUMNS_MIN + 1)})
-    process.versions_to_open[8] = make_version(replace(many.manifest, version=8))
+    for number, count in ((8, COLUMNS_MIN + 1), (9, COLUMNS_MIN)):
+        many = model_info("shop", {f"f{i}": (2, 1) for i in range(count)})
+        process.versions_to_open[number] = make_version(replace(many.manifest, version=number))
     process.prepare(8)
     await until(lambda: process.state().state is LoadState.FAILED)
     message = "has 1025 features or keys, and this server has room to count 1024"
     assert message in process.state().reason
     assert process.restored_numbers == []
+    await process.prepare_and_wait(9)
 
 
 async def test_name_without_free_counters_fails(process: SwitchingProcess) -> None:
