@@ -1,10 +1,13 @@
 """Tests of the rollout coordinator: commands of administrators, and alias settings of the store."""
 
+from dataclasses import replace
+
 import pytest
 from server.processes.rollout.coordinated_workers import EIGHT, PATH, Workers, activate, prepare
 
 from embedserve.processes.rollout.messages import (
     AliasSettings,
+    LoadState,
     Operation,
     StoreEntry,
     StoreReport,
@@ -100,6 +103,24 @@ def test_name_unloaded_during_its_rollout_does_not_come_back(workers: Workers) -
     workers.coordinator.on_report(1, late)
     assert all(set(one.names) == {"films"} for one in workers.workers.values())
     assert workers.adopted == [("shop", None)]
+
+
+def test_failure_reported_late_of_an_unloaded_name_changes_nothing(workers: Workers) -> None:
+    workers.command(Operation.LOAD, "films", 2)
+    status = workers.workers[1].status()
+    failed = replace(status.names["films"], state=LoadState.FAILED, reason="damaged")
+    workers.command(Operation.UNLOAD, "films")
+    workers.coordinator.on_report(1, WorkerStatus({**status.names, "films": failed}))
+    assert [set(one.names) for one in workers.workers.values()] == [{"shop"}] * 2
+    assert workers.ended_by_coordinator == []
+
+
+def test_unload_of_another_name_does_not_interrupt_a_rollout(workers: Workers) -> None:
+    workers.report_store(EIGHT)
+    workers.load(0)
+    workers.command(Operation.UNLOAD, "films")
+    workers.load(1)
+    assert workers.served_versions() == [8, 8]
 
 
 def test_alias_settings_reach_all_workers_and_later_workers(workers: Workers) -> None:
