@@ -49,6 +49,15 @@ def test_last_of_several_loads_wins(workers: Workers) -> None:
     assert workers.take_target_changes() == prepare(0, 1) + activate(0, 1)
 
 
+def test_versions_that_wait_for_a_rollout_are_all_loaded(workers: Workers) -> None:
+    loads = {"shop": 8, "films": 2, "shop@canary": 9}
+    for name, version in loads.items():
+        workers.command(Operation.LOAD, name, version)
+    for name, version in loads.items():
+        workers.load(0, 1, name=name)
+        assert workers.served_versions(name) == [version] * 2
+
+
 def test_name_is_loaded_and_removed_by_all_workers(workers: Workers) -> None:
     name = "shop@canary"
     workers.report_store(
