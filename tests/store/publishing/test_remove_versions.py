@@ -76,6 +76,12 @@ def test_newest_and_aliased_versions_cannot_be_removed(store: str) -> None:
     assert remaining_versions(store) == [1, 2, 3, 4, 5]
 
 
+def test_removed_version_cannot_be_removed_again(store: str) -> None:
+    remove_version(store, "m", 1)
+    with pytest.raises(StoreError, match="m: version 1 does not exist; versions are 2, 3, 4, 5"):
+        remove_version(store, "m", 1)
+
+
 def test_version_in_use_is_not_removed(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         publish_versions(tmp_path, value=number)
@@ -214,6 +220,21 @@ def test_interrupted_remote_delete_is_recorded_and_can_be_finished(
     assert removals(url) == [("delete", [2], "bob"), ("delete", [2], "ann")]
     with pytest.raises(StoreError, match="version 2 does not exist; versions are 1, 3"):
         remove_version(url, "m", 2)
+
+
+def test_prune_leaves_a_version_that_another_process_is_removing(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_folder = RemoteFolder.remove_folder
+
+    def begin_next_removal(remote: RemoteFolder, folder: str) -> None:
+        (tmp_path / "m" / "2" / "manifest.json").unlink()
+        remove_folder(remote, folder)
+
+    monkeypatch.setattr(RemoteFolder, "remove_folder", begin_next_removal)
+    assert prune(url, "m", 1, who="ann") == [1]
+    assert (tmp_path / "m" / "2" / "tables.safetensors").exists()
+    assert removals(url) == [("prune", [1], "ann")]
 
 
 def test_interrupted_remote_prune_records_the_removed_versions(
