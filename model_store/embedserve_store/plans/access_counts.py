@@ -55,7 +55,7 @@ def reads_per_rank(
     for table in tables:
         of_table = plan.tables[table.name]
         shards = of_table.served_shards
-        counts: Sequence[float] = [reads.by_table.get(table.name, 0.0)] * len(shards)
+        counts: Sequence[float] = [reads.by_table[table.name]] * len(shards)
         if is_divided_by_rows(of_table):
             counts = reads.by_rank.get(table.name, [0.0] * len(shards))
         for shard, count in zip(shards, counts, strict=True):

@@ -73,7 +73,16 @@ def test_rows_without_counts_by_rank_are_assumed_even(measured: AccessCounts) ->
     assert not is_known(plan.tables["t"], TABLE, measured)
 
 
-def test_column_shards_are_read_on_each_rank_and_copies_on_the_first() -> None:
+def test_reads_of_a_single_row_wise_shard_need_no_counts_by_rank() -> None:
+    assert is_known(by_rows(100), TABLE, AccessCounts({"t": 100.0}, {}))
+
+
+def test_rows_that_were_not_counted_by_rank_are_no_reads_of_a_rank() -> None:
+    plan = Plan(2, {"t": by_rows(60, 40)}, {})
+    assert reads_per_rank(plan, [TABLE], AccessCounts({"t": 100.0}, {})) == ([0, 0], [0, 0])
+
+
+def test_column_shards_are_read_on_each_rank_rows_and_copies_on_one() -> None:
     tables = [TABLE, TableSpec("copied", 4, 4, ("g",), "sum", "float16")]
     columns = TablePlan("column_wise", (Shard(1, 0, 100, 0, 4), Shard(0, 0, 100, 4, 4)))
     copies = TablePlan("data_parallel", tuple(Shard(rank, 0, 4, 0, 4) for rank in (0, 1)))
@@ -81,6 +90,7 @@ def test_column_shards_are_read_on_each_rank_and_copies_on_the_first() -> None:
     lookups, nbytes = reads_per_rank(plan, tables, AccessCounts({"t": 10.0, "copied": 5.0}, {}))
     assert lookups == [15, 10]
     assert nbytes == [10 * 8 + 5 * 8, 10 * 8]
+    assert row_read_bytes(by_rows(60, 40), TABLE) == 12
     assert row_read_bytes(columns, TABLE) == 16
     assert row_read_bytes(columns, TABLE, "cuda") == 32
     assert row_read_bytes(copies, tables[1]) == 8
