@@ -10,6 +10,7 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.planner import make_plan
+from embedserve_store.plans.planner_request import default_sharding
 
 
 def table(name: str, num_embeddings: int, dim: int = 128) -> TableSpec:
@@ -23,6 +24,20 @@ def test_sharding_is_set_by_table_and_auto_by_default() -> None:
     kinds = {name: one.sharding_type for name, one in plan.tables.items()}
     assert kinds == requested | {"d": "table_wise"}
     assert set(plan.constraints) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(("hosts", "kind"), [(None, "table_wise"), (1, "table_wise"), (2, "auto")])
+def test_default_sharding_is_auto_where_types_are_allowed_or_hosts_divide(
+    hosts: int | None, kind: str
+) -> None:
+    tables = tuple(table(name, 1000) for name in "abcd")
+    constraints = {
+        "a": TableConstraints(("row_wise", "table_wise")),
+        "b": TableConstraints(("row_wise", "table_wise")),
+        "c": TableConstraints(pooling_factors=(20.0,)),
+    }
+    default = default_sharding(tables, {"b": "row_wise"}, constraints, hosts)
+    assert default == {"a": "auto", "b": "row_wise", "c": kind, "d": kind}
 
 
 @pytest.mark.parametrize(
