@@ -11,9 +11,16 @@ from store.conftest import MakeEbc
 from torchrec import EmbeddingBagCollection
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import CODES_MAX, DTYPES, TableSpec
-from embedserve_store.goldens.goldens_file import Goldens
-from embedserve_store.goldens.parity import SUMS_TOLERANCE, check_answers
+from embedserve_store.goldens.goldens_file import Bags, Goldens
+from embedserve_store.goldens.parity import (
+    SUMS_TOLERANCE,
+    TRAINED_TOLERANCES,
+    check_answers,
+    is_near,
+    storing_bounds,
+)
 from embedserve_store.goldens.reference_pooling import pool, row_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
@@ -98,6 +105,27 @@ def test_stored_rows_that_differ_from_the_source_are_rejected(
     shuffled = np.roll(goldens.source_answers, 1, axis=0)
     with pytest.raises(StoreError, match="the vectors of 'user' are not the source model's"):
         check(version, goldens.stored_answers, replace(goldens, source_answers=shuffled))
+
+
+@pytest.mark.parametrize("dtype", TRAINED_TOLERANCES)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
+def test_training_outputs_are_near_relative_to_the_largest(dtype: str, scale: float) -> None:
+    answers = np.array([[-scale, scale / 2]], np.float32)
+    tolerance = np.float32(TRAINED_TOLERANCES[dtype] * scale)
+    for sign in (-1, 1):
+        assert is_near(answers + sign * tolerance / 2, answers, dtype)
+        assert not is_near(answers + sign * tolerance * 2, answers, dtype)
+    assert not is_near(np.full_like(answers, np.nan), answers, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", *CODES_MAX])
+def test_large_row_gives_no_tolerance_to_other_rows(dtype: str) -> None:
+    manifest = Manifest("m", 1, (TableSpec("t", 2, 4, ("f",), "sum", dtype),), False)
+    numbers = np.array([0, 1])
+    bags = Bags(numbers, np.array([[1, 1]]), None)
+    rows = np.array([[1000.0] * 4, [1.0] * 4], np.float32)
+    large, small = storing_bounds(bags, numbers, manifest, lambda _, wanted: rows[wanted])
+    assert (large > 100 * small).all()
 
 
 def test_nan_in_results_is_rejected(version: ModelVersion) -> None:
