@@ -23,10 +23,13 @@ from embedserve_store import (
     compact_deltas,
     publish,
 )
+from embedserve_store.errors import GoldensError
 from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_goldens import EXAMPLES_MAX, DeltaGoldens
 from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.row_layout import dequantize_rows
+from embedserve_store.goldens.delta_parity import check_results
 from embedserve_store.goldens.reference_pooling import pool_stored
 
 FEATURES = ("user", "friend", "item", "tag")
@@ -187,3 +190,21 @@ def test_goldens_are_stored_in_the_manifest_of_their_delta(
     assert [delta.goldens is None for delta, _ in line.deltas()] == [False, True]
     text = (store / "m/deltas/1" / f"{1:020d}.json").read_text()
     assert set(json.loads(text)["goldens"]) == {"numbers", "lengths", "answers", "dtype"}
+
+
+@pytest.mark.parametrize(("pooling", "item"), [("sum", "example"), ("none", "row")])
+def test_first_result_that_differs_is_named_by_its_position_in_the_key(
+    pooling: str, item: str
+) -> None:
+    tables = tuple(TableSpec(name, 9, 4, (f"f{name}",), pooling, "float32") for name in "ab")
+    manifest = Manifest("m", 1, tables, False)
+    answers = np.ones((4, 4) if pooling == "none" else (2, 8), np.float32)
+    lengths = np.ones((2, 2), np.int32)
+    goldens = DeltaGoldens(np.zeros(4, np.int64), lengths, None, answers, "float32")
+    bounds = np.full_like(answers, 0.5)
+    results = answers + bounds
+    check_results(results, goldens, bounds, manifest, "here")
+    results[(3, 2) if pooling == "none" else (1, 6)] = np.nan
+    message = rf"here: goldens: 'fb' \(table 'b'\), {item} 1, column 2: .*; 1 of 16 values differ"
+    with pytest.raises(GoldensError, match=message):
+        check_results(results, goldens, bounds, manifest, "here")
