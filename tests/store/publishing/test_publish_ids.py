@@ -129,6 +129,22 @@ def test_invalid_id_rules_leave_the_store_unchanged(
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("id_type", ["int64", "string"])
+def test_empty_vocabulary_file_is_rejected_by_its_path(
+    ebc: EmbeddingBagCollection, tmp_path: Path, id_type: str
+) -> None:
+    path = tmp_path / "ids.txt"
+    path.touch()
+    with pytest.raises(InvalidModelError, match=r"table 'item': .*ids\.txt: holds no ids"):
+        publish(
+            ebc,
+            tmp_path / "store",
+            model="m",
+            ids={"item": IdRule("map", id_type=id_type)},
+            vocabularies={"item": path},
+        )
+
+
 def test_tables_of_a_shared_feature_need_the_same_id_rule(make_ebc: Any, tmp_path: Path) -> None:
     """Feature item has the tables item and tag."""
     ebc = make_ebc()
