@@ -150,8 +150,6 @@ def _compare(
 ) -> None:
     # The comparison is negated because a NaN in the results must count as wrong.
     wrong = ~(np.abs(answers - expected) <= np.maximum(bounds, np.finfo(np.float32).tiny))
-    if not wrong.any():
-        return
     for key, block in blocks(manifest, bags):
         if wrong[block].any():
             off = float(np.abs(answers[block] - expected[block]).max())
