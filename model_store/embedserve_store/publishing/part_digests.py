@@ -35,8 +35,7 @@ class PartDigests:
         for part, digest in enumerate(self._digests[name]):
             rows = self._hosts.rows_on(name, part)
             own = block[max(0, rows.start - start) : max(0, rows.stop - start)]
-            if len(own):
-                digest.update(own.data)
+            digest.update(own.data)
 
     def checksums(self, whole: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         """Returns the hexadecimal SHA-256 of each part's rows, by table.
