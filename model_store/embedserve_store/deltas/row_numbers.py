@@ -31,5 +31,6 @@ class RowNumbers:
         return self._unique
 
     def _merge(self) -> None:
-        self._unique = np.unique(np.concatenate([self._unique, *self._waiting]))
-        self._waiting, self._count = [], 0
+        numbers = np.concatenate([self._unique, *self._waiting])
+        self._waiting, self._count = [], 0  # before numpy copies the numbers once more
+        self._unique = np.unique(numbers)

@@ -8,6 +8,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from io import DEFAULT_BUFFER_SIZE
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,8 @@ def test_rows_between_holds_only_row_numbers_in_memory(store: Path, writer: Delt
     finally:
         tracemalloc.stop()
     np.testing.assert_array_equal(found["user"], numbers)
-    assert most < 12 * values.nbytes  # all files together have more than 20 * values.nbytes
+    # All files together have more than 20 * values.nbytes. One is read at a time.
+    assert most < 8 * values.nbytes + DEFAULT_BUFFER_SIZE
 
 
 def test_rows_of_a_delta_are_held_in_memory_one_file_at_a_time(
