@@ -187,7 +187,8 @@ def status(url: str, body: bytes | None = None) -> int:
         with urllib.request.urlopen(url, body, timeout=ANSWER_S_MAX) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
     except OSError:
         return 0
 
@@ -202,7 +203,9 @@ def wait_until_ready(
         try:
             with urllib.request.urlopen(url + path, timeout=2):
                 return
-        except (OSError, urllib.error.URLError):
+        except OSError as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # its response
             time.sleep(READY_POLL_S)
     raise AssertionError(f"not ready: {log.read_text()}")
 

@@ -93,8 +93,9 @@ def test_integers_of_more_than_640_digits_are_not_parsed(server: Running) -> Non
     body = b'{"features": {"user": [[%b]]}}' % (b"1" * 641)
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(f"{server.http}/embed", body, timeout=ANSWER_S_MAX)
-    assert error.value.code == 400
-    assert b"body has an integer of more than 640 digits" in error.value.read()
+    with error.value:
+        assert error.value.code == 400
+        assert b"body has an integer of more than 640 digits" in error.value.read()
 
 
 @contextmanager
