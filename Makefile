@@ -2,7 +2,7 @@
 # make install EXTRA=cuda installs the CUDA builds of PyTorch and FBGEMM instead of the CPU ones;
 # what is installed stays until make clean.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.14 || command -v python3)
 VENV := .venv
 EXTRA ?= $(if $(wildcard $(VENV)/.installed-cuda),cuda,cpu)
 BIN := $(VENV)/bin

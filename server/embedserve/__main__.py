@@ -14,9 +14,9 @@ def main() -> None:
     SIGTERM interrupts from now on, so that a command leaves nothing half done, and because PID 1 of
     a container would otherwise ignore it.
     """
-    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
         sys.exit(
-            "embedserve: this is Python {}.{}, and embedserve runs on 3.11 to 3.13: install it "
+            "embedserve: this is Python {}.{}, and embedserve runs on 3.11 to 3.14: install it "
             "with one of them (python3.11 -m venv)".format(*sys.version_info)
         )
     _open_closed_streams()

@@ -68,7 +68,7 @@ SECRET = "es_what-nobody-may-see"
         ("no json", "no JSON at column 1"),
         ('{"name": "x", "sha', "no JSON at column"),
         ("[]", "no JSON object"),
-        pytest.param("[" * 10_000, "no JSON object", id="nested deeply"),
+        pytest.param("[" * 100_000, "no JSON object", id="nested deeply"),
         ({"sha256": SHA}, "name is missing"),
         ({"name": "x"}, "neither sha256 nor certificate"),
         ({"name": "x", "token": SECRET}, "a key is none of name, sha256"),

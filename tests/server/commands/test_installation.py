@@ -175,7 +175,7 @@ def test_import_error_of_embedserve_keeps_its_traceback() -> None:
         raise ImportError("cannot import name", name="embedserve.engine")
 
 
-@pytest.mark.parametrize("version", [(3, 10, 14), (3, 14, 0)])
+@pytest.mark.parametrize("version", [(3, 10, 14), (3, 15, 0)])
 def test_unsupported_python_is_reported(version: tuple[int, ...]) -> None:
     line = only_line(run_cold(f"sys.version_info = {version}", *SERVE))
     assert line.startswith(
