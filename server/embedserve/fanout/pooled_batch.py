@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from io import BytesIO
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,40 +88,53 @@ class DenseBatch(PooledBatch):
         return sums
 
 
-class PackedBatch(PooledBatch):
-    """A batch without its empty bags.
+class _Bags(NamedTuple):
+    """Bags of a batch, in the order of the parts: each (part, feature, example) that has an id.
 
-    A bag is one (part, feature, example) that has an id. Bags of one part and feature are of one
-    kind: part * features + feature. They are in the order of their kinds.
+    Attributes:
+        numbers: (part * features + feature) * examples + example of each bag.
+        lengths: ids of each bag.
+        kinds: part * features + feature of each bag.
+        positions: position of each bag among those of its kind.
+        sizes: examples of each part's lookup, [parts].
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        columns: PooledColumns,
-        divided: DividedIds,
-        cached: np.ndarray | None = None,
-    ) -> None:
-        super().__init__(partition, columns, divided, cached)
-        parts, features, examples = divided.lengths.shape
-        flat = divided.lengths.reshape(-1)
-        self._bags = bags = np.flatnonzero(flat != 0)
-        self._bag_lengths = flat[bags]
-        self._kinds = kinds = bags // examples
+    numbers: np.ndarray
+    lengths: np.ndarray
+    kinds: np.ndarray
+    positions: np.ndarray
+    sizes: np.ndarray
+
+
+class PackedBatch(PooledBatch):
+    """A batch without its empty bags."""
+
+    @cached_property
+    def _bags(self) -> _Bags:
+        lengths = self._divided.lengths
+        parts, features, examples = lengths.shape
+        flat = lengths.reshape(-1)
+        numbers = np.flatnonzero(flat != 0)
+        kinds = numbers // examples
         counts = np.bincount(kinds, minlength=parts * features)
-        self._sizes = counts.reshape(parts, features).max(axis=1)  # examples of each part's lookup
-        # Position of each bag among those of its kind.
-        self._positions = np.arange(bags.size) - (counts.cumsum() - counts)[kinds]
+        return _Bags(
+            numbers,
+            flat[numbers],
+            kinds,
+            np.arange(numbers.size) - (counts.cumsum() - counts)[kinds],
+            counts.reshape(parts, features).max(axis=1),
+        )
 
     def lookups(self) -> list[PartLookup]:
         """Returns the lookups of the parts that have ids of the batch."""
-        partition, divided, sizes = self._partition, self._divided, self._sizes
+        partition, divided, bags = self._partition, self._divided, self._bags
+        sizes = bags.sizes
         counts = sizes * partition.feature_counts
         ends = counts.cumsum()
         spans = [0, *ends.tolist()]
         lengths = np.zeros(spans[-1], np.int32)
         starts = (ends - counts)[:, None] + sizes[:, None] * partition.feature_index
-        lengths[starts.reshape(-1)[self._kinds] + self._positions] = self._bag_lengths
+        lengths[starts.reshape(-1)[bags.kinds] + bags.positions] = bags.lengths
         return [
             divided.part_lookup(part, lengths[start:end], (size, self._columns.widths[part]))
             for part, (size, (start, end)) in enumerate(
@@ -133,12 +147,12 @@ class PackedBatch(PooledBatch):
     def _sum(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns which chunks of the parts are added: their indices, and for each chunk of the
         result where its indices begin."""
-        columns, kinds, features = self._columns, self._kinds, self._divided.lengths.shape[1]
-        chunks = columns.part_chunks
-        counts = self._sizes * chunks
+        columns, bags, features = self._columns, self._bags, self._divided.lengths.shape[1]
+        kinds, chunks = bags.kinds, columns.part_chunks
+        counts = bags.sizes * chunks
         firsts = (counts.cumsum() - counts).repeat(features)
-        sources = firsts[kinds] + self._positions * chunks.repeat(features)[kinds]
-        targets = (self._bags - kinds * self._examples) * columns.whole.chunks
+        sources = firsts[kinds] + bags.positions * chunks.repeat(features)[kinds]
+        targets = (bags.numbers - kinds * self._examples) * columns.whole.chunks
         # Bags are in the order of the parts.
         total = self._examples * columns.whole.chunks
         indices, offsets, _ = columns.sums.prepare(kinds, sources, targets, total)
@@ -171,7 +185,7 @@ class PackedBatch(PooledBatch):
         columns = self._columns
         row_bytes = 4 * columns.width * columns.part_chunks
         rows = BytesIO()
-        for part, nbytes in enumerate((self._sizes * row_bytes).tolist()):
+        for part, nbytes in enumerate((self._bags.sizes * row_bytes).tolist()):
             if part in values:
                 own_values = _as_float32(values.pop(part))
                 rows.write(columns.part_layouts[part].padded(own_values).data)
