@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,19 @@ def small_collection(
     ]
     ebc = collection(tables, is_weighted=is_weighted)
     return ebc.half() if half else ebc
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Path]:
+    """Yields a named pipe. Its writer, which writes nothing, lets a reader continue that should not
+    wait for one."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    try:
+        yield path
+    finally:
+        os.close(writer)
 
 
 @pytest.fixture(scope="module")
