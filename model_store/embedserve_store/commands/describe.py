@@ -32,9 +32,10 @@ def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path 
     if output is None:
         typer.echo(text, nl=False)
         return
-    if output.exists():
-        raise StoreError(f"{output}: is there already and may hold your changes")
-    write_output(output, text.encode())
+    try:
+        write_output(output, text.encode(), may_replace=False)
+    except FileExistsError as error:
+        raise StoreError(f"{output}: is there already and may hold your changes") from error
     is_marked = bool(read_description(output).guesses)
     todo = "make right what is marked check, remove the marks, then publish with it"
     say(f"wrote {output}: {todo if is_marked else 'nothing is left to check, publish with it'}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
@@ -48,37 +50,52 @@ def write_new(path: Path, data: bytes) -> bool:
         OSError: an error of the file system.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
     try:
-        write_synced(aside, data)
-        _link(aside, path)
+        with _written_aside(path, data) as aside:
+            _link(aside, path)
     except FileExistsError:
         return False
-    finally:
-        aside.unlink(missing_ok=True)
     sync(path.parent)
     return True
 
 
-def write_output(path: Path, data: bytes) -> None:
-    """Writes a file that a user has named. An existing one is replaced whole, or not at all.
+def write_output(path: Path, data: bytes, *, may_replace: bool) -> None:
+    """Writes a file that a user has named.
+
+    Args:
+        may_replace: whether an existing file is replaced, whole or not at all.
 
     Raises:
-        StoreError: an error of the file system.
+        FileExistsError: ``path`` exists, and may not be replaced.
+        StoreError: another error of the file system.
     """
-    target = path.resolve()
-    aside = target.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
     try:
+        if not may_replace:
+            with _written_aside(path, data) as aside:
+                _link(aside, path)
+            return
+        target = path.resolve()
         if target.exists() and not target.is_file():  # a pipe or a terminal
             target.write_bytes(data)
             return
-        try:
-            write_synced(aside, data)
+        with _written_aside(target, data) as aside:
             os.replace(aside, target)
-        finally:
-            aside.unlink(missing_ok=True)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _written_aside(path: Path, data: bytes) -> Iterator[Path]:
+    """Writes ``data`` under a temporary name beside ``path``. Yields that name, under which nothing
+    is left at the end."""
+    aside = path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
+    try:
+        write_synced(aside, data)
+        yield aside
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _link(aside: Path, path: Path) -> None:

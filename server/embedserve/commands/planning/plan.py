@@ -230,7 +230,7 @@ def _show(
             f"{human_bytes(memory_bytes)}, {100 * fullest / memory_bytes:.0f}%"
         )
     if options.output:
-        write_output(options.output, to_json_bytes(plan.to_json()))
+        write_output(options.output, to_json_bytes(plan.to_json()), may_replace=True)
         say(f"wrote {options.output}")
 
 
