@@ -8,7 +8,7 @@ from interop.tools import run_tool, tool
 
 PAUSE = "localhost/embedserve-pause:bookworm"
 """First container of a pod, which holds its network; it contains only Debian's catatonit."""
-SAVE_S_MAX = 300
+SAVE_S_MAX = 900
 
 
 def save_images(path: Path, *names: str) -> None:
