@@ -58,6 +58,9 @@ LINES_MAX = 10
 RateLimitedLogger. The first line of a later period reports how many were left out."""
 SAMPLING_SHARE = 1 / 200
 """Largest share of the event loop's time spent on finding the ranks of rows."""
+SAMPLE_PAUSE_S_MAX = 1.0
+"""Mean seconds between two samples, at most. A sample takes longer if its process is interrupted,
+and the share alone would then let the counters stand still for many seconds."""
 VERSION_BUCKETS = {
     "embedserve_queue_wait_seconds": SECONDS_BUCKETS,
     "embedserve_batch_examples": COUNT_BUCKETS,
@@ -216,10 +219,10 @@ class LookupMetrics:
         if is_indexed and (start_s := perf_counter()) >= self._next_sample_s:
             self._index.sample(batch)
             end_s = perf_counter()
+            pause_s = min((end_s - start_s) / self._sampling_share, SAMPLE_PAUSE_S_MAX)
             # A random pause around the mean: a fixed pause could stay in step with periodic
             # traffic and sample the same requests every time.
-            pause_s = (end_s - start_s) / self._sampling_share * (0.5 + random())
-            self._next_sample_s = end_s + pause_s
+            self._next_sample_s = end_s + pause_s * (0.5 + random())
 
     def flush(self) -> None:
         """Divides the reads since the last flush among the ranks, in the sampled proportions. A

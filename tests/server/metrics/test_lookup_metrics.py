@@ -13,6 +13,7 @@ from server.metrics.metric_samples import families_of, workers_of
 
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.lookup_types import Batch
+from embedserve.metrics import request_metrics
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.model_metrics import COLUMNS_MIN, name_cells
 from embedserve.metrics.request_metrics import LookupMetrics
@@ -213,6 +214,18 @@ def test_row_wise_lookups_add_up_to_sampled_table_lookups() -> None:
         divided = sum(n for key, n in before.items() if key.startswith(f"{table} "))
         # The rest is added with the next sampled batch.
         assert 0 < divided <= read[table] * (1 + 1e-9)
+
+
+def test_interrupted_sample_is_followed_by_another_within_two_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([10.0, 10.5, 12.5, 12.6])
+    monkeypatch.setattr(request_metrics, "perf_counter", lambda: next(times))
+    lookups = LookupMetrics(MODEL, single_worker_counters(name_cells(COLUMNS_MIN)), COLUMNS_MIN)
+    lookups.observe(joined({"few": [[0]]}))  # takes half a second
+    lookups.observe(joined({"x": [[0]]}))
+    lookups.flush()
+    assert sum(lookups.reads().by_rank["rows"]) == 1
 
 
 def test_large_batch_is_sampled_evenly() -> None:
