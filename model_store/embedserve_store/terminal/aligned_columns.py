@@ -3,6 +3,7 @@ scripts."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 
 from rich.measure import Measurement
@@ -11,8 +12,6 @@ from rich.text import Text
 
 from embedserve_store.terminal.plain_console import plain_console
 from embedserve_store.terminal.sanitize import sanitize
-
-WIDTH_MAX = 10_000
 
 out = plain_console()
 
@@ -36,7 +35,7 @@ def show(title: str, table: Table) -> None:
     table it would wrap to the table's width. A line too long for the terminal overflows; rich would
     otherwise truncate the cells."""
     out.print(sanitize(title), style="italic", soft_wrap=True)
-    width = Measurement.get(out, out.options.update(max_width=WIDTH_MAX), table).maximum
+    width = Measurement.get(out, out.options.update(max_width=sys.maxsize), table).maximum
     plain_console(width=width).print(table)
 
 

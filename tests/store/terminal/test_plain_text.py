@@ -22,3 +22,11 @@ def test_show_prints_title_headings_and_cells_unchanged(
     table.add_row(TEXT)
     show(TEXT, table)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [TEXT] * 3
+
+
+def test_show_prints_cells_of_any_width_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    versions = ", ".join(map(str, range(5_000)))
+    table = grid("model", "versions")
+    table.add_row("movies", versions)
+    show("store", table)
+    assert capsys.readouterr().out.splitlines()[2].split(maxsplit=1) == ["movies", versions]
