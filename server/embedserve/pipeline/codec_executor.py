@@ -27,8 +27,11 @@ bounds the memory that they hold. A single call is accepted at any size while no
 SOURCE_SHARE = 1 / 2
 """Fraction of WAITING_BYTES_MAX that one source may hold."""
 CHUNK_YIELD_S = 0.0001
-"""Seconds of sleep between two chunks of a large response, so that the event loop can take the GIL.
+"""Seconds of sleep while a large response is encoded, so that the event loop can take the GIL.
 Without it the loop waits a full 5 ms switch interval each time."""
+CHUNK_YIELD_BYTES = 64 << 10
+"""Bytes of chunks that are encoded between two such sleeps, at least. A response may have thousands
+of small chunks, such as one for each key."""
 
 
 class CodecExecutor:
@@ -231,9 +234,12 @@ def encode_later(context: RequestContext, result: LookupResult) -> None:
 def _encode(context: RequestContext, result: LookupResult) -> EncodedResponse:
     """Encodes ``result`` in the codec thread. Stops early once ``context`` no longer waits."""
     chunks: list[bytes | memoryview] = []
+    nbytes = 0  # since the last sleep
     for chunk in context.options.response_codec.encode(result):
-        if chunks:
+        if nbytes >= CHUNK_YIELD_BYTES:
             time.sleep(CHUNK_YIELD_S)
+            nbytes = 0
+        nbytes += memoryview(chunk).nbytes
         chunks.append(chunk)
         if not context.is_waiting:
             break

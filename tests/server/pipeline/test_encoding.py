@@ -5,6 +5,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,19 @@ async def test_response_that_waits_to_be_encoded_does_not_keep_its_batch_alive(
     assert values() is None
     gate.opened.set()
     await until(lambda: all(call.responses for call in calls))
+
+
+@pytest.mark.parametrize(("size", "sleeps"), [(100, 0), (32 << 10, 1), (64 << 10, 2)])
+async def test_encoder_yields_the_interpreter_lock_by_the_bytes_of_its_chunks(
+    pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch, size: int, sleeps: int
+) -> None:
+    """Three chunks of ``size`` bytes."""
+    slept: list[float] = []
+    monkeypatch.setattr(codec_executor, "time", SimpleNamespace(sleep=slept.append))
+    call = submit_large(pipeline, replace(JSON, encode=lambda _: [bytes(size)] * 3))
+    await until(lambda: call.responses)
+    assert call.responses == [bytes(3 * size)]
+    assert len(slept) == sleeps
 
 
 async def test_request_cancelled_during_encoding_gets_no_response(
