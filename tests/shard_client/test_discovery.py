@@ -51,6 +51,7 @@ def test_address_sources_are_parsed() -> None:
         ("dns:dlrm-{part}:", "has no port from 1 to 65535"),
         ("dns:dlrm-{part}:0", "has no port"),
         ("dns:dlrm-{part}:70000", "has no port"),
+        ("dns:dlrm-{part}:000001800111", "has no port"),
         ("dns:dlrm-{part}:1e3", "has no port"),
         ("dns:dl rm-{part}:1", "is not HOST:PORT"),
     ],

@@ -104,7 +104,7 @@ def parse_address(value: str) -> Address:
         raise ValueError(f"{value!r} is an IPv6 address without brackets")
     if not host or any(character.isspace() for character in host):
         raise ValueError(f"{value!r} is not HOST:PORT")
-    if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
         raise ValueError(f"{value!r} has no port from 1 to 65535")
     return host, int(port)
 
