@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from embedserve.fanout.parted_version import ExpectedPart
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.shards import Shards
 from embedserve.shard_client import replica
+from embedserve.shard_client.discovery import DnsShards, OnAddresses
 from embedserve.shard_client.shard_connection import Address, ConnectionOptions
 from embedserve_proto.embedding_pb2 import Model
 from embedserve_store import ModelStore, ModelVersion, TableSpec, publish
@@ -30,7 +31,7 @@ PARTS = 2
 
 
 class FoundShards:
-    """The shards of an address file, over fake connections.
+    """The shards of an address file, or of another source, over fake connections.
 
     Attributes:
         polls: number of polls for missing parts.
@@ -38,7 +39,7 @@ class FoundShards:
         options: options of the newest connection of each part.
     """
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, source: str = "") -> None:
         self.connections: dict[int, FakeConnection] = {}  # by port, which is the number of the part
         self.polls = 0
         self._addresses = folder / "shards.json"
@@ -50,7 +51,9 @@ class FoundShards:
         self.options: dict[int, ConnectionOptions] = {}
         self.shards = Shards(
             ServeSettings(
-                str(folder / "store"), shards=f"file:{self._addresses}", shard_token=str(self.token)
+                str(folder / "store"),
+                shards=source or f"file:{self._addresses}",
+                shard_token=str(self.token),
             )
         )
         self._missing = self.shards._missing
@@ -172,6 +175,24 @@ async def test_changed_token_is_sent_on_new_connections(
             assert first[part].is_finished
         assert found.shards.replicas("m", 1) == [1, 1]
         del engine
+
+
+async def test_certificate_of_a_shard_must_have_the_dns_name_of_its_part(
+    tmp_path: Path, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def discover(
+        source: DnsShards, parts: int, on_addresses: OnAddresses
+    ) -> Coroutine[Any, Any, None]:
+        for part in range(parts):
+            on_addresses(part, [("10.0.0.1", part + 1)])
+        return asyncio.sleep(3600)
+
+    monkeypatch.setattr(shards_module, "discover", discover)
+    found = FoundShards(tmp_path, monkeypatch, "dns:shard-{part}:8001")
+    async with found.shards._running():
+        await found.open(version)
+        names = {part: options.server_hostname for part, options in found.options.items()}
+    assert names == {0: "shard-0", 1: "shard-1"}
 
 
 async def test_opening_times_out_and_names_the_missing_part(
