@@ -61,7 +61,8 @@ measure install "python3 -m venv /opt/embedserve; hash -r
     pip install --no-cache-dir 'embedserve[${EXTRA:-cpu}]'; $torchrec"
 chroot "$root" embedserve --version
 measure demo "embedserve demo /srv/store"
-measure serve "embedserve serve /srv/store --http-port 18000 --grpc-port 0 >/tmp/serve.log 2>&1 &
+measure serve "if curl -sS localhost:18000 2>/dev/null; then echo port 18000 is in use; exit 1; fi
+    embedserve serve /srv/store --http-port 18000 --grpc-port 0 >/tmp/serve.log 2>&1 &
     echo \$! >/tmp/pid
     until embedserve health --ready --http-port 18000 2>/dev/null; do kill -0 \$(</tmp/pid); done"
 measure request "curl -sS --fail-with-body localhost:18000/embed -d \
