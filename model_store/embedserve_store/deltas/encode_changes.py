@@ -6,7 +6,7 @@ Imports torch when called.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,10 +41,12 @@ def hash_changes(changes: Changes, tables: Mapping[str, TableSpec]) -> HashedCha
         tables: tables of the version, by name.
 
     Raises:
-        InvalidModelError: a table is not in the model, or its ids have another type.
+        InvalidModelError: a table is not in the model, its ids have another type, or ``changes``
+            are not ids and rows by table.
     """
     return {
-        name: (hash_ids(_table(tables, name), ids), rows) for name, (ids, rows) in changes.items()
+        name: (hash_ids(_table(tables, name), ids), rows)
+        for name, (ids, rows) in _pairs_by_table(changes)
     }
 
 
@@ -81,13 +83,40 @@ def encode_changes(
 
 
 def copy_changes(changes: Changes) -> dict[str, tuple[Ids, Rows]]:
-    """Returns copies of ids and rows on the CPU, which the caller may change meanwhile."""
-    return {name: (copy_values(ids), copy_values(rows)) for name, (ids, rows) in changes.items()}
+    """Returns copies of ids and rows on the CPU, which the caller may change meanwhile. Raises
+    InvalidModelError if ``changes`` are something else."""
+    return {
+        name: (copy_values(ids), copy_values(rows))
+        for name, (ids, rows) in _pairs_by_table(changes)
+    }
 
 
 def copy_removed(ids: Mapping[str, Ids] | None) -> dict[str, Ids]:
-    """Returns copies of ids by table on the CPU."""
-    return {name: copy_values(one) for name, one in (ids or {}).items()}
+    """Returns copies of ids by table on the CPU. Raises InvalidModelError if ``ids`` are something
+    else."""
+    by_table = {} if ids is None else _check_by_table(ids, "removed", "ids")
+    return {name: copy_values(one) for name, one in by_table.items()}
+
+
+def _pairs_by_table(changes: Changes) -> Iterator[tuple[str, tuple[Ids, Rows]]]:
+    for name, values in _check_by_table(changes, "changes", "(ids, rows)").items():
+        yield name, check_pair(values, f"table {name!r}: changes", "(ids, rows)")
+
+
+def _check_by_table(values: Mapping[str, Any], name: str, expected: str) -> Mapping[str, Any]:
+    """Returns ``values``. Raises InvalidModelError if they have no table names."""
+    if not isinstance(values, Mapping):
+        raise InvalidModelError(
+            f"{name} are of type {type(values).__name__}, expected a dict of {expected} by table"
+        )
+    return values
+
+
+def check_pair(values: tuple[Any, Any], name: str, expected: str) -> tuple[Any, Any]:
+    """Returns ``values``. Raises InvalidModelError if they are not two."""
+    if not isinstance(values, tuple | list) or len(values) != 2:
+        raise InvalidModelError(f"{name} are of type {type(values).__name__}, expected {expected}")
+    return values[0], values[1]
 
 
 def copy_values(values: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embedserve_store.deltas.encode_changes import RowsOfIds, copy_values
+from embedserve_store.deltas.encode_changes import RowsOfIds, check_pair, copy_values
 from embedserve_store.errors import InvalidModelError, checking_model
 from embedserve_store.format.delta_goldens import TRAINING_DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
@@ -35,7 +35,7 @@ class PushedGoldens:
         """Returns copies of bags and results on the CPU, those of rank 0 alone."""
         if goldens is None or self._ranks.rank != 0:
             return None
-        bags, answers = goldens
+        bags, answers = check_pair(goldens, "goldens", "(bags, results)")
         return _bags_of(bags, self._base), copy_values(answers)
 
     def encode(
@@ -72,7 +72,7 @@ class PushedGoldens:
     ) -> DeltaGoldens | None:
         if goldens is None:
             return None
-        bags, answers = goldens
+        bags, answers = check_pair(goldens, "goldens", "(bags, results)")
         numbers = _with_row_numbers(_bags_of(bags, self._base), self._base, rows_of)
         return _delta_goldens(numbers, answers, TRAINING_DTYPES[0], self._base)
 

@@ -114,6 +114,8 @@ def test_pushed_rows_may_be_tensors(store: Path, writer: DeltaWriter, dtype: tor
         ({"user": ([1], np.ones((1, 16)))}, r"rows are float64 \[1, 16\], expected"),
         ({"user": ([1], rows("user", 1) * np.nan)}, "table 'user': row 1 holds a value"),
         ({"item": ([1], np.full((1, 8), 1e9, np.float32))}, "row 1 holds .*too large for int8"),
+        ({"user": rows("user", 1)}, r"'user': changes are of type .*, expected \(ids, rows\)"),
+        ({"user": ([1],)}, r"'user': changes are of type tuple, expected \(ids, rows\)"),
     ],
 )
 def test_invalid_rows_are_rejected_and_nothing_is_written(
@@ -123,6 +125,24 @@ def test_invalid_rows_are_rejected_and_nothing_is_written(
         writer.push_rows(tag_row(1) | changes)
     assert files_in(store) == set()
     assert writer.push_rows(tag_row(1)) == 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"changes": [1]}, r"changes are of type list, expected a dict of \(ids, rows\) by table"),
+        ({"removed": [1]}, "removed are of type list, expected a dict of ids by table"),
+        ({"goldens": 3}, r"goldens are of type int, expected \(bags, results\)"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(
+    store: Path, writer: DeltaWriter, argument: Any, message: str, wait: bool
+) -> None:
+    with pytest.raises(InvalidModelError, match=message):  # noqa: PT012  either call raises
+        writer.push_rows(**{"changes": tag_row(1), "wait": wait} | argument)
+        writer.wait()
+    assert files_in(store) == set()
 
 
 @pytest.mark.parametrize(("ids", "new"), [([10, -5, 1 << 62], 11), (["a", "b", "ü"], "c")])

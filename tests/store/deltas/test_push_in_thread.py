@@ -200,7 +200,7 @@ def test_goldens_are_computed_at_the_moment_of_the_push(tmp_path: Path, one_rank
     [
         ({"shop": ([1], rows("user", 1))}, None, "table 'shop' is not in the model"),
         ({"user": ([1], rows("user", 1) * np.nan)}, None, "table 'user': row 1 holds a value"),
-        ({"user": 7}, None, "TypeError: cannot unpack"),
+        ({"user": 7}, None, "changes are of type int"),
         ({}, ({"user": [[1]]}, None), "goldens are a dict, expected Bags"),
     ],
 )
