@@ -316,8 +316,8 @@ async def test_certificate_names_identify_callers(tokens: Tokens) -> None:
     await tokens.add("by-token")
     nameless = ClientCertificate(("",), NOW_S + 10)
     assert "belongs to no caller" in tokens.rejection(None, nameless)
-    assert "Bearer" in tokens.rejection("x", right)
     tokens.admit_target(FakeTarget(None, right))  # cached again: each reload empties the cache
+    assert "Bearer" in tokens.rejection("x", right)  # Authorization comes first
     tokens.clocks.pass_s(11)
     tokens.access.refresh_expiry()
     assert tokens.rejection(None, right) == "401 the client's certificate has expired"
