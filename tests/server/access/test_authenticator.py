@@ -217,12 +217,12 @@ async def test_concurrency_limit_survives_a_reload(tokens: Tokens) -> None:
     token = await tokens.add("x", concurrent=2)
     first, _ = tokens.admit(token), tokens.admit(token)
     await tokens.add("y")
-    assert tokens.rejection(f"Bearer {token}") == (
-        "429 'x' has 2 requests in flight, which is its limit"
-    )
+    limited = "429 'x' has 2 requests in flight, which is its limit"
+    assert tokens.rejection(f"Bearer {token}") == limited
     assert first.quota is not None
     first.quota.leave("OK")
     tokens.admit(token)
+    assert tokens.rejection(f"Bearer {token}") == limited
 
 
 @pytest.mark.parametrize("rate", [0.01, 5e-324])
