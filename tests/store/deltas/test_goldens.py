@@ -77,6 +77,18 @@ def test_bags_may_be_a_keyed_jagged_tensor(store: Path, writer: DeltaWriter, bag
     assert (goldens.weights, goldens.dtype) == (None, "float32")
 
 
+def test_weights_of_a_keyed_jagged_tensor_are_kept(tmp_path: Path) -> None:
+    rows_of = {"ebc.embedding_bags.t.weight": torch.ones(4, 4)}
+    tables = [TableSpec("t", 4, 4, ("f",), "sum", "float32")]
+    publish(rows_of, tmp_path, model="m", tables=tables, is_weighted=True)
+    weights = torch.tensor([0.5, 2.0])
+    bags = KeyedJaggedTensor(["f"], torch.tensor([3, 1]), weights, torch.tensor([2]))
+    with DeltaWriter(tmp_path, model="m") as writer:
+        writer.push_rows({}, goldens=(bags, np.full((1, 4), 2.5, np.float32)))
+    np.testing.assert_array_equal(pushed_goldens(tmp_path).weights, weights)
+    assert compact_deltas(tmp_path, "m").version == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_of_a_smaller_dtype_are_compared_in_that_dtype(
     store: Path, writer: DeltaWriter, dtype: torch.dtype
@@ -123,17 +135,20 @@ def test_goldens_over_the_limits_are_rejected_with_their_counts(
 
 
 def test_vocabulary_ids_of_goldens_become_row_numbers(tmp_path: Path) -> None:
-    weights = {"ebc.embedding_bags.t.weight": torch.zeros(4, 4)}
-    tables = [TableSpec("t", 4, 4, ("f",), "sum", "float32", ids=IdRule("map"))]
+    weights = {f"ebc.embedding_bags.{table}.weight": torch.zeros(4, 4) for table in "st"}
+    tables = [
+        TableSpec("s", 4, 4, ("rows",), "sum", "float32"),
+        TableSpec("t", 4, 4, ("f",), "sum", "float32", ids=IdRule("map")),
+    ]
     vocabularies = {"t": [100, 200, 300, 400]}
     publish(weights, tmp_path, model="m", tables=tables, vocabularies=vocabularies)
     values = np.ones((2, 4), np.float32)
     with DeltaWriter(tmp_path, model="m") as writer:
-        bags = Bags(np.array([400, 200, 100]), np.array([[2, 1]], np.int32), None)
-        answers = np.array([[2] * 4, [0] * 4], np.float32)
+        bags = Bags(np.array([2, 400, 200, 100]), np.array([[1, 0], [2, 1]], np.int32), None)
+        answers = np.array([[0] * 4 + [2] * 4, [0] * 8], np.float32)
         writer.push_rows({"t": ([200, 400], values)}, goldens=(bags, answers))
-        assert pushed_goldens(tmp_path).numbers.tolist() == [3, 1, 0]
-        bags = Bags(np.array([7]), np.array([[1]], np.int32), None)
+        assert pushed_goldens(tmp_path).numbers.tolist() == [2, 3, 1, 0]
+        bags = Bags(np.array([7]), np.array([[0], [1]], np.int32), None)
         with pytest.raises(InvalidModelError, match="feature 'f': id 7 is not in the vocabulary"):
             writer.push_rows({}, goldens=(bags, answers[:1]))
     assert compact_deltas(tmp_path, "m").version == 2

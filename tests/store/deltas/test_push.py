@@ -25,6 +25,7 @@ from embedserve_store import (
     publish_sharded,
     undo_deltas,
 )
+from embedserve_store.deltas import pushed_goldens
 from embedserve_store.errors import GoldensError
 from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.format.row_layout import dequantize_rows
@@ -115,9 +116,35 @@ def test_lookup_of_goldens_does_not_count_as_training(
         first, second = (row_numbers(tmp_path, seq) for seq in (1, 2))
         assert second.keys() == first.keys()
         assert all(second[table] <= first[table] for table in second)
-        with pytest.raises(InvalidModelError, match=r"numbers\[0\] is 103, feature 'user' has 103"):
-            writer.push(goldens=Bags(np.array([103]), np.eye(6, 1, dtype=np.int32), None))
         step()
+
+
+@pytest.mark.parametrize(
+    ("goldens", "reason"),
+    [
+        (
+            Bags(np.array([103]), np.eye(2, 1, dtype=np.int32), None),
+            r"numbers\[0\] is 103, feature",
+        ),
+        (Bags(np.array([1]), np.eye(1, dtype=np.int32), None), r"expected \[n\] and \[2 features"),
+    ],
+)
+def test_invalid_goldens_are_not_looked_up(
+    tmp_path: Path,
+    one_rank: None,
+    monkeypatch: pytest.MonkeyPatch,
+    goldens: Bags,
+    reason: str,
+) -> None:
+    """A row that a table does not have would end the process of a GPU."""
+    monkeypatch.setattr(pushed_goldens, "_trained_answers", None)
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    with (
+        DeltaWriter(tmp_path, model="m", module=dmp) as writer,
+        pytest.raises(InvalidModelError, match=reason),
+    ):
+        writer.push(goldens=goldens)
 
 
 def test_goldens_of_varying_batch_sizes_are_rejected(tmp_path: Path, one_rank: None) -> None:
