@@ -1,6 +1,7 @@
 """Tests of bidirectional streams: flow control, drain, errors, and bounded responses."""
 
 import gzip
+from dataclasses import replace
 from time import perf_counter
 from unittest.mock import Mock
 
@@ -25,6 +26,7 @@ from server.wire.http2.peer import Peer, body_of, data, has_ended, resets, updat
 
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestOptions, RequestPipeline
+from embedserve.wire.grpc import grpc_framing
 from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream, StreamedResponse
 from embedserve.wire.grpc.grpc_framing import framed
@@ -199,25 +201,35 @@ def test_unexpected_error_ends_only_its_own_stream(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("ZeroDivisionError: secret of the server") == 1
 
 
+@pytest.mark.parametrize("is_compressed", [False, True])
 async def test_messages_in_flight_are_bounded_by_response_bytes(
-    pipeline: RequestPipeline, held_engine: FakeEngine
+    pipeline: RequestPipeline,
+    held_engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    is_compressed: bool,
 ) -> None:
+    """The sizes of responses to compressed messages are unknown until a thread has decoded them."""
+    monkeypatch.setattr(grpc_framing, "INLINE_MESSAGE_BYTES_MAX", 0)
     metrics = pipeline.metrics.protocols["grpc"]
     options = RequestOptions("", PROTOBUF, PROTOBUF, None, metrics)
     nbytes = 3 * 36  # a response is 9 float32 values
+    known, message = NO_HEADERS, framed(MESSAGE)
+    if is_compressed:
+        known = replace(NO_HEADERS, encoding=b"gzip")
+        message = framed_compressed(gzip.compress(MESSAGE))
 
     def open_request(headers: Headers) -> ResolvedRoute:
         return ResolvedRoute(
-            lambda stream: EmbedStream(options, pipeline, NO_HEADERS, stream, nbytes), None
+            lambda stream: EmbedStream(options, pipeline, known, stream, nbytes), None
         )
 
     peer = Peer(open_request)
     count = 20
     peer.send(peer.headers(1, request_headers(STREAM), is_end=False))
-    peer.send(data(1, framed(MESSAGE)))
+    peer.send(data(1, message))
     await until(lambda: held_engine.lookups)
-    peer.send(data(1, framed(MESSAGE) * (count - 1), is_end=True))
-    assert pipeline.metrics.models["shop"].count_queue()[0] == 2
+    peer.send(data(1, message * (count - 1), is_end=True))
+    await until(lambda: pipeline.metrics.models["shop"].count_queue()[0] == 2)
     held_engine.release()
     # Responses that are not yet written count, too.
     await until(lambda: has_ended([*peer.take(), *peer.seen], 1))
