@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import orjson
@@ -28,7 +29,9 @@ from server.waiting import until
 from embedserve.codec import json_codec
 from embedserve.codec.codec import Codec
 from embedserve.errors import OverloadedError
+from embedserve.lookup_types import LookupResult
 from embedserve.pipeline import RequestPipeline, codec_executor
+from embedserve.pipeline.codec_executor import encode_later
 
 EXAMPLES = json_codec.INLINE_VALUES_MAX // 9 + 1
 """Examples of nine values each, just too many to encode on the event loop."""
@@ -151,3 +154,11 @@ async def test_responses_waiting_to_be_encoded_are_limited_by_bytes(
     again = submit_large(pipeline, gated_codec(gate))
     await until(lambda: again.responses)
     assert outcomes(pipeline) == {"OK": 2, "RESOURCE_EXHAUSTED": 1}
+
+
+def test_all_chunks_of_a_waiting_response_count_against_the_limit() -> None:
+    context = Mock()
+    values = np.zeros((1, 9), np.float32)
+    encode_later(context, LookupResult(Mock(), values, extra_chunks=[values, values]))
+    submitted = context.pipeline.codec_executor.submit.call_args.args
+    assert submitted[:3] == (context, "answer", 3 * values.nbytes)
