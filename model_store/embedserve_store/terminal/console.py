@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # these modules import numpy, which most commands do not need
     from embedserve_store.transfer.receive import TransferProgress
 
 console = plain_console(stderr=True)
+BARS_MAX = 20
+"""Progress bars that are shown, the last ones: they fit into a terminal. Each new bar draws all of
+them, which for thousands of tables would take minutes."""
 
 
 def say(line: str) -> None:
@@ -51,6 +54,8 @@ class _Bars:
     def update(self, name: str, completed: int, total: int | None, done: str) -> None:
         self._progress.start()
         if name not in self._tasks:
+            if len(self._tasks) == BARS_MAX:
+                self._progress.remove_task(self._tasks.pop(next(iter(self._tasks))))
             self._tasks[name] = self._progress.add_task(name, total=total, done="")
         self._progress.update(self._tasks[name], completed=completed, total=total, done=done)
 

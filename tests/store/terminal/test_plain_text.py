@@ -1,10 +1,10 @@
-"""Tests of the texts that commands print: unchanged, even if they look like rich's markup or
-emoji."""
+"""Tests of what commands print: texts unchanged, even if they look like rich's markup or emoji, and
+few progress bars."""
 
 import pytest
 
 from embedserve_store.terminal.aligned_columns import grid, show, write
-from embedserve_store.terminal.console import say
+from embedserve_store.terminal.console import BARS_MAX, say, table_progress
 
 TEXT = "user:id:1 clicks[last] [/b] 7"
 
@@ -30,3 +30,11 @@ def test_show_prints_cells_of_any_width_whole(capsys: pytest.CaptureFixture[str]
     table.add_row("movies", versions)
     show("store", table)
     assert capsys.readouterr().out.splitlines()[2].split(maxsplit=1) == ["movies", versions]
+
+
+def test_only_the_last_bars_of_many_tables_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with table_progress() as report:
+        for table in range(BARS_MAX + 2):
+            report(f"table_{table}", 1, 1, 4)
+    shown = [line.split()[0] for line in capsys.readouterr().err.splitlines()]
+    assert shown == [f"table_{table}" for table in range(2, BARS_MAX + 2)]
