@@ -25,7 +25,7 @@ def hostile_engine() -> FakeEngine:
     tables = [
         TableSpec("t_tag", 3, 4, (MARKUP,), "sum", "float32", ids=as_map),
         TableSpec(
-            "t_user", 3, 4, ("user'</script>",), "sum", "float32", ids=IdRule(unknown="skip")
+            "t_user", 3, 4, ("\u202euser'</script>",), "sum", "float32", ids=IdRule(unknown="skip")
         ),
     ]
     return FakeEngine(info_of("shop", tables, {"t_tag": (MARKUP, "b", "c")}))
@@ -52,6 +52,7 @@ def check_hostile_names(page: Page, port: int) -> None:
     page.until("document.querySelector('#slow tbody tr')")
     assert "shop 7" in page.text("#slow")
     assert "nobody'\\''s" in page.text("#curl")
+    assert "\\u202euser'\\''" in page.text("#curl")  # raw, it would reverse what follows
     assert f"1 of {MARKUP}" in page.text("#response")
     assert page.value("document.querySelectorAll('img, b:not(.shard b)').length") == 0
     assert page.value("document.title") == TITLE

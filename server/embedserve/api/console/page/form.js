@@ -8,6 +8,7 @@ import { nameOf, titleOf } from "./models.js";
 import { showResponse } from "./response.js";
 
 const EXAMPLE_IDS = 3;
+const INVISIBLE = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu; // characters that move the cursor or turn the direction of text
 
 let served = [];
 let asked = null; // the model that the fields belong to
@@ -162,7 +163,13 @@ function showCurl() {
   const token = hasToken() ? ' -H "Authorization: Bearer $TOKEN"' : "";
   const url = new URL(path(), document.baseURI).href;
   say("copied", "");
-  say("curl", `curl -s${token} ${url} -d '${body().replaceAll("'", "'\\''")}'`);
+  const json = body().replace(INVISIBLE, (one) => one.split("").map(escaped).join(""));
+  say("curl", `curl -s${token} ${url} -d '${json.replaceAll("'", "'\\''")}'`);
+}
+
+/** Returns the escape of a UTF-16 code unit in JSON. */
+function escaped(unit) {
+  return `\\u${unit.charCodeAt(0).toString(16).padStart(4, "0")}`;
 }
 
 /** Copies the curl command, or selects it if the browser denies access to the clipboard. */
