@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -103,6 +104,14 @@ def test_shard_outside_the_table_is_rejected(tmp_path: Path) -> None:
     part = rectangle(tmp_path / "f", 0, ROWS, 0, DIM)
     with pytest.raises(StoreError, match=r"rows 0 to 22 and columns 0 to 7, .* shape \[20, 8\]"):
         FileRows([part], (20, DIM), "float32", "where")
+
+
+def test_gather_reads_a_repeated_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = FileRows([rectangle(tmp_path / "f", 0, ROWS, 0, DIM)], (ROWS, DIM), "float32", "t")
+    preadv = Mock(wraps=os.preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert torch.equal(table.gather(np.array([5, 2, 5, 5])), TABLE[[5, 2, 5, 5]])
+    assert preadv.call_count == 2
 
 
 def test_file_that_ends_early_is_rejected(tmp_path: Path) -> None:
