@@ -5,8 +5,10 @@ import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from errno import EACCES
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from store.deltas import conftest
@@ -27,6 +29,7 @@ from embedserve_store.deltas import delta_writer
 from embedserve_store.deltas import prune as prune_module
 from embedserve_store.deltas.delta_line import stored_seqs
 from embedserve_store.deltas.prune import PrunedDeltas
+from embedserve_store.errors import UnreachableError
 from embedserve_store.format.delta_manifest import delta_file_name, manifest_name
 
 
@@ -42,6 +45,8 @@ def seqs(store: Path, line: int = 1) -> list[int]:
 
 def test_deltas_needed_by_a_version_are_kept(store: Path, writer: DeltaWriter) -> None:
     push(writer, 5)
+    for path in (store / "m/deltas/1").iterdir():
+        os.utime(path, (0, 0))  # older than what killed writers left
     compact_deltas(store, "m", seq=3)
     assert prune_deltas(store, "m", keep_s=0) == []  # version 1 needs them
     prune(store, "m", keep=1)
@@ -216,6 +221,18 @@ def test_interrupted_prune_is_recorded_and_can_be_repeated(
     assert details == [f"deltas 1 to {removed} of line 1"]
     prune_deltas(store, "m", keep_s=0)
     assert not (store / "m/deltas/1").exists()
+
+
+def test_delta_that_cannot_be_removed_is_not_reported_as_removed(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(writer, 1)
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError(EACCES, "not allowed")))
+    with pytest.raises(UnreachableError, match=r"0+1\.json: cannot be removed: not allowed"):
+        prune_deltas(store, "m", keep_s=0)
+    assert not any("deltas" in one.detail for one in ModelStore(store).history("m"))
 
 
 def test_deltas_that_another_prune_has_just_removed_are_passed_over(
