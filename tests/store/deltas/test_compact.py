@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from store.deltas.conftest import rows
 from writable import writable
@@ -31,7 +32,9 @@ from embedserve_store import (
 from embedserve_store.deltas import compact
 from embedserve_store.deltas.compact_ids import write_vocabularies
 from embedserve_store.errors import NoRoomError
+from embedserve_store.ids.string_hashes import hash_strings
 from embedserve_store.parts.part import Part
+from embedserve_store.transfer.file_check import IDS
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
 
@@ -221,6 +224,44 @@ def test_damaged_version_or_delta_is_not_compacted(store: Path, tmp_path: Path) 
         assert not [*other.glob("m/.staging*")]
         shutil.rmtree(other)
     assert models.versions("m") == [1]
+
+
+def test_new_id_has_the_row_and_removed_ids_are_no_examples(tmp_path: Path) -> None:
+    weights = {"ebc.embedding_bags.t.weight": torch.zeros(3, 4)}
+    rule = IdRule("map", id_type="string")
+    tables = [TableSpec("t", 3, 4, ("f",), "sum", "float32", ids=rule)]
+    publish(weights, tmp_path, model="m", tables=tables, vocabularies={"t": ["a", "b", "c"]})
+    assert ModelStore(tmp_path).manifest("m").tables[0].ids.examples == ("a", "b", "c")
+    with DeltaWriter(tmp_path, model="m") as writer:
+        writer.push_rows({}, removed={"t": ["a"]})
+        writer.push_rows({"t": (["d"], np.ones((1, 4), np.float32))})
+    compact_deltas(tmp_path, "m")
+    version = ModelStore(tmp_path).load("m", 2)
+    assert version.id_maps["t"].rows_of(hash_strings(["a", "b", "c", "d"])).tolist() == [
+        -1,
+        1,
+        2,
+        0,
+    ]
+    assert version.manifest.tables[0].ids.examples == ("b", "c")
+
+
+@pytest.mark.parametrize("pushed", [0, 9999])
+def test_damaged_vocabulary_is_not_compacted(tmp_path: Path, pushed: int) -> None:
+    """Whether the vocabulary is copied, or written anew with the id 9999."""
+    weights = {"ebc.embedding_bags.t.weight": torch.zeros(5000, 4)}
+    tables = [TableSpec("t", 5000, 4, ("f",), "sum", "float32", ids=IdRule("map"))]
+    publish(weights, tmp_path, model="m", tables=tables, vocabularies={"t": range(4000)})
+    with DeltaWriter(tmp_path, model="m") as writer:
+        writer.push_rows({"t": ([pushed], np.ones((1, 4), np.float32))})
+    golden_ids = ModelStore(tmp_path).load("m").goldens().bags.ids.tolist()
+    damaged = max({*range(4000)}.difference(golden_ids))
+    path = writable(tmp_path) / "m/1" / IDS
+    data = path.read_bytes()
+    path.write_bytes(data.replace(np.int64(damaged).tobytes(), np.int64(8888).tobytes()))
+    with pytest.raises(StoreError, match="table 't': sha256 is"):
+        compact_deltas(tmp_path, "m")
+    assert ModelStore(tmp_path).versions("m") == [1]
 
 
 def test_full_disk_names_the_file_that_was_written(
