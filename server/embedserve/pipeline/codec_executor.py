@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from embedserve.batching.split import copy_if_view
 from embedserve.errors import DeadlineExceededError, EmbedServeError, OverloadedError
-from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, with_size
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult
 
 if TYPE_CHECKING:
     from embedserve.pipeline.request_pipeline import RequestContext
@@ -234,13 +234,13 @@ def encode_later(context: RequestContext, result: LookupResult) -> None:
 def _encode(context: RequestContext, result: LookupResult) -> EncodedResponse:
     """Encodes ``result`` in the codec thread. Stops early once ``context`` no longer waits."""
     chunks: list[bytes | memoryview] = []
-    nbytes = 0  # since the last sleep
+    nbytes = slept_at = 0
     for chunk in context.options.response_codec.encode(result):
-        if nbytes >= CHUNK_YIELD_BYTES:
+        if nbytes - slept_at >= CHUNK_YIELD_BYTES:
             time.sleep(CHUNK_YIELD_S)
-            nbytes = 0
+            slept_at = nbytes
         nbytes += memoryview(chunk).nbytes
         chunks.append(chunk)
         if not context.is_waiting:
             break
-    return with_size(chunks)
+    return chunks, nbytes
