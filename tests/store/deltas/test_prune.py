@@ -38,6 +38,13 @@ def push(writer: DeltaWriter, count: int) -> None:
         conftest.push(writer)
 
 
+def push_unneeded(store: Path, writer: DeltaWriter, count: int) -> None:
+    """Pushes ``count`` deltas, which the only version then has in its rows."""
+    push(writer, count)
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+
+
 def seqs(store: Path, line: int = 1) -> list[int]:
     """Returns the seqs of a line that have a file."""
     return sorted({int(path.name[:20]) for path in (store / f"m/deltas/{line}").glob("0*")})
@@ -65,9 +72,7 @@ def test_deltas_needed_by_a_version_are_kept(store: Path, writer: DeltaWriter) -
 
 
 def test_writer_continues_after_all_deltas_were_pruned(store: Path, writer: DeltaWriter) -> None:
-    push(writer, 2)
-    compact_deltas(store, "m")
-    prune(store, "m", keep=1)
+    push_unneeded(store, writer, 2)
     prune_deltas(store, "m", keep_s=0)
     assert not (store / "m/deltas/1").exists()
     push(writer, 1)
@@ -197,9 +202,7 @@ def test_interrupted_prune_is_recorded_and_can_be_repeated(
 ) -> None:
     """Deltas are removed in order, each manifest before its rows, so the remaining deltas are whole
     and consecutive."""
-    push(writer, 3)
-    compact_deltas(store, "m")
-    prune(store, "m", keep=1)
+    push_unneeded(store, writer, 3)
     unlink, left = Path.unlink, unlinked
 
     def unlink_some(path: Path, missing_ok: bool = False) -> None:
@@ -226,9 +229,7 @@ def test_interrupted_prune_is_recorded_and_can_be_repeated(
 def test_delta_that_cannot_be_removed_is_not_reported_as_removed(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push(writer, 1)
-    compact_deltas(store, "m")
-    prune(store, "m", keep=1)
+    push_unneeded(store, writer, 1)
     monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError(EACCES, "not allowed")))
     with pytest.raises(UnreachableError, match=r"0+1\.json: cannot be removed: not allowed"):
         prune_deltas(store, "m", keep_s=0)
@@ -238,9 +239,7 @@ def test_delta_that_cannot_be_removed_is_not_reported_as_removed(
 def test_deltas_that_another_prune_has_just_removed_are_passed_over(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push(writer, 3)
-    compact_deltas(store, "m")
-    prune(store, "m", keep=1)
+    push_unneeded(store, writer, 3)
 
     def removed_once_listed(*line: Any) -> Any:
         found = stored_seqs(*line)
@@ -253,9 +252,7 @@ def test_deltas_that_another_prune_has_just_removed_are_passed_over(
 
 
 def test_damaged_manifest_is_named_in_the_error(store: Path, writer: DeltaWriter) -> None:
-    push(writer, 1)
-    compact_deltas(store, "m")
-    prune(store, "m", keep=1)
+    push_unneeded(store, writer, 1)
     path = store / "m/deltas/1" / f"{1:020d}.json"
     path.chmod(0o644)
     path.write_text(json.dumps({}))
