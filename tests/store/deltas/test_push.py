@@ -116,6 +116,8 @@ def test_lookup_of_goldens_does_not_count_as_training(
         first, second = (row_numbers(tmp_path, seq) for seq in (1, 2))
         assert second.keys() == first.keys()
         assert all(second[table] <= first[table] for table in second)
+        with pytest.raises(InvalidModelError, match=r"numbers\[0\] is 103, feature 'user' has 103"):
+            writer.push(goldens=Bags(np.array([103]), np.eye(6, 1, dtype=np.int32), None))
         step()
 
 
@@ -124,7 +126,7 @@ def test_lookup_of_goldens_does_not_count_as_training(
     [
         (
             Bags(np.array([103]), np.eye(2, 1, dtype=np.int32), None),
-            r"numbers\[0\] is 103, feature",
+            r"numbers\[0\] is 103, feature 'user' has 103",
         ),
         (Bags(np.array([1]), np.eye(1, dtype=np.int32), None), r"expected \[n\] and \[2 features"),
     ],
