@@ -61,7 +61,7 @@ measure install "python3 -m venv /opt/embedserve; hash -r
     pip install --no-cache-dir 'embedserve[${EXTRA:-cpu}]'; $torchrec"
 chroot "$root" embedserve --version
 measure demo "embedserve demo /srv/store"
-measure serve "if curl -sS localhost:18000 2>/dev/null; then echo port 18000 is in use; exit 1; fi
+measure serve "if curl -s -o /dev/null localhost:18000; then echo port 18000 is in use; exit 1; fi
     embedserve serve /srv/store --http-port 18000 --grpc-port 0 >/tmp/serve.log 2>&1 &
     echo \$! >/tmp/pid
     until embedserve health --ready --http-port 18000 2>/dev/null; do kill -0 \$(</tmp/pid); done"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from store.deltas.conftest import DIMS, line_of, rows
+from store.one_table import publish_versions
 from torchrec import KeyedJaggedTensor
 
 from embedserve_store import (
@@ -78,11 +79,9 @@ def test_bags_may_be_a_keyed_jagged_tensor(store: Path, writer: DeltaWriter, bag
 
 
 def test_weights_of_a_keyed_jagged_tensor_are_kept(tmp_path: Path) -> None:
-    rows_of = {"ebc.embedding_bags.t.weight": torch.ones(4, 4)}
-    tables = [TableSpec("t", 4, 4, ("f",), "sum", "float32")]
-    publish(rows_of, tmp_path, model="m", tables=tables, is_weighted=True)
+    publish_versions(tmp_path, is_weighted=True)
     weights = torch.tensor([0.5, 2.0])
-    bags = KeyedJaggedTensor(["f"], torch.tensor([3, 1]), weights, torch.tensor([2]))
+    bags = KeyedJaggedTensor(["t"], torch.tensor([3, 1]), weights, torch.tensor([2]))
     with DeltaWriter(tmp_path, model="m") as writer:
         writer.push_rows({}, goldens=(bags, np.full((1, 4), 2.5, np.float32)))
     np.testing.assert_array_equal(pushed_goldens(tmp_path).weights, weights)
