@@ -16,7 +16,7 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.sources import rows
-from embedserve_store.sources.prefix import TOP, at_prefix, shown
+from embedserve_store.sources.prefix import at_prefix, shown
 from embedserve_store.sources.rows import TableRows, TensorRows
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def collection_in(module: Any, prefix: str = "") -> Any:
     elif name == "DistributedModelParallel" or name.startswith("Sharded"):
         hint = "; it is sharded: publish_sharded takes it, on all its ranks"
     elif other := _other_collection(module):
-        hint = f"; it has a {other}: publish the collection that was trained, or its state dict"
+        name, hint = other, ": publish the collection that was trained, or its state dict"
     raise InvalidModelError(
         f"expected one torchrec EmbeddingBagCollection or EmbeddingCollection{under}, found {name}"
         f"{hint}"
@@ -80,7 +80,7 @@ def _other_collection(module: Any) -> str:
     for path, inner in modules:
         kind = type(inner)
         if kind.__name__.endswith(("EmbeddingBagCollection", "EmbeddingCollection")):
-            return f"{kind.__module__}.{kind.__name__} at {path or TOP}"
+            return f"{kind.__module__}.{kind.__name__}" + (f" at {path}" if path else "")
     return ""
 
 

@@ -98,6 +98,7 @@ def quantized() -> QuantEmbeddingBagCollection:
         ([], "EmbeddingBagCollection or EmbeddingCollection, found list$"),
         (torch.nn.EmbeddingBag(4, 4), "found EmbeddingBag$"),
         (ShardedEmbeddingBagCollection(), "found ShardedEmbeddingBagCollection; it is sharded"),
+        (quantized(), r"found torchrec\.quant\.embedding_modules\.\w+: publish the collection"),
         (torch.nn.Sequential(quantized()), r"quant\.embedding_modules\.\w+ at 0: publish the coll"),
     ],
 )
