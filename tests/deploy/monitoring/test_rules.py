@@ -9,10 +9,16 @@ from typing import Any
 import yaml
 from documents import ROOT, anchors
 
+from embedserve.metrics.families import FAMILIES
+
 MONITORING = ROOT / "deploy" / "monitoring"
 RULES = MONITORING / "rules.yaml"
 RULES_TESTS = [Path(__file__).with_name(f"{name}_test.yaml") for name in ("rules", "days_rules")]
 ALERTS_PAGE = ROOT / "docs" / "alerts.md"
+
+SUFFIX = re.compile("_(total|bucket|sum|count)$")
+OF_SCRAPES = {"job", "instance", "le"}
+"""Labels that Prometheus adds to series, and the one of buckets."""
 
 
 def promtool(*arguments: object) -> str:
@@ -42,6 +48,20 @@ def test_promtool_accepts_the_rules_and_the_configuration() -> None:
 
 def test_promtool_tests_of_the_alerts_pass() -> None:
     promtool("test", "rules", *RULES_TESTS)
+
+
+def test_series_in_tests_have_the_labels_of_their_families() -> None:
+    labels_of = {family.name: set(family.labels) for family in FAMILIES}
+    for series in {
+        one["series"]
+        for path in RULES_TESTS
+        for test in loaded(path)["tests"]
+        for one in test["input_series"]
+    }:
+        name, _, labels = series.partition("{")
+        if name != "up":
+            found = set(re.findall(r'(\w+)="', labels)) - OF_SCRAPES
+            assert found == labels_of[SUFFIX.sub("", name)], series
 
 
 def test_every_alert_is_tested_both_firing_and_silent() -> None:
