@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import repeat
+from time import perf_counter
 
 import pytest
 from server.fake_engine import model_info
@@ -118,6 +119,25 @@ def test_next_version_counts_from_zero_under_its_own_number() -> None:
         assert sample_value(families, "embedserve_model_wanted_version", model="shop") == 8
     _, (fresh, _) = workers_of(2, model_info())
     assert sample_value(families_of(fresh), "embedserve_model_switches_total", model="shop") == 0
+
+
+def test_pending_version_of_any_worker_is_exported_until_it_is_gone() -> None:
+    _, (one, other) = workers_of(2, model_info())
+
+    def exported() -> list[float]:
+        other.flush()
+        families = families_of(one)
+        names = ("behind_seconds", "refused")
+        return [sample_value(families, f"embedserve_model_{name}", model="shop") for name in names]
+
+    assert exported() == [0, 0]
+    shop = other.models["shop"]
+    shop.found_s, shop.is_refused = perf_counter() - 100, True
+    behind_s, is_refused = exported()
+    assert behind_s >= 100
+    assert is_refused
+    shop.found_s, shop.is_refused = None, False
+    assert exported() == [0, 0]
 
 
 def test_versions_are_not_exported_while_workers_switch() -> None:
