@@ -4,6 +4,7 @@ import asyncio
 import logging
 import shutil
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from embedserve.processes.rollout.messages import (
 )
 from embedserve.processes.rollout.store_watcher import StoreWatcher
 from embedserve.processes.rollout.version_resolver import VersionResolver
-from embedserve_store import ModelVersion, set_alias
+from embedserve_store import ModelStore, ModelVersion, set_alias
 
 
 async def test_latest_version_is_served(
@@ -244,6 +245,23 @@ async def test_concurrently_opened_versions_are_read_into_memory_one_by_one(
     names = ("shop@canary", "shop@stable")
     await asyncio.gather(*(asyncio.to_thread(resolver.open_number, name, 2) for name in names))
     assert concurrent_counts == [1, 1]
+
+
+def test_only_one_version_is_kept_open_for_a_name(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_version(store, 2)
+    resolver = VersionResolver(ServeSettings(str(store)))
+    opened = weakref.ref(resolver.open_number("shop", 1))
+    load = ModelStore.load
+
+    def load_after_release(*arguments: Any) -> ModelVersion:
+        assert opened() is None
+        return load(*arguments)
+
+    monkeypatch.setattr(ModelStore, "load", load_after_release)
+    taken = weakref.ref(resolver.take_opened("shop", 2))
+    assert taken() is None
 
 
 async def test_shard_polls_the_store_while_it_loads_a_version(store: Path) -> None:
