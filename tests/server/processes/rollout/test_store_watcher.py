@@ -30,6 +30,7 @@ from embedserve.processes.rollout.messages import (
 from embedserve.processes.rollout.store_watcher import StoreWatcher
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve_store import ModelStore, ModelVersion, set_alias
+from embedserve_store.errors import UnopenedError
 
 
 async def test_latest_version_is_served(
@@ -262,6 +263,12 @@ def test_only_one_version_is_kept_open_for_a_name(
     monkeypatch.setattr(ModelStore, "load", load_after_release)
     taken = weakref.ref(resolver.take_opened("shop", 2))
     assert taken() is None
+
+
+def test_version_that_cannot_be_served_yet_is_not_kept(store: Path) -> None:
+    resolver = VersionResolver(ServeSettings(str(store)), lambda version: f"wait: {version.path}")
+    with pytest.raises(UnopenedError, match=r"^wait: .*/shop/1$"):
+        resolver.open_number("shop", 1)
 
 
 async def test_shard_polls_the_store_while_it_loads_a_version(store: Path) -> None:
