@@ -14,7 +14,13 @@ from collections.abc import Callable
 
 from embedserve.deltas.delta_target import to_bytes
 from embedserve.processes.channel import SupervisorChannel
-from embedserve.processes.forked import LAST_WORDS_S, Restarts, describe_exit, fork, poll_exit_code
+from embedserve.processes.forked import (
+    HangWatch,
+    Restarts,
+    describe_exit,
+    fork,
+    poll_exit_code,
+)
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 logger = logging.getLogger(__name__)
@@ -51,8 +57,8 @@ class ApplierSupervision:
         versions.on_change = self._send_targets
         self._selector, self._close_inherited = selector, close_inherited
         self._channel: SupervisorChannel | None = None
-        self._started_s = self._silent_s = 0.0
-        self._kill_at_s: float | None = None
+        self._started_s = 0.0
+        self._hang_watch: HangWatch  # of the present process, set by _start
 
     def is_ready(self) -> bool:
         """Returns whether workers may listen: every model has been polled for the first time, or
@@ -75,20 +81,8 @@ class ApplierSupervision:
             passed_s: seconds since the last call, without those in which this process did not run.
             hang_s: seconds that a worker may go without a heartbeat; 0: no limit.
         """
-        if not self.pid or not hang_s:
-            return
-        self._silent_s += passed_s
-        if self._kill_at_s is not None:
-            if time.monotonic() >= self._kill_at_s:
-                os.kill(self.pid, signal.SIGKILL)
-        elif self._silent_s > max(hang_s, HANG_S_MIN):
-            logger.error(
-                "the applier of deltas (process %d) hangs: no heartbeat for %.0f s; it is ended",
-                self.pid,
-                self._silent_s,
-            )
-            self._kill_at_s = time.monotonic() + LAST_WORDS_S
-            os.kill(self.pid, signal.SIGABRT)  # makes faulthandler write the stacks
+        if self.pid and hang_s:
+            self._hang_watch.check(self.pid, passed_s, max(hang_s, HANG_S_MIN), time.monotonic())
 
     def reap(self) -> None:
         """Notices the end of an applier that is not started again."""
@@ -113,7 +107,8 @@ class ApplierSupervision:
 
     def _start(self) -> None:
         assert self._main is not None
-        self._started_s, self._silent_s, self._kill_at_s = time.monotonic(), 0.0, None
+        self._started_s = time.monotonic()
+        self._hang_watch = HangWatch("the applier of deltas", logger)
         try:
             self.pid, ours = fork(self._main, self._close_inherited)
             self._channel = SupervisorChannel(ours, self._selector, self._receive)
@@ -133,7 +128,7 @@ class ApplierSupervision:
 
     def _receive(self) -> None:
         assert self._channel is not None
-        self._silent_s = 0.0
+        self._hang_watch.on_heartbeat()
         if self._channel.receive() is None:  # it exits; SIGCHLD reports the exit
             self._end_channel()
 

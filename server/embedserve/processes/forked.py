@@ -1,9 +1,10 @@
-"""Forks processes, ends them with their parent, and describes how they ended."""
+"""Forks processes, ends them with their parent or if they hang, and describes how they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -130,6 +131,49 @@ def describe_exit(exit_code: int) -> str:
     except ValueError:  # most real-time signals have no name
         name = f"signal {-exit_code}"
     return f"was ended by {name}"
+
+
+@dataclass
+class HangWatch:
+    """Watches for the hang of one process, and ends it.
+
+    Attributes:
+        name: name of the process in the log.
+        logger: logger of the process that watches.
+        silent_s: seconds since the last heartbeat, counted only while the process that watches ran.
+        kill_at_s: monotonic time at which a process that hangs is killed; None for others.
+    """
+
+    name: str
+    logger: logging.Logger
+    silent_s: float = 0.0
+    kill_at_s: float | None = None
+
+    def on_heartbeat(self) -> None:
+        self.silent_s = 0.0
+
+    def check(self, pid: int, passed_s: float, hang_s: float, now_s: float) -> bool:
+        """Counts ``passed_s`` more seconds without a heartbeat of process ``pid``. Returns whether
+        that makes it hang, after more than ``hang_s``: then it is ended.
+
+        SIGABRT makes faulthandler write its stacks. SIGKILL follows, for one that is stopped.
+        """
+        if self.kill_at_s is not None:
+            if now_s >= self.kill_at_s:
+                os.kill(pid, signal.SIGKILL)
+            return False
+        self.silent_s += passed_s
+        if self.silent_s <= hang_s:
+            return False
+        self.logger.error(
+            "%s (process %d) hangs: no heartbeat for %.0f s; it is ended",
+            self.name,
+            pid,
+            self.silent_s,
+        )
+        self.kill_at_s = now_s + LAST_WORDS_S
+        os.kill(pid, signal.SIGABRT)
+        return True
 
 
 @dataclass

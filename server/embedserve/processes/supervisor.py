@@ -7,6 +7,7 @@ grpc, so that it can fork workers at any time. No request passes through it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import signal
@@ -19,7 +20,13 @@ from functools import partial
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.applier_supervision import ApplierSupervision
 from embedserve.processes.channel import SupervisorChannel
-from embedserve.processes.forked import LAST_WORDS_S, Restarts, describe_exit, fork, poll_exit_code
+from embedserve.processes.forked import (
+    HangWatch,
+    Restarts,
+    describe_exit,
+    fork,
+    poll_exit_code,
+)
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     Desired,
@@ -56,6 +63,8 @@ class _Worker:
     index: int
     pid: int = 0
     """Process id; 0 while there is no process."""
+    hang_watch: HangWatch = field(init=False)
+    """Watch of the present process."""
     channel: SupervisorChannel | None = None
     desired: Desired | None = None
     """Last desired state; None for a worker that has yet to receive one."""
@@ -68,10 +77,6 @@ class _Worker:
     listening_s: float = 0.0
     """Monotonic time since which the worker listens."""
     beats: float = 0.0
-    silent_s: float = 0.0
-    """Seconds since the last heartbeat, counted only while this process ran."""
-    kill_at_s: float | None = None
-    """Monotonic time at which a hung worker is killed; None for other workers."""
 
 
 class Supervisor:
@@ -186,38 +191,27 @@ class Supervisor:
         passed_s, self._checked_s = min(now_s - self._checked_s, 2 * POLL_S), now_s
         self._applier.check_heartbeat(passed_s, self._hang_s)
         for worker in self._workers:
-            if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
-                os.kill(worker.pid, signal.SIGKILL)
-                worker.kill_at_s = None
-            beats = self._counters.beats(worker.index)
-            if beats != worker.beats or not worker.is_listening:
-                worker.beats, worker.silent_s = beats, 0.0
+            if not worker.pid:
                 continue
-            worker.silent_s += passed_s
-            hang_s = self._hang_s
+            beats = self._counters.beats(worker.index)
+            is_alive = beats != worker.beats or not worker.is_listening
+            if is_alive:
+                worker.beats = beats
+                worker.hang_watch.on_heartbeat()
+            silent_s = 0.0 if is_alive else passed_s
+            hang_s = self._hang_s or math.inf
             if self._coordinator.is_preparing(worker.index):
                 hang_s = max(hang_s, PREPARING_HANG_S)
-            if self._hang_s and worker.silent_s > hang_s:
-                self._end_hung(worker, now_s)
-
-    def _end_hung(self, worker: _Worker, now_s: float) -> None:
-        logger.error(
-            "worker %d (process %d) hangs: no heartbeat for %.0f s; it is ended",
-            worker.index,
-            worker.pid,
-            worker.silent_s,
-        )
-        self._counters.count_hang(worker.index)
-        self._counters.set_ready(worker.index, False)
-        worker.silent_s = 0.0
-        worker.kill_at_s = now_s + LAST_WORDS_S
-        os.kill(worker.pid, signal.SIGABRT)  # makes faulthandler write the stacks
+            if worker.hang_watch.check(worker.pid, silent_s, hang_s, now_s):
+                self._counters.count_hang(worker.index)
+                self._counters.set_ready(worker.index, False)
 
     def _start(self, worker: _Worker) -> None:
         """Forks a worker. If that fails, it is tried again later; before the server was ready,
         OSError is raised."""
         self._coordinator.on_worker_fork()
         worker.reason, worker.logs_ready = "", False
+        worker.hang_watch = HangWatch(f"worker {worker.index}", logger)
         try:
             worker.pid, ours = fork(partial(self._worker_main, worker.index), self._close_inherited)
             worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
@@ -308,7 +302,6 @@ class Supervisor:
             raise WorkerFailedError(
                 worker.reason or f"worker {worker.index} {how} before the server was ready"
             )
-        worker.kill_at_s = None
         now_s = time.monotonic()
         well_s = now_s - worker.listening_s if was_ready else 0.0
         delay_s = worker.restarts.schedule(now_s, well_s, was_ready=was_ready)

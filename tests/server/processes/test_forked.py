@@ -1,7 +1,8 @@
-"""Tests of forking: a failed fork leaves no descriptors, the end of a process is described, and
-restarts have delays."""
+"""Tests of forking: a failed fork leaves no descriptors, a process that hangs is ended, the end of
+a process is described, and restarts have delays."""
 
 import errno
+import logging
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from embedserve.processes.forked import Restarts, describe_exit, fork
+from embedserve.processes.forked import LAST_WORDS_S, HangWatch, Restarts, describe_exit, fork
 
 
 def test_failed_fork_leaves_no_descriptors_and_no_blocked_signals(
@@ -55,6 +56,26 @@ def test_error_of_a_signal_handler_during_a_fork_leaves_no_process(
         signal.signal(signal.SIGHUP, before)
     with pytest.raises(ChildProcessError):
         os.waitpid(pids[0], os.WNOHANG)
+
+
+def test_process_that_hangs_is_aborted_and_soon_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    watch = HangWatch("it", logging.getLogger())
+    assert not watch.check(7, 8.0, 10.0, 100.0)
+    watch.on_heartbeat()
+    assert not watch.check(7, 8.0, 10.0, 108.0)
+    assert not watch.check(7, 2.0, 10.0, 110.0)
+    assert watch.check(7, 1.0, 10.0, 111.0)
+    assert sent == [(7, signal.SIGABRT)]
+    assert caplog.messages == ["it (process 7) hangs: no heartbeat for 11 s; it is ended"]
+    watch.on_heartbeat()  # too late
+    for now_s in (111.0 + LAST_WORDS_S / 2, 111.0 + LAST_WORDS_S):
+        assert not watch.check(7, 20.0, 10.0, now_s)
+    assert sent == [(7, signal.SIGABRT), (7, signal.SIGKILL)]
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Tests of the supervisor: workers start together, and stop together."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
+import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -12,7 +15,8 @@ from server.processes.supervised_server import WAIT_S_MAX, supervised
 
 from embedserve.metrics.metrics import CounterRoom
 from embedserve.metrics.model_metrics import COLUMNS_MIN
-from embedserve.metrics.shared_counters import SharedCounters
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve.processes.forked import HangWatch
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     LoadState,
@@ -22,7 +26,7 @@ from embedserve.processes.rollout.messages import (
     message_to_bytes,
 )
 from embedserve.processes.rollout.served_name import RolloutVersion
-from embedserve.processes.supervisor import Supervisor
+from embedserve.processes.supervisor import PREPARING_HANG_S, Supervisor
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -139,6 +143,37 @@ async def test_signal_stops_a_server_that_is_not_ready_yet(
         status, output = await server.ended()
     assert status == 0
     assert "Traceback" not in output
+
+
+def test_worker_that_loads_a_version_may_be_silent_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks the limits of workers that listen. Silence counts only while the supervisor ran."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    counters = SharedCounters(3, CounterRoom(1, COLUMNS_MIN).cells)
+    coordinator = RolloutCoordinator({}, lambda name, path: None)
+    monkeypatch.setattr(coordinator, "is_preparing", lambda worker: worker == 1)
+    supervisor = Supervisor(wait_for_signal, counters, 1, 10, coordinator)
+    for worker in supervisor._workers:
+        worker.pid, worker.is_listening = 100 + worker.index, worker.index != 2
+        worker.hang_watch = HangWatch("it", logging.getLogger())
+
+    def pass_time(seconds: float, step_s: float) -> None:
+        for _ in range(int(seconds / step_s)):
+            now_s = supervisor._checked_s + step_s
+            monkeypatch.setattr(time, "monotonic", partial(float, now_s))
+            supervisor._check_heartbeats()
+
+    pass_time(10, 1)
+    pass_time(1000, 1000)  # in which the supervisor was frozen
+    assert sent == [(100, signal.SIGABRT)]
+    assert WorkerCounters(counters, 0).hangs() == 1
+    pass_time(PREPARING_HANG_S - 12, 1)
+    assert sent[-1] == (100, signal.SIGKILL)
+    pass_time(1, 1)
+    assert sent[-1] == (101, signal.SIGABRT)
+    assert not [pid for pid, _ in sent if pid == 102]
 
 
 class InterruptedCoordinator(RolloutCoordinator):
