@@ -230,6 +230,23 @@ def test_lost_response_does_not_fence_the_writer(store: Path, writer: DeltaWrite
     assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {"tag": 1}]
 
 
+@pytest.mark.parametrize("is_written", [True, False])
+def test_writer_is_fenced_by_a_delta_after_its_lost_push(
+    store: Path, writer: DeltaWriter, is_written: bool
+) -> None:
+    """Covers a writer that continues after its own deltas: that of another one is none of them."""
+    with (
+        failing_writes(writer, ".json", is_written=is_written),
+        pytest.raises(StoreError, match="the store is away"),
+    ):
+        writer.push_rows(tag_row(1))
+    with DeltaWriter(store, model="m") as other:
+        assert other.push_rows(tag_row(2)) == 1 + is_written
+    with pytest.raises(WriterFencedError, match="stop"):
+        writer.push_rows(tag_row(3))
+    assert len(deltas_in(store)) == 1 + is_written
+
+
 @pytest.mark.parametrize("changes", [tag_row(1), {}])
 def test_push_retried_after_a_lost_response_is_written_once(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, changes: Any
