@@ -3,10 +3,15 @@ then."""
 
 import asyncio
 import signal
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from server.processes.test_drain import server_process
+
+from embedserve.processes import watchdog
+from embedserve.processes.supervisor import POLL_S, PREPARING_HANG_S
 
 HANG_S = 2
 pytestmark = pytest.mark.usefixtures("warm")
@@ -32,3 +37,17 @@ async def test_frozen_process_continues_once_it_is_resumed() -> None:
         assert (await server.http.get("/health/live")).status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert await server.wait_stopped() == 0
+
+
+@pytest.mark.parametrize(("is_loading", "limit_s"), [(False, HANG_S), (True, PREPARING_HANG_S)])
+def test_event_loop_may_be_silent_for_longer_while_a_version_loads(
+    monkeypatch: pytest.MonkeyPatch, is_loading: bool, limit_s: float
+) -> None:
+    silent_s: list[float] = []
+    monkeypatch.setattr(watchdog, "is_any_running", lambda: is_loading)
+    monkeypatch.setattr(watchdog, "monotonic", count(0.0, POLL_S).__next__)
+    monkeypatch.setattr(watchdog, "_end", silent_s.append)
+    watching = watchdog.Watchdog(HANG_S)
+    monkeypatch.setattr(watching, "_stopped", Mock(wait=lambda seconds: False))
+    watching._watch()
+    assert silent_s == [limit_s + POLL_S]
