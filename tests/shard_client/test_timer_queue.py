@@ -1,41 +1,12 @@
 """Tests of the timer queue: which timers it starts, and which deadlines it handles when they
 fire."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
+from shard_client.fake_shards import FakeTime
 
 from embedserve.shard_client.timer_queue import LATE_S, TICK_S, TimerQueue
-
-
-@dataclass
-class FakeTimer:
-    """A timer of a loop whose time is ``Loop.now_s``."""
-
-    delay_s: float
-    run: Callable[[], None]
-    is_cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-
-@dataclass
-class Loop:
-    now_s: float = 100.0
-    timers: list[FakeTimer] = field(default_factory=list)
-
-    def call_later(self, delay_s: float, run: Callable[[], None]) -> FakeTimer:
-        self.timers.append(FakeTimer(delay_s, run))
-        return self.timers[-1]
-
-    def fire(self, now_s: float) -> None:
-        """Fires the only timer that is not cancelled, at ``now_s``."""
-        (timer,) = [one for one in self.timers if not one.is_cancelled]
-        self.timers.clear()
-        self.now_s = now_s
-        timer.run()
 
 
 @dataclass
@@ -52,62 +23,66 @@ class Item:
 
 
 @pytest.fixture
-def loop() -> Loop:
-    return Loop()
+def time() -> FakeTime:
+    return FakeTime()
 
 
 @pytest.fixture
-def queue(loop: Loop) -> TimerQueue:
-    return TimerQueue(lambda: loop.now_s, loop.call_later)  # type: ignore[arg-type]
+def queue(time: FakeTime) -> TimerQueue:
+    return TimerQueue(time.clock, time.call_later)
 
 
-def test_timer_is_that_of_the_earliest_deadline(loop: Loop, queue: TimerQueue) -> None:
+def timers(time: FakeTime) -> list[float]:
+    """Returns the times of the timers that are not cancelled."""
+    return [one.at_s for one in time.timers if not one.is_cancelled]
+
+
+def test_timer_is_that_of_the_earliest_deadline(time: FakeTime, queue: TimerQueue) -> None:
     handled: list[str] = []
-    queue.push(100.5, Item("a", handled), 100.0)
-    queue.push(100.7, Item("b", handled), 100.0)
-    queue.push(100.5 - TICK_S / 2, Item("c", handled), 100.0)  # too little earlier
-    assert [one.delay_s for one in loop.timers] == [0.5]
-    queue.push(100.0, Item("d", handled), 100.0)
-    assert [(one.delay_s, one.is_cancelled) for one in loop.timers] == [
-        (0.5, True),
-        (TICK_S, False),
-    ]
-    loop.fire(100.001)
+    queue.push(1000.5, Item("a", handled), time.now_s)
+    queue.push(1000.7, Item("b", handled), time.now_s)
+    queue.push(1000.5 - TICK_S / 2, Item("c", handled), time.now_s)  # too little earlier
+    assert timers(time) == [1000.5]
+    queue.push(1000.0, Item("d", handled), time.now_s)
+    assert timers(time) == [1000 + TICK_S]
+    time.advance(TICK_S)
     assert handled == ["d"]
-    assert [one.delay_s for one in loop.timers] == [pytest.approx(0.4985)]
-    loop.fire(100.5)
+    assert timers(time) == [pytest.approx(1000.5 - TICK_S / 2)]
+    time.advance(0.5)
     assert handled == ["d", "c", "a"]
-    loop.fire(100.7)
+    time.advance(0.2)
     assert handled == ["d", "c", "a", "b"]
-    assert not loop.timers
+    assert not timers(time)
 
 
-def test_items_that_are_over_are_dropped(loop: Loop, queue: TimerQueue) -> None:
+def test_items_that_are_over_are_dropped(time: FakeTime, queue: TimerQueue) -> None:
     handled: list[str] = []
     for name, is_over in {"a": False, "b": True, "c": False, "d": True}.items():
-        queue.push(100.5, Item(name, handled, is_over), 100.0)
-    queue.push(101.0, Item("later, over", handled, is_over=True), 100.0)
-    loop.fire(100.5)
+        queue.push(1000.5, Item(name, handled, is_over), time.now_s)
+    queue.push(1001.0, Item("later, over", handled, is_over=True), time.now_s)
+    time.advance(0.5)
     assert handled == ["a", "c"]
-    assert not loop.timers
+    assert not timers(time)
 
 
-def test_late_timer_lets_replies_be_read_first(loop: Loop, queue: TimerQueue) -> None:
+def test_late_timer_lets_replies_be_read_first(time: FakeTime, queue: TimerQueue) -> None:
     handled: list[str] = []
-    queue.push(100.5, Item("a", handled), 100.0)
-    loop.fire(100.5 + 2 * LATE_S)
+    queue.push(1000.5, Item("a", handled), time.now_s)
+    time.now_s = 1000.5 + 2 * LATE_S
+    time.advance(0)
     assert not handled
-    assert [one.delay_s for one in loop.timers] == [TICK_S]
-    loop.fire(102.0)
+    assert timers(time) == [time.now_s + TICK_S]
+    time.now_s = 1002.0  # late again
+    time.advance(0)
     assert handled == ["a"]
 
 
 def test_failing_item_is_logged_and_the_others_are_handled(
-    loop: Loop, queue: TimerQueue, caplog: pytest.LogCaptureFixture
+    time: FakeTime, queue: TimerQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     handled: list[str] = []
-    queue.push(100.5, Item("a", handled, fails=True), 100.0)
-    queue.push(100.5, Item("b", handled), 100.0)
-    loop.fire(100.5)
+    queue.push(1000.5, Item("a", handled, fails=True), time.now_s)
+    queue.push(1000.5, Item("b", handled), time.now_s)
+    time.advance(0.5)
     assert handled == ["a", "b"]
     assert "RuntimeError: a" in caplog.text
